@@ -1,0 +1,77 @@
+"""Who proposes tokens: the Drafter protocol, and the drafter for a pair's `draft` setting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from bass_cli.engine.batch import Batch
+from bass_cli.model.runner import Runner
+
+
+class Proposal(NamedTuple):
+    """tokens [B, k] int64: k may be smaller than asked for, 0 too. probs [B, k, V]: the laws they were drawn from,
+    under maximal coupling with a draft model; None means point masses, or shared coupling, which needs no laws."""
+
+    tokens: Tensor
+    probs: Tensor | None
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch."""
+
+    def open(self, key: str, tokens: Sequence[int]) -> None:
+        """A prompt begins: rows will attach to it."""
+
+    def close(self, key: str) -> None:
+        """No further row will attach to this prompt."""
+
+    def attach(self, row: int, key: str) -> None:
+        """Row `row` of the batch begins with this prompt."""
+
+    def detach(self, row: int) -> None:
+        """Row `row` ends."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Row `source`, `length` tokens long, becomes row `target`."""
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        """Up to `length` tokens for every live row."""
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    def open(self, key: str, tokens: Sequence[int]) -> None:
+        pass
+
+    def close(self, key: str) -> None:
+        pass
+
+    def attach(self, row: int, key: str) -> None:
+        pass
+
+    def detach(self, row: int) -> None:
+        pass
+
+    def move(self, source: int, target: int, length: int) -> None:
+        pass
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return Proposal(batch.tokens.new_zeros(len(batch), 0), None)
+
+
+def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:
+    """The drafter for a pair's `draft`: "none", "lookup", or whatever `runner` (lag 2) holds: a draft model, or the
+    target with layers skipped."""
+    from .lookup import LookupDrafter
+    from .model import ModelDrafter
+
+    if draft == "none":
+        return NoDrafter()
+    if draft == "lookup":
+        return LookupDrafter()
+    assert runner is not None
+    return ModelDrafter(runner, coupling=coupling, temperature=temperature)

@@ -1,0 +1,75 @@
+"""A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
+
+The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks the last draft, and
+feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; the next first step
+is as much wider.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bass_cli.engine.batch import Batch, Laws
+from bass_cli.engine.sampling import propose_maximal, propose_shared
+from bass_cli.model.runner import Runner
+
+from . import Proposal
+
+
+class ModelDrafter:
+    """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
+    theirs is 0."""
+
+    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
+        assert runner.lag == 2
+        self._runner, self._coupling, self._temperature = runner, coupling, temperature
+        self._fed: list[int] = []  # by row: how many positions the cache holds, wrong drafts included
+
+    def open(self, key: str, tokens: Sequence[int]) -> None:
+        self._runner.open(key, tokens)
+
+    def close(self, key: str) -> None:
+        self._runner.close(key)
+
+    def attach(self, row: int, key: str) -> None:
+        self._runner.attach(row, key)
+        assert row == len(self._fed)
+        self._fed.append(self._runner.cache.base(row))
+
+    def detach(self, row: int) -> None:
+        self._runner.detach(row)
+        if row == len(self._fed) - 1:
+            self._fed.pop()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._runner.move(source, target, length)
+        self._fed[target] = self._fed.pop()
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        live = len(batch)
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(live, 0), None)
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[:live]
+        ends = [len(row.tokens) for row in batch.hosts]
+        tokens, positions = batch.last(self._missing(ends), self._runner.cache.bases(live))
+        chosen, probs = [], []
+        for step in range(length):
+            logits = self._runner.forward(tokens, positions, [end + step for end in ends], last=1)[:, 0]
+            token, law = self._choose(logits, laws, lengths + step, lengths)
+            chosen.append(token)
+            probs.append(law)
+            tokens, positions = token[:, None], (lengths + step)[:, None]
+        self._fed = [end + length - 1 for end in ends]
+        return Proposal(torch.stack(chosen, 1), None if probs[0] is None else torch.stack(probs, 1))  # type: ignore[arg-type]
+
+    def _missing(self, ends: list[int]) -> int:
+        """How many tokens at the rows' ends the cache may lack; at least two."""
+        return max(2, *(end - min(fed, end - 1) for end, fed in zip(ends, self._fed, strict=True)))
+
+    def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._coupling == "shared":
+            return propose_shared(logits, laws, places), None
+        return propose_maximal(logits, laws, places, lengths)

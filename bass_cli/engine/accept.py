@@ -1,0 +1,45 @@
+"""What the target says of the drafts, as a Verdict: one function for each coupling. The arithmetic is in the kernels."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+
+from .batch import Laws
+
+
+class Verdict(NamedTuple):
+    """accepted [B]: how many drafts each row keeps. next [B]: the target's token after them. Both int64.
+    block [B, k + 1]: the tokens to append, valid up to and including place `accepted`."""
+
+    accepted: Tensor
+    next: Tensor
+    block: Tensor
+
+
+def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
+    """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V] with the noise of
+    their positions; lengths [B] is the position of the first draft."""
+    rows, width = logits.shape[:2]
+    places = lengths[:, None] + torch.arange(width, device=lengths.device)
+    each = laws.repeat(width)
+    targets = ops.sample(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten())
+    targets = targets.view(rows, width)
+    return Verdict(*ops.accept_shared(drafts, targets), targets)
+
+
+def maximal(drafts: Tensor, probs: Tensor | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
+    """Maximal coupling: drafts [B, k] drawn from probs [B, k, U] (None: point masses), U at most V, against the
+    processed laws of logits [B, k + 1, V]; lengths [B] is the position of the first draft."""
+    rows, width, vocab = logits.shape
+    each = laws.repeat(width)
+    target = ops.process(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p).view(rows, width, vocab)
+    if probs is not None and probs.shape[-1] < vocab:
+        probs = torch.nn.functional.pad(probs, (0, vocab - probs.shape[-1]))
+    accepted, following = ops.accept_maximal(drafts, probs, target, laws.keys, lengths)
+    block = torch.cat((drafts, drafts.new_zeros(rows, 1)), dim=1).scatter(1, accepted[:, None], following[:, None])
+    return Verdict(accepted, following, block)

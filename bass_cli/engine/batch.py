@@ -1,0 +1,143 @@
+"""The live rows: their tokens, lengths, sampling parameters and noise keys on the device, and what the host knows.
+
+Rows are dense: 0 to len(batch) - 1 are live; a row that ends is replaced by the last one. Not here: keys and values
+(model/cache.py), when a row ends (run.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sample as it grows: what the host knows of it. `tokens` holds the prompt and what was generated; its last
+    token is pending (the target has not seen it). `limit`: how many tokens it may generate. `top_k` 0 and `top_p` 1
+    truncate nothing; `temperature` 0 is greedy."""
+
+    key: str  # the prompt's id
+    sample: int
+    seed: int
+    tokens: list[int]
+    limit: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    prompt_length: int = field(init=False)
+    log_probabilities: list[float] = field(default_factory=list)
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def room(self) -> int:
+        """How many more tokens it may generate."""
+        return self.limit - self.generated
+
+
+def noise_key(seed: int, prompt: str, sample: int) -> tuple[int, int]:
+    """The 64-bit key of a row's noise, as two unsigned 32-bit words: BLAKE2b of (seed, prompt id, sample)."""
+    digest = hashlib.blake2b(f"{seed}\x00{sample}\x00{prompt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
+
+
+class Laws:
+    """The sampling parameters of B rows as tensors: temperature, top_p [B] float32, top_k [B], keys [B, 2] int64."""
+
+    __slots__ = ("keys", "temperature", "top_k", "top_p")
+
+    def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor):
+        self.temperature, self.top_k, self.top_p, self.keys = temperature, top_k, top_p, keys
+
+    def repeat(self, times: int) -> Laws:
+        """Each row's parameters `times` times in a row."""
+        if times == 1:
+            return self
+        return Laws(*(t.repeat_interleave(times, 0) for t in (self.temperature, self.top_k, self.top_p, self.keys)))
+
+    def at(self, temperature: float | None) -> Laws:
+        """The same at another temperature, where it is not 0."""
+        if temperature is None:
+            return self
+        changed = torch.where(self.temperature > 0, temperature, 0.0)
+        return Laws(changed, self.top_k, self.top_p, self.keys)
+
+
+class Batch:
+    """Up to `rows` live rows. `tokens` [rows, context] and `lengths` [rows] are int64 on the device; beyond a row's
+    length lies nothing that may be read. `hosts` lists the live Rows in order."""
+
+    def __init__(self, *, rows: int, context: int, device: torch.device):
+        def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+
+        self.capacity, self.device = rows, device
+        self.tokens, self.lengths = column(context), column()
+        self._temperature, self._top_p = column(dtype=torch.float32), column(dtype=torch.float32)
+        self._top_k, self._keys = column(), column(2)
+        self.hosts: list[Row] = []
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def laws(self) -> Laws:
+        live = len(self.hosts)
+        return Laws(self._temperature[:live], self._top_k[:live], self._top_p[:live], self._keys[:live])
+
+    def admit(self, row: Row) -> int:
+        """Make `row` live; returns its index."""
+        index = len(self.hosts)
+        assert index < self.capacity
+        needed = len(row.tokens) + row.limit
+        if needed >= self.tokens.shape[1]:
+            grown = self.tokens.new_zeros(self.capacity, max(needed + 1, 2 * self.tokens.shape[1]))
+            grown[:, : self.tokens.shape[1]] = self.tokens
+            self.tokens = grown
+        self.hosts.append(row)
+        self.tokens[index, : len(row.tokens)] = torch.tensor(row.tokens, device=self.device)
+        self.lengths[index] = len(row.tokens)
+        self._temperature[index], self._top_k[index], self._top_p[index] = row.temperature, row.top_k, row.top_p
+        self._keys[index] = torch.tensor(noise_key(row.seed, row.key, row.sample), device=self.device)
+        return index
+
+    def retire(self, index: int) -> int | None:
+        """End row `index`. The last row takes its place: its former index is returned if it moved."""
+        last = len(self.hosts) - 1
+        row = self.hosts.pop()
+        if index == last:
+            return None
+        self.hosts[index] = row
+        for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys):
+            column[index] = column[last]
+        return last
+
+    def commit(self, block: Tensor, accepted: Tensor) -> None:
+        """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a row, on the device.
+
+        The whole block is written: what lies beyond a row's new length is written over by its next round.
+        """
+        live, width = block.shape
+        places = self.lengths[:live, None] + torch.arange(width, device=self.device)
+        places = places.clamp(max=self.tokens.shape[1] - 1)  # only a row at its end goes there, and it ends now
+        self.tokens[:live].scatter_(1, places, block)
+        self.lengths[:live] += accepted + 1
+
+    def last(self, count: int, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The last `count` tokens of each live row and their positions, [B, count] each; positions below floor [B]
+        (0) are raised to it: the same token is then fed more than once, which writes the same key again."""
+        live = len(self.hosts)
+        positions = self.lengths[:live, None] + torch.arange(-count, 0, device=self.device)
+        positions = positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
+        return self.tokens[:live].gather(1, positions), positions

@@ -1,0 +1,21 @@
+"""How a draft model chooses its tokens under each coupling. The target's side of it is accept.py."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import bass_kernels as ops
+
+from .batch import Laws
+
+
+def propose_shared(logits: Tensor, laws: Laws, places: Tensor) -> Tensor:
+    """The draft's tokens [B] from its logits [B, V] with the very noise that the target will use at `places` [B]."""
+    return ops.sample(logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places)
+
+
+def propose_maximal(logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and the laws [B, V] they were drawn from, with noise of the draft's own stream; lengths [B] tells
+    this round's noise from every other round's."""
+    law = ops.process(logits, laws.temperature, laws.top_k, laws.top_p)
+    return ops.draw(law, laws.keys, places, stream=ops.DRAFT, origin=lengths), law

@@ -1,0 +1,246 @@
+"""What one run is asked to do: Job, Pair, Sampling and Speculation, frozen and strict, read from YAML and flags.
+
+Also the one exception for a user's mistakes. Nothing here touches a model, a prompt or torch. Command-line code imports
+this file inside its commands only, because pydantic is slow to import.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.resources
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+DEFAULT_PAIR = "smollm2"
+SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
+SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
+
+
+class UserError(Exception):
+    """A mistake of the user's, in one sentence that names the file, the line, the key and the nearest valid value."""
+
+
+class MachineError(UserError):
+    """The machine lacks what the job needs: memory, a device, a package (exit code 3)."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A clause for an error message: the closest of the known words, or all of them when none is close."""
+    choices = list(known)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f'did you mean "{close[0]}"?' if close else f"known: {', '.join(choices)}"
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _stops(value: Any) -> Any:
+    listed = (value,) if isinstance(value, str) else value
+    if isinstance(listed, (list, tuple)) and "" in listed:
+        raise ValueError("an empty stop string would stop every sample at once")
+    return listed
+
+
+def _number_or(value: Any, words: tuple[str, ...], least: int, most: int | None = None) -> Any:
+    """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value):
+        value = int(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value in words or (whole and least <= value and (most is None or value <= most)):
+        return value
+    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+    raise ValueError(f"{value!r} is not valid; use {', '.join(words)} or a whole number {bounds}")
+
+
+def _draft_length(value: Any) -> Any:
+    if value == "table":
+        raise ValueError("the profiled table comes in a later version; use auto, bass or a whole number")
+    return _number_or(value, ("auto", "bass"), 0, 64)
+
+
+def _batch_size(value: Any) -> Any:
+    return _number_or(value, ("auto",), 1)
+
+
+Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**63)]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+Length = Annotated[Literal["auto", "bass"] | int, BeforeValidator(_draft_length)]
+BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
+Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
+Name = Annotated[str, Field(min_length=1)]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+
+class Strict(BaseModel):
+    """What all parts of a job share: they do not change, and a misspelt field is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Sampling(Strict):
+    """The target's processed law and the noise that picks from it; temperature 0 is greedy, top_k 0 is off."""
+
+    temperature: Annotated[Real, Field(ge=0)] = 0.8
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
+    top_k: Natural = 0
+    seed: Natural = 0
+    stop: Stops = ()
+    max_new_tokens: Count = 256
+
+
+class Speculation(Strict):
+    """How far the draft runs ahead, and how draft and target are coupled."""
+
+    length: Length = "auto"
+    max: Annotated[Count, Field(le=64)] = 32
+    coupling: Literal["shared", "maximal"] = "shared"
+    draft_temperature: Annotated[Real, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _within_max(self) -> Speculation:
+        if self.length not in ("auto", "bass") and int(self.length) > self.max:
+            raise ValueError(f"the draft length {self.length} is above speculation.max, which is {self.max}")
+        return self
+
+
+class Pair(Strict):
+    """A target and its draft. `folder` is where the YAML lies (None: packaged); it is never read from the YAML."""
+
+    name: Name
+    target: Name
+    draft: Name = "none"
+    dtype: Dtype = "auto"
+    tokenizer: Name | None = None
+    speculation: Speculation = Speculation()
+    sampling: Sampling = Sampling()
+    folder: Path | None = None
+
+
+class Job(Strict):
+    """One run of `bass generate`. `budget` is in seconds; `chat` None means: chat if the prompt has messages."""
+
+    pair: Pair
+    n: Count = 8
+    sampling: Sampling = Sampling()
+    speculation: Speculation = Speculation()
+    budget: Annotated[Real, Field(gt=0)] | None = None
+    batch_size: BatchSize = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    dtype: Dtype = "auto"
+    chat: bool | None = None
+    limit: Count | None = None
+    prompt_column: Name = "prompt"
+    token_ids: bool = False
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0."""
+    match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d*|\.\d+))\s*(ms|s|m|)\s*", text)
+    seconds = float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise UserError(f'"{text}" is not a duration above 0; write it like 2s, 500ms or 1.5m')
+    return seconds
+
+
+def packaged_pairs() -> list[str]:
+    """The names of the pairs that are installed with bass, sorted."""
+    files = importlib.resources.files("bass_cli.configs").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_pair(name_or_file: str) -> Pair:
+    """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and nearest valid key."""
+    if name_or_file in packaged_pairs():
+        resource = importlib.resources.files("bass_cli.configs") / f"{name_or_file}.yaml"
+        return _parse_pair(resource.read_bytes(), f"{name_or_file}.yaml", None)
+    path = Path(name_or_file).expanduser()
+    if path.suffix not in (".yaml", ".yml") and not path.is_file():
+        known = nearest(name_or_file, packaged_pairs())
+        raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml)')
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{name_or_file}: cannot read the pair file: {error.strerror}") from None
+    return _parse_pair(content, name_or_file, path.parent.absolute())
+
+
+def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
+    try:
+        node = yaml.compose(content.decode("utf-8-sig"), Loader=yaml.SafeLoader)
+        data = yaml.safe_load(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{place}:{line}: the file is not valid UTF-8") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{place}:{line}: broken YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f'{place}:1: a pair file is a mapping with at least the key "target"')
+    lines = _check_keys(node, Pair, place, ())
+    try:
+        return Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
+    except ValidationError as error:
+        path, reason = _first_fault(error)
+        line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+        raise UserError(f'{place}:{line}: key "{".".join(path)}": {reason}') from None
+
+
+def _check_keys(node: yaml.MappingNode, model: type[Strict], place: str, path: tuple[str, ...]) -> dict[Any, int]:
+    """The line of every key, at any depth; UserError at one that is unknown or given twice."""
+    lines: dict[Any, int] = {}
+    known = {name: field.annotation for name, field in model.model_fields.items() if name != "folder"}
+    for key, value in node.value:
+        here, line = (*path, str(key.value)), key.start_mark.line + 1
+        if here[-1] not in known:
+            raise UserError(f'{place}:{line}: unknown key "{".".join(here)}"; {nearest(here[-1], known)}')
+        if here in lines:
+            raise UserError(f'{place}:{line}: key "{".".join(here)}" is given twice, first in line {lines[here]}')
+        lines[here] = line
+        inner = known[here[-1]]
+        if isinstance(value, yaml.MappingNode) and isinstance(inner, type) and issubclass(inner, Strict):
+            lines |= _check_keys(value, inner, place, here)
+    return lines
+
+
+def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
+    """The first fault's key path (without pydantic's own steps into unions) and its reason, value included."""
+    fault = error.errors(include_url=False)[0]
+    own_steps = re.compile(r"literal\[|int$|function-")
+    path = tuple(str(step) for step in fault["loc"] if not own_steps.match(str(step)) and not isinstance(step, int))
+    reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    reason = "it is missing" if fault["type"] == "missing" else reason[:1].lower() + reason[1:]
+    plain = isinstance(fault["input"], (str, int, float)) and fault["type"] != "value_error"
+    return path, f"{reason} (got {fault['input']!r})" if plain else reason
+
+
+def make_job(pair: Pair, flags: Mapping[str, Any]) -> Job:
+    """A Job from a pair and the values given on the command line; None or absent lets the pair's value show through.
+
+    Keys of `flags`: the fields of Job and of Sampling, `draft`, `draft_length` and `coupling`.
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    sampling = {key: given.pop(key) for key in SAMPLING_FLAGS if key in given}
+    speculation = {key: given.pop(flag) for key, flag in SPECULATION_FLAGS.items() if flag in given}
+    try:
+        chosen = Pair.model_validate({**dict(pair), "draft": given.pop("draft", pair.draft)})
+        merged = {
+            "pair": chosen,
+            "dtype": pair.dtype,
+            "sampling": {**pair.sampling.model_dump(), **sampling},
+            "speculation": {**pair.speculation.model_dump(), **speculation},
+        }
+        return Job.model_validate(merged | given)
+    except ValidationError as error:
+        path, reason = _first_fault(error)
+        key = "draft_length" if path in (("speculation",), ("speculation", "length")) else path[-1]
+        raise UserError(f"--{key.replace('_', '-')} (or BASS_{key.upper()}): {reason}") from None

@@ -1,0 +1,183 @@
+"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and one span per row.
+
+A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a key goes and who may
+see it; nothing is erased when drafts are rejected. Not here: which tokens are fed (runner.py), attention (kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_kernels import Group, Segments
+
+_ARENA = 1024  # positions that the prompt store starts with; it doubles as needed
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A prompt's place in the store: positions [start, start + length), the rows that read it, and whether new rows
+    may still come."""
+
+    start: int
+    length: int
+    rows: set[int] = field(default_factory=set)
+    open: bool = True
+
+
+class Pass(NamedTuple):
+    """One forward pass's view of a store: where its tokens stand and what they may see."""
+
+    positions: Tensor  # [B, W] int64
+    slots: Tensor  # [B, W] int64: positions - base, where their keys and values go
+    segments: Segments
+    store: KVCache
+    prefill: Span | None  # None: the first B rows; otherwise this prompt's span is the one row's own
+
+    def own(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows' own spans, [B, K, S, D] each."""
+        if self.prefill is None:
+            rows = self.positions.shape[0]
+            return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
+        span = slice(self.prefill.start, self.prefill.start + self.prefill.length)
+        return self.store.prompt_keys[layer][None, :, span], self.store.prompt_values[layer][None, :, span]
+
+    def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prompt store, [K, T, D] each."""
+        return self.store.prompt_keys[layer], self.store.prompt_values[layer]
+
+
+class KVCache:
+    """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they share.
+
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer;
+    `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing. A prompt span that no row reads and that is closed is
+    free again.
+    """
+
+    def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
+                 device: torch.device):
+        def zeros(*shape: int) -> list[Tensor]:
+            return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
+
+        self.own_keys, self.own_values = zeros(rows, kv_heads, span, head_size), zeros(rows, kv_heads, span, head_size)
+        self.prompt_keys, self.prompt_values = zeros(kv_heads, _ARENA, head_size), zeros(kv_heads, _ARENA, head_size)
+        self.span = span
+        self._base = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._start = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._of_row: list[Span | None] = [None] * rows
+        self._spans: list[Span] = []
+        self._groups: tuple[Group, ...] | None = None
+
+    def reserve(self, length: int) -> Span:
+        """A free span of `length` positions, growing the store if there is none."""
+        start, at = 0, 0
+        for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
+            if taken.start - start >= length:
+                break
+            start = taken.start + taken.length
+        else:
+            at = len(self._spans)
+            self._grow(start + length)
+        span = Span(start, length)
+        self._spans.insert(at, span)
+        return span
+
+    def close(self, span: Span) -> None:
+        """No further row will be attached to this span."""
+        span.open = False
+        self._collect(span)
+
+    def attach(self, row: int, span: Span) -> None:
+        """Row `row` begins: its own slot 0 is position span.length."""
+        assert self._of_row[row] is None and span.open
+        self._place(row, span)
+
+    def detach(self, row: int) -> None:
+        """Row `row` ends."""
+        span = self._of_row[row]
+        assert span is not None
+        self._of_row[row] = None
+        span.rows.discard(row)
+        self._groups = None
+        self._collect(span)
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """Row `source` with its first `used` own slots becomes row `target`, which must be free."""
+        span = self._of_row[source]
+        assert span is not None and self._of_row[target] is None
+        for store in (self.own_keys, self.own_values):
+            for layer in store:
+                layer[target, :, :used] = layer[source, :, :used]
+        span.rows.discard(source)
+        self._of_row[source] = None
+        self._place(target, span)
+
+    def base(self, row: int) -> int:
+        """The position of the row's own slot 0."""
+        span = self._of_row[row]
+        assert span is not None
+        return span.length
+
+    def bases(self, rows: int) -> Tensor:
+        """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""
+        return self._base[:rows]
+
+    def decode(self, positions: Tensor, ends: Sequence[int]) -> Pass:
+        """A pass of rows 0 to B - 1 at positions [B, W]; ends: each row's last position + 1, on the host."""
+        rows = len(ends)
+        extent = max(end - self.base(row) for row, end in enumerate(ends))
+        assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+        base = self._base[:rows]
+        segments = Segments(positions, base, self._start[:rows], self._rows_by_span(rows), extent)
+        # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
+        return Pass(positions, positions - base[:, None], segments, self, None)
+
+    def fill(self, span: Span, first: int, width: int) -> Pass:
+        """A pass of one row that writes positions [first, first + width) of a prompt into its span."""
+        device = self._base.device
+        positions = torch.arange(first, first + width, device=device)[None]
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        return Pass(positions, positions, Segments(positions, none, none, (), first + width), self, span)
+
+    def bytes(self) -> int:
+        """Memory held, in bytes."""
+        stores = (self.own_keys, self.own_values, self.prompt_keys, self.prompt_values)
+        return sum(t.numel() * t.element_size() for store in stores for t in store)
+
+    def _place(self, row: int, span: Span) -> None:
+        span.rows.add(row)
+        self._of_row[row] = span
+        self._base[row], self._start[row] = span.length, span.start
+        self._groups = None
+
+    def _collect(self, span: Span) -> None:
+        if not span.open and not span.rows:
+            self._spans.remove(span)
+
+    def _grow(self, needed: int) -> None:
+        have = self.prompt_keys[0].shape[1]
+        if needed <= have:
+            return
+        size = max(needed, 2 * have)
+        for store in (self.prompt_keys, self.prompt_values):
+            for layer, old in enumerate(store):
+                store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])
+                store[layer][:, :have] = old
+
+    def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
+        if self._groups is None:
+            device = self._base.device
+            live = [span for span in self._spans if span.rows and span.length]
+            self._groups = tuple(Group(s.start, s.length, _rows_index(sorted(s.rows), device)) for s in live)
+        return self._groups
+
+
+def _rows_index(rows: list[int], device: torch.device) -> slice | Tensor:
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)

@@ -1,0 +1,216 @@
+"""Spec and the one decoder for all families: a Spec says how the blocks differ, the weights say the rest.
+
+Not here: how a checkpoint names its tensors (families.py), how they get here (weights.py), where keys and values
+live (cache.py). Rotary embedding is always the half-split kind; interleaved checkpoints are reordered at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import bass_kernels as ops
+
+from .cache import Pass
+
+
+class Rope(NamedTuple):
+    """Rotary position embedding of the first `size` dimensions of a head (arXiv 2104.09864).
+
+    `factors` ([size / 2], or None) divide the inverse frequencies: every published scaling that does not depend on
+    the length (linear, Llama 3) comes down to them.
+    """
+
+    theta: float
+    size: int
+    factors: tuple[float, ...] | None = None
+
+
+class Norm(NamedTuple):
+    """Normalisation: kind "rms" or "layer" (with bias); `qk` also norms each head's q and k; `sandwich` also norms
+    what attention and feed-forward return, before it joins the residual stream (Gemma 3)."""
+
+    kind: str
+    eps: float
+    qk: bool = False
+    sandwich: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The shape of a decoder-only transformer, and everything in which the known families differ.
+
+    `windows` has one entry a layer: the number of most recent positions (itself included) a query sees, 0 for all.
+    `rope` None means learned absolute positions. `local_rope`, if any, serves the layers with a window.
+    `biases` names the linear maps that have one: of "qkv", "o", "up", "down", "head".
+    """
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    vocab: int
+    context: int
+    norm: Norm
+    activation: str  # silu | gelu | gelu_tanh | relu
+    gated: bool
+    rope: Rope | None
+    windows: tuple[int, ...]
+    query_scale: float
+    local_rope: Rope | None = None
+    parallel: bool = False  # attention and feed-forward read the same norm and are added together (GPT-J)
+    embed_scale: float = 1.0
+    biases: frozenset[str] = frozenset()
+    tied: bool = False  # the head is the embedding
+
+
+def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of every tensor the decoder needs; `head.weight` is listed also when it is tied.
+
+    qkv stacks q, k, v by rows; a gated `up` stacks gate, then up.
+    """
+    query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    up = (2 if spec.gated else 1) * spec.inner
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab, spec.width), "head.weight": (spec.vocab, spec.width)}
+    if spec.rope is None:
+        shapes["positions.weight"] = (spec.context, spec.width)
+    if "head" in spec.biases:
+        shapes["head.bias"] = (spec.vocab,)
+    norms = {"norm": spec.width}
+    for i in range(spec.layers):
+        maps = {"qkv": (query + 2 * key, spec.width), "o": (spec.width, query),
+                "up": (up, spec.width), "down": (spec.width, spec.inner)}
+        for name, shape in maps.items():
+            shapes[f"layers.{i}.{name}.weight"] = shape
+            if name in spec.biases:
+                shapes[f"layers.{i}.{name}.bias"] = shape[:1]
+        norms[f"layers.{i}.norm1"] = spec.width
+        if not spec.parallel:
+            norms[f"layers.{i}.norm2"] = spec.width
+        if spec.norm.sandwich:
+            norms |= {f"layers.{i}.post1": spec.width, f"layers.{i}.post2": spec.width}
+        if spec.norm.qk:
+            shapes |= {f"layers.{i}.q_norm.weight": (spec.head_size,), f"layers.{i}.k_norm.weight": (spec.head_size,)}
+    for name, size in norms.items():
+        shapes[f"{name}.weight"] = (size,)
+        if spec.norm.kind == "layer":
+            shapes[f"{name}.bias"] = (size,)
+    return shapes
+
+
+class Decoder:
+    """A decoder-only transformer over fused weights; holds no state of any sequence.
+
+    `weights` maps the names of `parameters(spec)` to tensors of one dtype on one device. `vocab` cuts the head to the
+    first ids (those the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers`, if given, are
+    the indices of the layers to run: the others are skipped (self-speculation).
+    """
+
+    def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None,
+                 layers: Sequence[int] | None = None):
+        self.spec = spec
+        self.layers = tuple(range(spec.layers)) if layers is None else tuple(layers)
+        self.vocab = min(vocab or spec.vocab, spec.vocab)
+        self._weights = weights
+        embed = weights["embed.weight"]
+        self.device, self.dtype = embed.device, embed.dtype
+        head, bias = weights["head.weight"], weights.get("head.bias")
+        self._head = (head[: self.vocab], None if bias is None else bias[: self.vocab])
+        self._frequencies = tuple(_inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope))
+
+    @property
+    def context(self) -> int:
+        """The most positions a sequence may have."""
+        return self.spec.context
+
+    def keep_layers(self, layers: Sequence[int]) -> Decoder:
+        """The same weights with only these layers run."""
+        return Decoder(self.spec, self._weights, vocab=self.vocab, layers=layers)
+
+    def forward(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
+        """Run tokens [B, W] int64 at `step.positions` [B, W]; writes their keys and values into the cache of `step`.
+
+        Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last` positions of each row (all by
+        default), or None for last = 0 (prefill: only the cache is wanted).
+        """
+        residual = functional.embedding(tokens.clamp(max=self.spec.vocab - 1), self._weights["embed.weight"])
+        if self.spec.embed_scale != 1.0:
+            residual = residual * torch.tensor(self.spec.embed_scale, dtype=self.dtype)
+        if self.spec.rope is None:
+            places = step.positions.clamp(max=self.spec.context - 1)
+            residual = residual + functional.embedding(places, self._weights["positions.weight"])
+        angles = tuple(_angles(step.positions, f) for f in self._frequencies)
+        x: Tensor | None = None
+        for slot, i in enumerate(self.layers):
+            x, residual = self._block(i, slot, x, residual, step, angles)
+        if last == 0:
+            return None
+        if last is not None:
+            x, residual = None if x is None else x[:, -last:], residual[:, -last:]
+        h, _ = self._norm("norm", x, residual)
+        return functional.linear(h, *self._head)
+
+    def _block(self, i: int, slot: int, x: Tensor | None, residual: Tensor, step: Pass,
+               angles: tuple) -> tuple[Tensor, Tensor]:
+        """Layer i with cache layer `slot`: what it adds [B, W, width], and the residual stream before that."""
+        at = f"layers.{i}."
+        h, residual = self._norm(at + "norm1", x, residual)
+        attended = self._attend(i, slot, h, step, angles)
+        if self.spec.parallel:
+            return attended + self._feed_forward(at, h), residual
+        if self.spec.norm.sandwich:
+            attended, _ = self._norm(at + "post1", None, attended)
+        h, residual = self._norm(at + "norm2", attended, residual)
+        x = self._feed_forward(at, h)
+        if self.spec.norm.sandwich:
+            x, _ = self._norm(at + "post2", None, x)
+        return x, residual
+
+    def _attend(self, i: int, slot: int, h: Tensor, step: Pass, angles: tuple) -> Tensor:
+        spec, at = self.spec, f"layers.{i}."
+        window = spec.windows[i]
+        own = step.own(slot)
+        q = ops.rope_write(
+            self._linear(at + "qkv", h), angles[1 if window and spec.local_rope else 0], step.slots, own,
+            heads=spec.heads, eps=spec.norm.eps,
+            norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"]) if spec.norm.qk else None)
+        mixed = ops.attention(q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window)
+        return self._linear(at + "o", mixed)
+
+    def _feed_forward(self, at: str, h: Tensor) -> Tensor:
+        up = self._linear(at + "up", h)
+        return self._linear(at + "down", ops.activation(up, self.spec.activation, gated=self.spec.gated))
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return functional.linear(x, self._weights[name + ".weight"], self._weights.get(name + ".bias"))
+
+    def _norm(self, name: str, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.norm(x, residual, self._weights[name + ".weight"], self._weights.get(name + ".bias"),
+                        eps=self.spec.norm.eps, kind=self.spec.norm.kind)
+
+
+def _inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:
+    """[size / 2] float32, scaled."""
+    if rope is None:
+        return None
+    exponents = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.factors is not None:
+        inverse = inverse / torch.tensor(rope.factors)
+    return inverse.to(device)
+
+
+def _angles(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """cos and sin, each [B, W, size / 2] float32."""
+    if inverse is None:
+        return None
+    angles = positions[..., None].float() * inverse
+    return angles.cos(), angles.sin()

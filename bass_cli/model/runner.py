@@ -1,0 +1,60 @@
+"""A decoder with its cache: prompts are filled in once, then rows take ragged passes.
+
+Not here: what is fed and why (draft/, engine/loop.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache, Span
+from .decoder import Decoder
+
+_CHUNK = 512  # prompt tokens a pass
+
+
+class Runner:
+    """`decoder` over up to `rows` rows that each generate up to `span` positions.
+
+    `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2 for a draft model, whose
+    first step always feeds a row's last two tokens.
+    """
+
+    def __init__(self, decoder: Decoder, *, rows: int, span: int, lag: int):
+        spec = decoder.spec
+        self.decoder, self.lag = decoder, lag
+        self.cache = KVCache(layers=len(decoder.layers), kv_heads=spec.kv_heads, head_size=spec.head_size, rows=rows,
+                             span=span + lag, dtype=decoder.dtype, device=decoder.device)
+        self._prompts: dict[str, Span] = {}
+
+    @torch.inference_mode()
+    def open(self, key: str, tokens: Sequence[int]) -> None:
+        """Store a prompt (its token ids) under `key`, for rows to attach to."""
+        assert key not in self._prompts and tokens
+        span = self._prompts[key] = self.cache.reserve(max(len(tokens) - self.lag, 0))
+        for first in range(0, span.length, _CHUNK):
+            chunk = torch.tensor([tokens[first : min(first + _CHUNK, span.length)]], device=self.decoder.device)
+            self.decoder.forward(chunk, self.cache.fill(span, first, chunk.shape[1]), last=0)
+
+    def close(self, key: str) -> None:
+        """No further row will attach to this prompt."""
+        self.cache.close(self._prompts.pop(key))
+
+    def attach(self, row: int, key: str) -> None:
+        self.cache.attach(row, self._prompts[key])
+
+    def detach(self, row: int) -> None:
+        self.cache.detach(row)
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Row `source`, `length` tokens long, becomes row `target`."""
+        self.cache.move(source, target, max(length - self.cache.base(source), 0))
+
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int], *, last: int | None = None) -> Tensor:
+        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]; ends: each row's last position + 1."""
+        logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
+        assert logits is not None
+        return logits

@@ -1,0 +1,182 @@
+"""Where prompts come from: .jsonl, .json, .txt, .parquet, stdin or a Hugging Face dataset, read one at a time.
+
+Nothing is tokenised here. `check_prompts` walks a source once before a model is loaded, `read_prompts` streams it
+afterwards; every fault is a UserError that names file, line and field.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from bass_cli.job import UserError, nearest
+from bass_cli.records import BOM, READERS, hub_records
+
+IN_MEMORY = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta` all other fields."""
+
+    id: str
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    meta: dict[str, Any]
+    reference: str | None
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Something that holds prompts and can be read more than once; `spooled` is what stdin brought."""
+
+    name: str
+    kind: str
+    spooled: IO[bytes] | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The bytes from the start."""
+        if self.spooled is None:
+            with open(self.name, "rb") as stream:
+                yield stream
+        else:
+            self.spooled.seek(0)
+            yield self.spooled
+
+    def digest(self) -> str | None:
+        """SHA-256 of the content, in hexadecimal; None for a dataset of the hub, which only has its name."""
+        if self.kind == "hf":
+            return None
+        with self.open() as stream:
+            summary = hashlib.sha256()
+            while block := stream.read(2**20):
+                summary.update(block)
+            return summary.hexdigest()
+
+
+def open_source(source: str) -> Source:
+    """The Source that "-", "hf:NAME[:CONFIG][:SPLIT]" or a path stands for; stdin is read to its end here."""
+    if source == "-":
+        return _spool(sys.stdin.buffer)
+    if source.startswith("hf:"):
+        return Source(source, "hf")
+    path = Path(source)
+    kind = path.suffix.lower().removeprefix(".")
+    if path.is_dir():
+        raise UserError(f"{source}: this is a folder, a prompt file is needed")
+    if not path.exists():
+        raise UserError(f"{source}: there is no such prompt file")
+    if kind not in READERS:
+        known = ", ".join(f".{kind}" for kind in READERS)
+        raise UserError(f'{source}: prompts come in {known}, and this ends in "{path.suffix}"; {nearest(kind, READERS)}')
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
+    return Source(source, kind)
+
+
+def check_prompts(source: Source, *, column: str, limit: int | None) -> int | None:
+    """How many prompts there are, every one of them valid; a hub dataset only has its first row checked (None)."""
+    if source.kind == "hf":
+        next(read_prompts(source, column=column, limit=1))
+        return None
+    return sum(1 for _ in read_prompts(source, column=column, limit=limit))
+
+
+def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | None = None) -> Iterator[Prompt]:
+    """The prompts in order, at most `limit`; UserError at the first fault, and if there is none at all."""
+    opened = open_source(source) if isinstance(source, str) else source
+    name = "stdin" if opened.spooled else opened.name
+    seen: dict[str, str] = {}
+    for index, (line, record) in enumerate(itertools.islice(_records(opened, name, column), limit)):
+        place = f"{name}:{line}"
+        default = str(line - 1 if opened.kind == "txt" else index)
+        prompt = _to_prompt(record, default, column, place)
+        if prompt.id in seen:
+            _refuse(place, "id", f'"{prompt.id}" is already the id of {seen[prompt.id]}')
+        seen[prompt.id] = place
+        yield prompt
+    if not seen:
+        raise UserError(f"{name}: there is no prompt in it")
+
+
+def _records(source: Source, name: str, column: str) -> Iterator[tuple[int, Any]]:
+    if source.kind == "hf":
+        yield from hub_records(source.name)
+        return
+    with source.open() as stream:
+        for line, record in READERS[source.kind](stream, name):
+            yield line, {column: record} if source.kind == "txt" else record
+
+
+def _refuse(place: str, field: str, reason: str) -> NoReturn:
+    raise UserError(f'{place}: field "{field}": {reason}')
+
+
+def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
+    if not isinstance(record, dict):
+        raise UserError(f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}')
+    fields = {key: value for key, value in record.items() if value is not None}
+    text = fields.pop(column, None) if column != "messages" else None
+    messages = fields.pop("messages", None)
+    if text is None and messages is None:
+        hint = f"; {nearest(column, fields)}" if fields else ""
+        _refuse(place, column, f'it is missing, and there is no "messages"{hint}')
+    if text is not None and messages is not None:
+        _refuse(place, column, 'there is "messages" too; give one of the two')
+    if text is not None:
+        _check_text(text, column, place)
+    else:
+        _check_messages(messages, place)
+    reference = fields.pop("reference", None)
+    if reference is not None:
+        _check_text(reference, "reference", place, may_be_empty=True)
+    identity = fields.pop("id", default_id)
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    _check_text(identity, "id", place)
+    return Prompt(identity, text, messages, fields, reference, place)
+
+
+def _kind_of(value: Any) -> str:
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return kinds.get(type(value), "null" if value is None else type(value).__name__)
+
+
+def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = False) -> None:
+    if not isinstance(value, str):
+        _refuse(place, field, f"it must be a string, not {_kind_of(value)}")
+    if not value and not may_be_empty:
+        _refuse(place, field, "it is empty")
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        _refuse(place, field, "it holds half of a surrogate pair, which is not text")
+
+
+def _check_messages(messages: Any, place: str) -> None:
+    if not isinstance(messages, list) or not messages:
+        _refuse(place, "messages", 'it must be a list of {"role", "content"}')
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict):
+            _refuse(place, f"messages[{number}]", f'it must be {{"role", "content"}}, not {_kind_of(message)}')
+        for key in ("role", "content"):
+            _check_text(message.get(key), f"messages[{number}].{key}", place, may_be_empty=key == "content")
+
+
+def _spool(stream: IO[bytes]) -> Source:
+    spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the Source
+    shutil.copyfileobj(stream, spooled)
+    source = Source("-", "txt", spooled)  # type: ignore[arg-type]
+    with source.open() as lines:
+        start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
+    return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""The decoder's ops in plain torch: their definition, the CPU path, and the oracle of the kernel tests.
+
+Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and acceptance.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not NaN
+
+
+class Group(NamedTuple):
+    """Rows that share one prompt span: positions [start, start + length) of the prompt store."""
+
+    start: int
+    length: int
+    rows: slice | Tensor
+
+
+class Segments(NamedTuple):
+    """What each row of a pass may attend to: its prompt's span, then its own.
+
+    positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the length of its prompt
+    span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
+    rows by prompt span, and an upper bound of own slots in use. Slots at positions beyond a query's are not seen:
+    what lies there, rejected drafts included, needs no erasing.
+    """
+
+    positions: Tensor
+    base: Tensor
+    start: Tensor
+    groups: tuple[Group, ...]
+    extent: int
+
+
+def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
+         kind: str) -> tuple[Tensor, Tensor]:
+    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in the residual's dtype."""
+    if x is not None:
+        residual = residual + x
+    if kind == "layer":
+        return functional.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+    return _rms(residual, weight, eps), residual
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
+    """silu, gelu, gelu_tanh or relu of x [..., N]; gated: of its first half, times its second half [..., N / 2]."""
+    if gated:
+        gate, up = x.chunk(2, dim=-1)
+        return _ACTIVATIONS[kind](gate) * up
+    return _ACTIVATIONS[kind](x)
+
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, own: tuple[Tensor, Tensor], *,
+               heads: int, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
+    """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and v into `own`
+    ([B, K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
+
+    angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, halves rotated against each other.
+    """
+    keys, values = own
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    q, k, v = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), dim=2)
+    if norms is not None:
+        q, k = _rms(q, norms[0], eps), _rms(k, norms[1], eps)
+    if angles is not None:
+        q, k = _rotate(q, *angles), _rotate(k, *angles)
+    rows = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
+    keys[rows, :, slots] = k
+    values[rows, :, slots] = v
+    return q
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), dim=-1)
+
+
+def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tensor], segments: Segments, *,
+              scale: float, window: int = 0) -> Tensor:
+    """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns [B, W, H D].
+
+    own: keys and values [B, K, S, D]; prompt: [K, T, D], each span read once for all of its group's rows. window: how
+    many of the latest positions a query sees, itself included; 0 for all.
+    """
+    keys, values = own
+    (rows, width, heads, size), kv_heads = q.shape, keys.shape[1]
+    q = q.float() * scale
+    # [B, K, W, H / K, D]: one matrix of queries per key/value head.
+    q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+    places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
+    total, peak, mass = _partial(q, keys[:, :, : segments.extent], values[:, :, : segments.extent],
+                                 _visible(segments.positions, places, window), width)
+    for group in segments.groups:
+        span = slice(group.start, group.start + group.length)
+        mask = None
+        if window:
+            positions = segments.positions[group.rows]
+            mask = _visible(positions, torch.arange(group.length, device=q.device).expand(len(positions), -1), window)
+        part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
+        total, peak, mass = _merge((total, peak, mass), part, group.rows)
+    out = (total / mass).reshape(rows, kv_heads, width, -1, size).transpose(1, 2)
+    return out.reshape(rows, width, heads * size).to(keys.dtype)
+
+
+def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
+    """[B, W, N] bool: which keys, at places [B, N], the queries at positions [B, W] see."""
+    ahead = positions[:, :, None] - places[:, None, :]
+    return (ahead >= 0) & (ahead < window) if window else ahead >= 0
+
+
+def _partial(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised attention over one segment: weighted sum [B, K, M, D], maximum score and mass [B, K, M, 1].
+
+    q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D] for one span read by all rows.
+    """
+    rows, kv_heads, queries, size = q.shape
+    if shared := keys.dim() == 3:
+        q = q.transpose(0, 1).reshape(kv_heads, rows * queries, size)
+    scores = q @ keys.float().transpose(-1, -2)
+    if mask is not None:
+        grid = scores.view(kv_heads, rows, width, -1, scores.shape[-1]).transpose(0, 1) if shared else \
+            scores.view(rows, kv_heads, width, -1, scores.shape[-1])
+        grid.masked_fill_(~mask[:, None, :, None, :], _MASKED)
+    peak = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores.sub_(peak))
+    part = (weights @ values.float(), peak, weights.sum(-1, keepdim=True))
+    if shared:
+        return tuple(t.view(kv_heads, rows, queries, -1).transpose(0, 1) for t in part)  # type: ignore[return-value]
+    return part
+
+
+def _merge(whole: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor],
+           rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold a segment's partial result into those of the given rows."""
+    total, peak, mass = (t[rows] for t in whole)
+    high = torch.maximum(peak, part[1])
+    ours, theirs = torch.exp(peak - high), torch.exp(part[1] - high)
+    merged = (total * ours + part[0] * theirs, high, mass * ours + part[2] * theirs)
+    if isinstance(rows, slice) and len(total) == len(whole[0]):
+        return merged
+    for destination, source in zip(whole, merged, strict=True):
+        destination[rows] = source
+    return whole

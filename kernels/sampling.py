@@ -1,0 +1,82 @@
+"""From logits to laws and draws, in plain torch: temperature, top-k, top-p, and the noisy argmax.
+
+The processed law of a row: softmax(logits / T) over the tokens kept by top-k, then top-p; one-hot at the first
+maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does not depend on a sort's order.
+"""
+
+import torch
+from torch import Tensor
+
+from .noise import SHARED, bits, bits_all, gumbel
+
+_FIRST_LOOK = 128  # how many of the largest logits are sorted before more are
+
+
+def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the SHARED stream, where p
+    is the processed law. temperature, top_p [N] float32; top_k, positions [N], keys [N, 2] int64."""
+    if not bool((temperature > 0).any()):
+        return logits.argmax(-1)
+    scaled = _scale(logits, temperature)
+    if not bool(((top_k > 0) | (top_p < 1.0) | (temperature == 0)).any()):
+        return (scaled + gumbel(bits_all(keys, positions, scaled.shape[1], stream=SHARED))).argmax(-1)
+    rows, tokens = (scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]).nonzero(as_tuple=True)
+    noise = gumbel(bits(keys[rows], positions[rows], tokens, stream=SHARED))
+    scores = scaled[rows, tokens] + torch.where(temperature[rows] > 0, noise, 0.0)
+    best = scores.new_full(temperature.shape, -torch.inf).scatter_reduce(0, rows, scores, "amax")
+    first = torch.where(scores == best[rows], tokens, scaled.shape[1])
+    return torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
+
+
+def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The processed laws [N, V] float32 of logits [N, V]; parameters as in `sample`."""
+    scaled = _scale(logits, temperature)
+    kept = scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]
+    law = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
+    greedy = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(law.dtype)
+    return torch.where(temperature[:, None] > 0, law, greedy)
+
+
+def draw(law: Tensor, keys: Tensor, positions: Tensor, *, stream: Tensor | int, origin: Tensor | int = 0) -> Tensor:
+    """One token [N] int64 from each law [N, V] (it need not be normalised), by Gumbel noise of `stream`."""
+    start = origin if isinstance(origin, Tensor) else torch.full_like(positions, origin)
+    which = stream if isinstance(stream, Tensor) else torch.full_like(positions, stream)
+    rows, tokens = (law > 0).nonzero(as_tuple=True)
+    noise = gumbel(bits(keys[rows], positions[rows], tokens, stream=which[rows], origin=start[rows]))
+    scores = torch.full_like(law, -torch.inf).index_put((rows, tokens), law[rows, tokens].log() + noise)
+    return scores.argmax(-1)
+
+
+def log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits)[tokens] [...] float32 for logits [..., V] and tokens [...]: at T = 1, without truncation."""
+    wide = logits.float()
+    return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
+
+
+def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """logits / T in float32; T = 0 leaves them (only their maximum counts then)."""
+    return logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest kept value [N] of each row of scaled logits [N, V]; -inf keeps all."""
+    vocab = scaled.shape[1]
+    look = min(vocab, max(_FIRST_LOOK, int(top_k.max())))
+    rest = scaled.logsumexp(-1)
+    while True:
+        top = scaled.topk(look, dim=-1).values
+        least = torch.where(top_k > 0, top.gather(1, (top_k.clamp(1, look) - 1)[:, None])[:, 0], -torch.inf)
+        least = torch.where(temperature > 0, least, top[:, 0])
+        limited = least > -torch.inf
+        mass = rest
+        if bool(limited.any()):
+            kept = scaled.masked_fill(scaled < least[:, None], -torch.inf).logsumexp(-1)
+            mass = torch.where(limited, kept, rest)
+        cumulative = torch.exp(top - mass[:, None]).cumsum(-1)
+        reached = cumulative >= top_p[:, None]
+        nucleus = top.gather(1, reached.int().argmax(-1, keepdim=True))[:, 0]
+        open_ended = (top_p < 1.0) & ~reached[:, -1]
+        if look == vocab or not bool(open_ended.any()):
+            wanted = (top_p < 1.0) & reached[:, -1]
+            return torch.maximum(least, torch.where(wanted, nucleus, -torch.inf))
+        look = min(vocab, look * 8)
