@@ -142,12 +142,12 @@ class Job(Strict):
     token_ids: bool = False
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, key: str = "duration") -> float:
     """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0."""
     match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d*|\.\d+))\s*(ms|s|m|)\s*", text)
     seconds = float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
     if seconds <= 0:
-        raise UserError(f'"{text}" is not a duration above 0; write it like 2s, 500ms or 1.5m')
+        raise UserError(f'{key}: "{text}" is not a time above 0; write it like 2s, 500ms or 1.5m')
     return seconds
 
 

@@ -21,6 +21,8 @@ from bass_cli.job import UserError, nearest
 from bass_cli.records import BOM, READERS, hub_records
 
 IN_MEMORY = 64 * 2**20
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list"}
+_KINDS |= {dict: "an object", type(None): "null"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,8 @@ def open_source(source: str) -> Source:
     if not path.exists():
         raise UserError(f"{source}: there is no such prompt file")
     if kind not in READERS:
-        known = ", ".join(f".{kind}" for kind in READERS)
-        raise UserError(f'{source}: prompts come in {known}, and this ends in "{path.suffix}"; {nearest(kind, READERS)}')
+        hint = nearest(path.suffix, (f".{kind}" for kind in READERS))
+        raise UserError(f'{source}: a prompt file cannot end in "{path.suffix}"; {hint}')
     try:
         path.open("rb").close()
     except OSError as error:
@@ -150,8 +152,7 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
 
 
 def _kind_of(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return kinds.get(type(value), "null" if value is None else type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = False) -> None:
@@ -176,7 +177,7 @@ def _check_messages(messages: Any, place: str) -> None:
 def _spool(stream: IO[bytes]) -> Source:
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the Source
     shutil.copyfileobj(stream, spooled)
-    source = Source("-", "txt", spooled)  # type: ignore[arg-type]
+    source = Source("-", "txt", spooled)
     with source.open() as lines:
         start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
-    return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)  # type: ignore[arg-type]
+    return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)

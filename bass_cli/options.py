@@ -1,0 +1,70 @@
+"""The options of the commands, each once: its flag, its BASS_ variable, its help. Values are checked by job.py.
+
+Every default is None (or false): what is not given lets the pair's own value show through.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_Option = typer.Option
+
+Prompts = Annotated[
+    str,
+    typer.Argument(
+        metavar="PROMPTS",
+        help=".jsonl, .json, .txt or .parquet file, - for standard input, or hf:NAME[:CONFIG][:SPLIT].",
+        show_default=False,
+    ),
+]
+Pair = Annotated[str | None, _Option("--pair", envvar="BASS_PAIR", help="Known pair or YAML file [smollm2].")]
+Draft = Annotated[str | None, _Option("--draft", envvar="BASS_DRAFT", help="Another draft than the pair's.")]
+Samples = Annotated[int | None, _Option("--n", envvar="BASS_N", help="Samples a prompt [8].")]
+Out = Annotated[str | None, _Option("--out", envvar="BASS_OUT", help="Output file, or - [-].", metavar="FILE")]
+MaxNewTokens = Annotated[
+    int | None, _Option("--max-new-tokens", envvar="BASS_MAX_NEW_TOKENS", help="Most tokens a sample [256].")
+]
+Temperature = Annotated[
+    float | None, _Option("--temperature", envvar="BASS_TEMPERATURE", help="0 is greedy [the pair's, or 0.8].")
+]
+TopP = Annotated[float | None, _Option("--top-p", envvar="BASS_TOP_P", help="Nucleus mass [the pair's, or 0.95].")]
+TopK = Annotated[int | None, _Option("--top-k", envvar="BASS_TOP_K", help="Most likely tokens kept; 0 is all [0].")]
+Seed = Annotated[int | None, _Option("--seed", envvar="BASS_SEED", help="Fixes the output [0].")]
+Stop = Annotated[
+    list[str] | None,
+    _Option("--stop", help="End a sample before this text; may be repeated. BASS_STOP: a text or a JSON list."),
+]
+Chat = Annotated[
+    bool | None,
+    _Option("--chat/--no-chat", envvar="BASS_CHAT", help="Use the chat template [if the prompt has messages]."),
+]
+DraftLength = Annotated[
+    str | None,
+    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH", help="auto, bass or a number; 0 is plain decoding [auto]."),
+]
+Coupling = Annotated[
+    str | None, _Option("--coupling", envvar="BASS_COUPLING", help="shared or maximal; both are exact [shared].")
+]
+Budget = Annotated[
+    str | None, _Option("--budget", envvar="BASS_BUDGET", help="Wall clock a prompt, like 2s or 500ms [no end].")
+]
+BatchSize = Annotated[
+    str | None, _Option("--batch-size", envvar="BASS_BATCH_SIZE", help="Rows decoded at once, or auto [auto].")
+]
+Device = Annotated[str | None, _Option("--device", envvar="BASS_DEVICE", help="auto, cuda or cpu [auto].")]
+Dtype = Annotated[str | None, _Option("--dtype", envvar="BASS_DTYPE", help="auto, bf16, fp16 or fp32 [the pair's].")]
+Limit = Annotated[int | None, _Option("--limit", envvar="BASS_LIMIT", help="Take only the first prompts.")]
+Resume = Annotated[
+    bool, _Option("--resume", envvar="BASS_RESUME", help="Insist that there is an output to go on with.")
+]
+Overwrite = Annotated[bool, _Option("--overwrite", envvar="BASS_OVERWRITE", help="Start the output file anew.")]
+PromptColumn = Annotated[
+    str | None, _Option("--prompt-column", envvar="BASS_PROMPT_COLUMN", help="Field with the prompt [prompt].")
+]
+TokenIds = Annotated[
+    bool | None, _Option("--token-ids", envvar="BASS_TOKEN_IDS", help="Add the generated ids.", show_default=False)
+]
+Quiet = Annotated[bool, _Option("--quiet", envvar="BASS_QUIET", help="Nothing on stderr but errors.")]
+Json = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="A summary as JSON on standard output.")]

@@ -1,0 +1,182 @@
+"""Completions and the file they go to: append-only JSON lines, a manifest beside it, resuming, a torn last line.
+
+It knows no model and no job: the manifest is a dict whose "results" part is compared, key by key, before a run goes on.
+Nothing in a file is changed before the first new line (or the end of the run): a run that fails early leaves it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from bass_cli.job import MachineError, UserError
+from bass_cli.resume import COUNTED, Past, check_manifest, read_past, rewrite_without_failed, write_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sample of one prompt; the fields are a result line's, in its order. Logs are natural, times are in seconds."""
+
+    id: str
+    sample: int
+    text: str
+    finish_reason: str
+    tokens: int
+    mean_logprob: float | None
+    sum_logprob: float | None
+    seconds: float
+    rounds: int
+    drafted: int
+    accepted: int
+    seed: int
+    prompt_tokens: int
+    meta: dict[str, Any] = field(default_factory=dict)
+    token_ids: list[int] | None = None
+    error: str | None = None
+
+    @classmethod
+    def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
+        """The one line of a prompt that could not be run."""
+        return cls(prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error)
+
+    def to_line(self) -> str:
+        """One line of strict JSON without its end; `token_ids` and `error` only where there are any."""
+        row = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        row = {key: value for key, value in row.items() if value is not None or key not in ("token_ids", "error")}
+        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
+        return line if _is_text(line) else json.dumps(_finite(row), allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """The value with None for every NaN and infinity in it, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_text(line: str) -> bool:
+    try:
+        line.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class Writer:
+    """Appends completions, one write and one flush a line; `done` and `notes` say what was there before."""
+
+    def __init__(
+        self, name: str, stream: IO[bytes], *, manifest: dict[str, Any] | None, past: Past, created: bool
+    ) -> None:
+        self.name, self.done, self.totals = name, frozenset(past.done), past.totals
+        self.notes: list[str] = []
+        self._stream, self._manifest, self._past, self._created, self._begun = stream, manifest, past, created, False
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        self.close(finished=kind is None)
+
+    def write(self, completion: Completion) -> None:
+        """Append one line; it is in the file when this returns. MachineError if the disk refuses it."""
+        if not self._begun:
+            self._begin()
+        try:
+            self._stream.write(completion.to_line().encode("utf-8") + b"\n")
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise MachineError(f"{self.name}: cannot write the results: {error.strerror}") from None
+        self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in COUNTED})
+
+    def close(self, *, finished: bool) -> None:
+        """Write the manifest with the totals and let go of the file; an output that never began is left as it was."""
+        if finished and not self._begun:
+            self._begin()
+        if self._begun and self._manifest is not None:
+            with contextlib.suppress(*([] if finished else [MachineError])):
+                write_manifest(self.name, self._manifest | {"finished": finished, "totals": self.totals})
+        if self._created and not self._begun:
+            os.unlink(self.name)
+        if self._stream is not sys.stdout.buffer:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+
+    def _begin(self) -> None:
+        """Cut off what is not to stay, then say in the manifest what the file is going to hold."""
+        self._begun = True
+        if self._manifest is None:
+            return
+        if self._past.failed:
+            self._stream = rewrite_without_failed(self._stream, self.name)
+        else:
+            self._stream.truncate(self._past.end)
+        write_manifest(self.name, self._manifest | {"finished": False, "totals": self.totals})
+
+
+def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = None, overwrite: bool = False) -> Writer:
+    """Open, check and lock an output; every refusal is a UserError and leaves the file as it was.
+
+    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow). `resume=True` insists
+    on an existing file, `overwrite` starts anew. "-" and devices are plain streams: no manifest, no resuming.
+    """
+    if overwrite and resume:
+        raise UserError("--resume and --overwrite contradict each other; give one of the two")
+    if path == "-":
+        return Writer("standard output", sys.stdout.buffer, manifest=None, past=Past(), created=False)
+    target = Path(path)
+    if target.exists() and not target.is_file() and not target.is_dir():
+        return Writer(path, open(path, "ab"), manifest=None, past=Past(), created=False)
+    _check_place(target, resume=bool(resume))
+    created = not target.exists()
+    stream = _open_locked(target)
+    try:
+        fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
+        growth = [] if fresh else check_manifest(path, manifest["results"])
+        past = Past() if fresh else read_past(stream, path)
+    except BaseException:
+        stream.close()
+        raise
+    writer = Writer(path, stream, manifest=manifest, past=past, created=created)
+    writer.notes = growth + ([] if fresh else past.describe(path))
+    return writer
+
+
+def _check_place(path: Path, *, resume: bool) -> None:
+    if path.is_dir():
+        raise UserError(f"{path}: this is a folder, an output file is needed")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: the output folder {path.parent} is not there")
+    if not os.access(path.parent, os.W_OK):
+        raise UserError(f"{path}: the output folder {path.parent} is not writable")
+    if resume and not path.exists():
+        raise UserError(f"{path}: there is nothing to resume, the file is not there")
+
+
+def _open_locked(path: Path) -> IO[bytes]:
+    """The file, open to read and append, under an exclusive lock; again if another run replaced it in between."""
+    try:
+        while True:
+            stream = open(path, "a+b")  # noqa: SIM115 - the Writer closes it
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                stream.close()
+                raise UserError(f"{path}: another process is writing to this file") from None
+            if path.exists() and os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                return stream
+            stream.close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot write the output file: {error.strerror}") from None

@@ -1,0 +1,115 @@
+"""What a job will run with, settled before any weights are loaded: files, device, dtype, vocabularies.
+
+Not here: building and running it (run.py). Every mistake that can be found without weights is found here.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bass_cli import __version__
+from bass_cli.job import Job, MachineError, UserError
+from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
+from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a CPU and on a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may propose.
+    `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out."""
+
+    job: Job
+    target: Checkpoint
+    tokenizer: Tokenizer
+    draft: Checkpoint | None
+    draft_vocab: int
+    skipped: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a sample: what the checkpoint says, or else the tokenizer."""
+        return frozenset(self.target.eos_ids or self.tokenizer.eos_ids)
+
+    @property
+    def rows(self) -> int:
+        """How many rows the batch keeps busy. With a budget it is one prompt's samples: latency is what counts then."""
+        if isinstance(self.job.batch_size, int):
+            return self.job.batch_size
+        least = _LARGE if self.device.type == "cuda" else _SMALL
+        return self.job.n if self.job.budget else max(self.job.n, least)
+
+    def identity(self) -> dict[str, Any]:
+        """What the results depend on beside the job, and the versions they came from: for the manifest."""
+        name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
+        path = self.target.path
+        return {
+            "target": self.job.pair.target,
+            "target_files": self.target.fingerprint(),
+            "vocabulary": self.tokenizer.fingerprint(),
+            "device": self.device.type,
+            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
+            "dtype": name,
+            "format": "gguf" if path.suffix == ".gguf" else "safetensors",
+            "versions": {"bass": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        }
+
+
+def prepare(job: Job) -> Plan:
+    """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here."""
+    device = _device(job.device)
+    pair, folder = job.pair, job.pair.folder
+    target_path = locate(pair.target, folder=folder)
+    target = open_checkpoint(target_path)
+    draft, draft_path = None, None
+    if pair.draft not in ("none", "lookup") and not pair.draft.startswith("skip:"):
+        draft_path = locate(pair.draft, folder=folder)
+        draft = open_checkpoint(draft_path)
+    skipped = _skipped(pair.draft, target.spec.layers)
+    if pair.draft == "none" and job.speculation.length not in ("auto", 0):
+        raise UserError(f'pair "{pair.name}": there is no draft, so a draft length of {job.speculation.length} means nothing')
+    tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path)
+    vocab = min(tokenizer.size, target.spec.vocab)
+    draft_vocab = vocab
+    if draft is not None and draft_path is not None:
+        other = Tokenizer.load(draft_path)
+        check_same_vocabulary(tokenizer, other)
+        draft_vocab = min(vocab, other.size, draft.spec.vocab)
+    if job.chat and not tokenizer.has_chat_template:
+        raise UserError(f"--chat: {pair.target} has no chat template")
+    return Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, _dtype(job.dtype, device))
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[wanted]
+
+
+def _skipped(draft: str, layers: int) -> frozenset[int]:
+    """The layers in skip:LAYERS, like skip:4-9,12; UserError unless they are some but not all of the target's."""
+    if not draft.startswith("skip:"):
+        return frozenset()
+    found: set[int] = set()
+    for part in draft.removeprefix("skip:").split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdigit() or not (last.isdigit() or part.strip() == first):
+            raise UserError(f'draft "{draft}": write the layers to skip like skip:4-9,12')
+        found |= set(range(int(first), int(last or first) + 1))
+    if not found or max(found) >= layers or len(found) == layers:
+        raise UserError(f'draft "{draft}": the target has layers 0 to {layers - 1}; skip at least one and not all')
+    return frozenset(found)

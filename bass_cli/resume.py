@@ -1,0 +1,156 @@
+"""What an output file holds already and whether a run may go on with it: result lines, torn ends, the manifest.
+
+It reads and repairs files; writing results is outputs.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from bass_cli.job import MachineError, UserError
+
+GROWING = ("n", "limit")
+COUNTED = ("tokens", "rounds", "drafted", "accepted")
+Key = tuple[str, int]
+
+
+def _no_totals() -> dict[str, Any]:
+    return {"samples": 0, **dict.fromkeys(COUNTED, 0), "finish_reasons": {}}
+
+
+@dataclass(slots=True)
+class Past:
+    """What a file held when it was opened: finished samples, where they end, lines of failed prompts, torn bytes.
+
+    `totals` goes on counting what is written afterwards.
+    """
+
+    done: set[Key] = field(default_factory=set)
+    totals: dict[str, Any] = field(default_factory=_no_totals)
+    end: int = 0
+    failed: int = 0
+    torn: int = 0
+
+    def count(self, reason: str, numbers: dict[str, Any]) -> None:
+        """Add one result line to the totals."""
+        self.totals["samples"] += 1
+        self.totals["finish_reasons"][reason] = self.totals["finish_reasons"].get(reason, 0) + 1
+        for key in COUNTED:
+            self.totals[key] += numbers.get(key) or 0
+
+    def describe(self, name: str) -> list[str]:
+        """What a person should know before the run goes on."""
+        notes = [f"{name}: going on, {len(self.done)} samples are there already"]
+        if self.torn:
+            notes.append(f"{name}: dropping a torn last line of {self.torn} bytes")
+        if self.failed:
+            notes.append(f"{name}: trying {self.failed} failed prompts again")
+        return notes
+
+
+def manifest_path(output: str) -> Path:
+    """Where the manifest of an output file lies."""
+    return Path(f"{output}.manifest.json")
+
+
+def write_manifest(output: str, manifest: dict[str, Any]) -> None:
+    """Replace the manifest in one step, so that a reader finds the old one or the new one, whole."""
+    path = manifest_path(output)
+    draft = path.with_name(f".{path.name}.new")
+    try:
+        draft.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(draft, path)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot write the manifest: {error.strerror}") from None
+
+
+def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
+    """Notes on what grew since the file was begun; UserError, key by key, if anything that changes results differs."""
+    path = manifest_path(output)
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))["results"]
+    except FileNotFoundError:
+        reason = "it exists and has no manifest, so it cannot be continued"
+        raise UserError(f"{output}: {reason}; use --overwrite to start anew, or another --out") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
+    now = json.loads(json.dumps(results, default=str))
+    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    grown = [key for key in differing if key in GROWING and _grows(before.get(key), now.get(key))]
+    bad = [f"\n  {key}: {_show(before, key)} there, {_show(now, key)} now" for key in differing if key not in grown]
+    if bad:
+        hint = "use --overwrite to start anew, or another --out"
+        raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+    return [f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown]
+
+
+def _grows(before: int | None, now: int | None) -> bool:
+    return now is None or (before is not None and now > before)
+
+
+def _show(results: dict[str, Any], key: str) -> str:
+    return json.dumps(results[key], ensure_ascii=False) if key in results else "not given"
+
+
+def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+    """Whole lines from the start as (number, bytes, row); `past.end` follows them, the torn rest is counted."""
+    stream.seek(0)
+    broken = 0
+    for number, line in enumerate(stream, 1):
+        row = _parse(line) if line.endswith(b"\n") else None
+        if broken:
+            raise UserError(f"{name}:{broken}: the line is broken, and it is not the last one; mend or remove it")
+        if row is None:
+            broken, past.torn = number, len(line)
+            continue
+        if not isinstance(row.get("id"), str) or not isinstance(row.get("sample"), int) or "finish_reason" not in row:
+            raise UserError(f'{name}:{number}: this is not a result line: "id", "sample" or "finish_reason" is missing')
+        past.end += len(line)
+        yield number, line, row
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def read_past(stream: IO[bytes], name: str) -> Past:
+    """Read the result lines that are there; UserError at a broken line (but the last) and at a sample given twice."""
+    past = Past()
+    for number, _, row in _rows(stream, name, past):
+        key = (row["id"], row["sample"])
+        if row["finish_reason"] == "error":
+            past.failed += 1
+            continue
+        if key in past.done:
+            raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" is in the file twice')
+        past.done.add(key)
+        past.count(row["finish_reason"], row)
+    return past
+
+
+def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
+    """Replace the file in one step by one without the lines of failed prompts; the new stream holds its lock."""
+    target = Path(name).resolve()
+    draft = target.with_name(f".{target.name}.new")
+    draft.unlink(missing_ok=True)
+    fresh = open(draft, "a+b")  # noqa: SIM115 - the Writer closes it
+    os.fchmod(fresh.fileno(), os.fstat(stream.fileno()).st_mode & 0o777)
+    fcntl.flock(fresh, fcntl.LOCK_EX)
+    for _, line, row in _rows(stream, name, Past()):
+        if row["finish_reason"] != "error":
+            fresh.write(line)
+    fresh.flush()
+    os.fsync(fresh.fileno())
+    os.replace(draft, target)
+    stream.close()
+    return fresh

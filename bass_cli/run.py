@@ -1,0 +1,240 @@
+"""The conductor: builds target, drafter and batch for a Plan, admits prompts x n, yields Completions as rows end.
+
+Not here: what is checked before weights are loaded (plan.py), a round (engine/loop.py), files (outputs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bass_cli.draft import Drafter, make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.lengths import make_lengths
+from bass_cli.engine.loop import Loop, Round
+from bass_cli.job import Job, MachineError, UserError
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+from bass_cli.model.tokenizer import StopDetector, Tokenizer
+from bass_cli.model.weights import load
+from bass_cli.outputs import Completion
+from bass_cli.plan import Plan
+from bass_cli.prompts import Prompt
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """A prompt under way: when it began, when it must end, and the samples that still wait for a row."""
+
+    prompt: Prompt
+    tokens: list[int]
+    limit: int
+    waiting: deque[int]
+    began: float
+    deadline: float | None
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """What the conductor knows of a live row beside its Row."""
+
+    task: _Task
+    stops: StopDetector | None
+    seen: int = 0  # generated tokens already looked at
+
+
+def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
+             on_round: Callable[[Round], None] | None = None) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, but those in `done`, in the order in which they end.
+
+    Loads the models at the first step. A prompt that cannot run yields one Completion with finish_reason "error".
+    """
+    try:
+        loop = build(plan)
+        yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
+                             on_round=on_round).run(prompts, done)
+    except torch.cuda.OutOfMemoryError:
+        raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
+
+
+def build(plan: Plan) -> Loop:
+    """Load the models of a plan and put them into a loop with an empty batch."""
+    job, speculation = plan.job, plan.job.speculation
+    longest = speculation.length if isinstance(speculation.length, int) else speculation.max
+    span = job.sampling.max_new_tokens + longest + 1
+    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
+    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
+    drafting = None
+    if plan.draft is not None:
+        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
+        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
+    elif plan.skipped:
+        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
+    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=span, lag=2)
+    drafter: Drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
+                                    temperature=speculation.draft_temperature)
+    return Loop(batch=Batch(rows=plan.rows, context=1024, device=plan.device),
+                target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
+                lengths=make_lengths(speculation.length, limit=speculation.max), coupling=speculation.coupling,
+                clock=Clock())
+
+
+class Conductor:
+    """Feeds prompts to a loop and takes finished rows from it. `context`: the most positions the target knows."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, loop: Loop, *, context: int, eos_ids: Collection[int],
+                 on_round: Callable[[Round], None] | None = None):
+        self._job, self._tokenizer, self._loop = job, tokenizer, loop
+        self._context, self._eos, self._on_round = context, frozenset(eos_ids), on_round
+        # With a budget, prompts run one at a time unless a batch size was asked for.
+        self._alone = job.budget is not None and job.batch_size == "auto"
+        self._tasks: list[_Task] = []
+        self._live: dict[Row, _Live] = {}
+
+    def run(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> Iterator[Completion]:
+        """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as rows become free."""
+        ended = False
+        while not ended or self._live:
+            while not ended and self._wants_prompt():
+                prompt = next(prompts, None)
+                ended = prompt is None
+                if prompt is not None:
+                    yield from self._begin(prompt, done)
+            self._admit()
+            yield from self._expire()
+            if self._live:
+                self._round()
+                yield from self._collect()
+
+    def _wants_prompt(self) -> bool:
+        waiting = sum(len(task.waiting) for task in self._tasks)
+        room = self._loop.batch.capacity - len(self._loop.batch)
+        return waiting < room and not (self._alone and self._tasks)
+
+    def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
+        """Tokenise a prompt and store its keys and values; an unusable one ends here, with an error."""
+        waiting = deque(i for i in range(self._job.n) if (prompt.id, i) not in done)
+        if not waiting:
+            return
+        clock = self._loop.clock
+        began = clock.now()
+        try:
+            tokens = self._encode(prompt)
+            if len(tokens) >= self._context:
+                raise UserError(f"the prompt has {len(tokens)} tokens, the model's context {self._context}")
+        except UserError as error:
+            yield Completion.failed(prompt.id, str(error), seed=self._job.sampling.seed, meta=prompt.meta)
+            return
+        limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
+        deadline = None if self._job.budget is None else began + self._job.budget
+        self._tasks.append(_Task(prompt, tokens, limit, waiting, began, deadline))
+        self._loop.open(prompt.id, tokens)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        messages = prompt.messages
+        if messages is None and self._job.chat:
+            messages = [{"role": "user", "content": prompt.text}]
+        if messages is not None and self._job.chat is False:
+            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
+        tokens = self._tokenizer.encode(prompt.text or "") if messages is None else self._tokenizer.encode_chat(messages)
+        if not tokens:
+            raise UserError(f"{prompt.place}: the prompt has no tokens")
+        return tokens
+
+    def _admit(self) -> None:
+        """Give free rows to waiting samples, oldest prompt first."""
+        batch, sampling = self._loop.batch, self._job.sampling
+        for task in self._tasks:
+            if not task.waiting:
+                continue
+            while task.waiting and len(batch) < batch.capacity:
+                row = Row(task.prompt.id, task.waiting.popleft(), sampling.seed, list(task.tokens), task.limit,
+                          temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+                self._loop.admit(row)
+                self._live[row] = _Live(task, StopDetector(self._tokenizer, sampling.stop) if sampling.stop else None)
+            if not task.waiting:
+                self._loop.close(task.prompt.id)
+
+    def _round(self) -> None:
+        deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
+        done = self._loop.round(min(deadlines, default=None))
+        if self._on_round is not None:
+            self._on_round(done)
+
+    def _expire(self) -> Iterator[Completion]:
+        """End all samples of prompts whose deadline has come, or would pass within even the shortest round."""
+        soonest = self._loop.clock.now() + self._loop.clock.predict(0)
+        for task in [t for t in self._tasks if t.deadline is not None and soonest > t.deadline]:
+            for index in reversed(range(len(self._loop.batch))):
+                row = self._loop.batch.hosts[index]
+                if self._live[row].task is task:
+                    yield self._retire(index, "budget", self._tokenizer.decode(row.tokens[row.prompt_length :]))
+            if task.waiting:
+                for sample in task.waiting:
+                    yield self._completion(task, sample, None, "budget", "")
+                task.waiting.clear()
+                self._loop.close(task.prompt.id)
+                self._forget(task)
+
+    def _collect(self) -> Iterator[Completion]:
+        """Look at what the round added to each row; cut and end those that are done."""
+        for index in reversed(range(len(self._loop.batch))):
+            row = self._loop.batch.hosts[index]
+            ending = self._ending(row, self._live[row])
+            if ending is not None:
+                yield self._retire(index, *ending)
+
+    def _ending(self, row: Row, live: _Live) -> tuple[str, str] | None:
+        """The finish reason and text of a row that is done, which is cut to what counts; None while it goes on."""
+        new = row.tokens[row.prompt_length + live.seen :]
+        keep, reason = min(len(new), row.limit - live.seen), None
+        if live.seen + keep == row.limit:
+            reason = "length"
+        end = next((i for i, token in enumerate(new[:keep]) if token in self._eos), None)
+        if end is not None:
+            keep, reason = end + 1, "eos"
+        if live.stops is not None:
+            found = live.stops.feed(new[:keep])
+            if found is not None:
+                _cut(row, found.tokens)
+                return "stop", found.text
+        _cut(row, live.seen + keep)
+        live.seen += keep
+        return None if reason is None else (reason, self._tokenizer.decode(row.tokens[row.prompt_length :]))
+
+    def _retire(self, index: int, reason: str, text: str) -> Completion:
+        row = self._loop.batch.hosts[index]
+        self._loop.retire(index)
+        task = self._live.pop(row).task
+        self._forget(task)
+        return self._completion(task, row.sample, row, reason, text)
+
+    def _forget(self, task: _Task) -> None:
+        if not task.waiting and not any(live.task is task for live in self._live.values()):
+            self._tasks.remove(task)
+
+    def _completion(self, task: _Task, sample: int, row: Row | None, reason: str, text: str) -> Completion:
+        scores = [] if row is None else row.log_probabilities
+        total = math.fsum(scores)
+        return Completion(
+            id=task.prompt.id, sample=sample, text=text, finish_reason=reason, tokens=len(scores),
+            mean_logprob=total / len(scores) if scores else None, sum_logprob=total if scores else None,
+            seconds=self._loop.clock.now() - task.began, rounds=row.rounds if row else 0,
+            drafted=row.drafted if row else 0, accepted=row.accepted if row else 0, seed=self._job.sampling.seed,
+            prompt_tokens=len(task.tokens), meta=task.prompt.meta,
+            token_ids=(row.tokens[row.prompt_length :] if row else []) if self._job.token_ids else None)
+
+
+def _cut(row: Row, generated: int) -> None:
+    """Drop a row's tokens beyond the first `generated` that it generated, all from its last round: the last one was
+    the target's own, the others accepted drafts."""
+    surplus = row.generated - generated
+    if surplus > 0:
+        del row.tokens[-surplus:]
+        del row.log_probabilities[-surplus:]
+        row.accepted -= surplus - 1

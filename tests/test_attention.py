@@ -1,0 +1,111 @@
+"""Ragged attention over prompt and own spans, against one softmax per query written out; poisoned slots; dtypes."""
+
+import bass_kernels as ops
+import pytest
+import torch
+
+H, K, D, S, T = 6, 2, 8, 24, 64
+
+
+def case(width, window, *, dtype=torch.float32, seed=0):
+    """Five rows on two prompts and no prompt, all of unequal length; what no query may see is NaN."""
+    g = torch.Generator().manual_seed(seed)
+    spans = [(3, 11), (3, 11), (20, 40), None, (3, 11)]  # (start, length) in the prompt store
+    base = torch.tensor([s[1] if s else 0 for s in spans])
+    start = torch.tensor([s[0] if s else 0 for s in spans])
+    own_used = torch.tensor([4, 9, 1, 14, 6])
+    positions = (base + own_used)[:, None] + torch.arange(width)
+    prompt = tuple(torch.randn(K, T, D, generator=g) for _ in range(2))
+    own = tuple(torch.randn(5, K, S, D, generator=g) for _ in range(2))
+    q = torch.randn(5, width, H, D, generator=g)
+    groups = (ops.Group(3, 11, torch.tensor([0, 1, 4])), ops.Group(20, 40, slice(2, 3)))
+    extent = int((positions[:, -1] - base).max()) + 1
+    segments = ops.Segments(positions, base, start, groups, extent)
+    for tensor in (*prompt, *own):
+        tensor.copy_(tensor.to(dtype).float())
+    return q.to(dtype), tuple(t.to(dtype) for t in own), tuple(t.to(dtype) for t in prompt), segments, window
+
+
+def naive(q, own, prompt, segments, window):
+    out = torch.zeros(*q.shape[:2], H, D, dtype=torch.float64)
+    for b in range(q.shape[0]):
+        base, start = int(segments.base[b]), int(segments.start[b])
+        for w in range(q.shape[1]):
+            position = int(segments.positions[b, w])
+            for h in range(H):
+                kv = h // (H // K)
+                keys = torch.cat((prompt[0][kv, start : start + base], own[0][b, kv]))[: position + 1].double()
+                values = torch.cat((prompt[1][kv, start : start + base], own[1][b, kv]))[: position + 1].double()
+                first = max(0, position + 1 - window) if window else 0
+                weights = ((keys[first:] @ q[b, w, h].double()) * D**-0.5).softmax(0)
+                out[b, w, h] = weights @ values[first:]
+    return out.flatten(2)
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 30])
+@pytest.mark.parametrize("width", [1, 4, 9])
+def test_attention_is_one_softmax_over_both_segments(width, window):
+    q, own, prompt, segments, window = case(width, window)
+    found = ops.attention(q, own, prompt, segments, scale=D**-0.5, window=window)
+    torch.testing.assert_close(found.double(), naive(q, own, prompt, segments, window), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_half_precision(dtype):
+    q, own, prompt, segments, window = case(4, 0, dtype=dtype)
+    found = ops.attention(q, own, prompt, segments, scale=D**-0.5, window=window)
+    due = naive(q, own, prompt, segments, window)
+    assert found.dtype == dtype
+    assert (found.double() - due).norm() / due.norm() < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_what_lies_beyond_a_query_is_not_seen():
+    """Rejected keys left in the cache, zeroed or not, must weigh nothing: not e^0 either."""
+    q, own, prompt, segments, window = case(4, 0)
+    before = ops.attention(q, own, prompt, segments, scale=D**-0.5)
+    for b in range(5):
+        beyond = int(segments.positions[b, -1] - segments.base[b]) + 1
+        for poison in (0.0, 1e4):
+            own[0][b, :, beyond:], own[1][b, :, beyond:] = poison, -poison
+            torch.testing.assert_close(ops.attention(q, own, prompt, segments, scale=D**-0.5), before)
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    q, own, prompt, segments, _ = case(4, 0)
+    together = ops.attention(q, own, prompt, segments, scale=D**-0.5)
+    for b, group in ((1, segments.groups[0]), (2, segments.groups[1]), (3, None)):
+        one = slice(b, b + 1)
+        groups = () if group is None else (ops.Group(group.start, group.length, slice(0, 1)),)
+        alone = ops.Segments(segments.positions[one], segments.base[one], segments.start[one], groups, segments.extent)
+        found = ops.attention(q[one], tuple(t[one] for t in own), prompt, alone, scale=D**-0.5)
+        torch.testing.assert_close(found[0], together[b], atol=2e-6, rtol=1e-5)
+
+
+def test_rope_write_puts_each_row_at_its_own_places_and_rotates_by_explicit_positions():
+    g = torch.Generator().manual_seed(1)
+    width, rows = 3, 4
+    qkv = torch.randn(rows, width, (H + 2 * K) * D, generator=g)
+    positions = torch.tensor([[5, 6, 7], [0, 1, 2], [9, 10, 11], [4, 4, 5]])
+    slots = positions - torch.tensor([3, 0, 9, 4])[:, None]
+    qkv[3, 1] = qkv[3, 0]  # the same token fed twice at one place
+    own = tuple(torch.full((rows, K, S, D), torch.nan) for _ in range(2))
+    inverse = torch.tensor([1.0, 0.1, 0.01])  # 6 of 8 dimensions are rotated
+    angles = positions[..., None] * inverse
+    q = ops.rope_write(qkv, (angles.cos(), angles.sin()), slots, own, heads=H, norms=None, eps=1e-6)
+    split = qkv.view(rows, width, H + 2 * K, D)
+
+    def rotated(x, position):
+        a, b, rest = x[:3], x[3:6], x[6:]
+        c, s = (position * inverse).cos(), (position * inverse).sin()
+        return torch.cat((a * c - b * s, b * c + a * s, rest))
+
+    for b in range(rows):
+        for w in range(width):
+            place, slot = int(positions[b, w]), int(slots[b, w])
+            for h in range(H):
+                torch.testing.assert_close(q[b, w, h], rotated(split[b, w, h], place))
+            for h in range(K):
+                torch.testing.assert_close(own[0][b, h, slot], rotated(split[b, w, H + h], place))
+                torch.testing.assert_close(own[1][b, h, slot], split[b, w, H + K + h])
+        written = set(slots[b].tolist())
+        assert all(bool(own[0][b, :, s].isnan().all()) for s in range(S) if s not in written)

@@ -1,0 +1,103 @@
+"""The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in step with it."""
+
+import pytest
+import torch
+
+from bass_cli.engine.batch import Batch, Row, noise_key
+from bass_cli.model.cache import KVCache
+
+
+def store(rows=4, span=8):
+    return KVCache(layers=2, kv_heads=2, head_size=4, rows=rows, span=span, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_prompts_never_overlap_and_their_places_are_used_again():
+    cache = store()
+    a, b, c = cache.reserve(300), cache.reserve(0), cache.reserve(500)
+    assert {(a.start, a.length), (c.start, c.length)} == {(0, 300), (300, 500)}
+    cache.close(a)
+    small, large = cache.reserve(200), cache.reserve(900)
+    assert small.start == 0
+    assert large.start >= 800
+    assert cache.prompt_keys[1].shape[1] >= large.start + 900
+    assert b.length == 0
+
+
+def test_a_growing_store_keeps_what_it_holds():
+    cache = store()
+    span = cache.reserve(900)
+    cache.prompt_values[1][:, :900] = 7
+    cache.reserve(5000)
+    assert cache.prompt_values[1].shape[1] >= 5900
+    assert (cache.prompt_values[1][:, span.start : span.start + 900] == 7).all()
+
+
+def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
+    cache = store()
+    span = cache.reserve(10)
+    cache.attach(0, span)
+    cache.attach(1, span)
+    cache.close(span)
+    cache.detach(1)
+    assert cache.reserve(10).start == 10
+    cache.detach(0)
+    assert cache.reserve(10).start == 0
+
+
+def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
+    cache = store()
+    spans = [cache.reserve(5), cache.reserve(3)]
+    for row, which in enumerate((0, 1, 0, 0)):
+        cache.attach(row, spans[which])
+    cache.own_keys[1][3, :, :2] = 9
+    cache.detach(1)
+    cache.move(3, 1, 2)
+    step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
+    assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
+    assert step.segments.base.tolist() == [5, 5, 5]
+    assert step.slots.tolist() == [[1], [2], [1]]
+    assert step.segments.extent == 3
+    assert (cache.own_keys[1][1, :, :2] == 9).all()
+
+
+def test_a_row_that_outgrows_its_span_is_our_own_mistake():
+    cache = store(span=4)
+    cache.attach(0, cache.reserve(2))
+    cache.decode(torch.tensor([[5]]), [6])
+    with pytest.raises(AssertionError, match="own slots"):
+        cache.decode(torch.tensor([[6]]), [7])
+
+
+def test_a_batch_stays_dense_and_every_column_follows_its_row():
+    batch = Batch(rows=3, context=8, device=torch.device("cpu"))
+    rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10) for i in range(3)]
+    for row in rows:
+        batch.admit(row)
+    assert batch.retire(0) == 2
+    assert batch.hosts == [rows[2], rows[1]]
+    assert batch.lengths[:2].tolist() == [3, 2]
+    assert batch.laws.temperature.tolist() == [1.0, 0.5]
+    assert batch.laws.top_k.tolist() == [2, 1]
+    assert batch.laws.keys[0].tolist() == list(noise_key(5, "2", 2))
+    assert batch.tokens[0, :3].tolist() == [2, 2, 2]
+    assert batch.retire(1) is None
+
+
+def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
+    batch = Batch(rows=2, context=16, device=torch.device("cpu"))
+    for i, tokens in enumerate(([1, 2, 3], [4])):
+        batch.admit(Row(str(i), 0, 0, tokens, 10))
+    batch.commit(torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([0, 2]))
+    assert batch.lengths.tolist() == [4, 4]
+    tokens, positions = batch.last(2)
+    assert tokens.tolist() == [[3, 10], [21, 22]]
+    assert positions.tolist() == [[2, 3], [2, 3]]
+    tokens, positions = batch.last(6, torch.tensor([1, 0]))
+    assert positions.tolist() == [[1, 1, 1, 1, 2, 3], [0, 0, 0, 1, 2, 3]]
+    assert tokens[0].tolist() == [2, 2, 2, 2, 3, 10]
+
+
+def test_noise_keys_differ_in_seed_prompt_and_sample():
+    keys = {noise_key(s, p, i) for s in (0, 1, 12) for p in ("a", "b", "1") for i in (0, 1, 2, 11)}
+    assert len(keys) == 3 * 3 * 4
+    assert all(0 <= word < 2**32 for key in keys for word in key)

