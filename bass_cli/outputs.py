@@ -23,7 +23,7 @@ from bass_cli.resume import COUNTED, Past, check_manifest, read_past, rewrite_wi
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of one prompt; the fields are a result line's, in its order. Logs are natural, times are in seconds."""
+    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds."""
 
     id: str
     sample: int

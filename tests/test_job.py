@@ -23,9 +23,15 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("target: x\nsampling:\n  temprature: 1\n", ['pair.yaml:3: unknown key "sampling.temprature"', '"temperature"']),
+        (
+            "target: x\nsampling:\n  temprature: 1\n",
+            ['pair.yaml:3: unknown key "sampling.temprature"', '"temperature"'],
+        ),
         ("target: x\ndrft: y\n", ['pair.yaml:2: unknown key "drft"', 'did you mean "draft"?']),
-        ("target: x\nspeculation: {length: auto,\n  mux: 3}\n", ['pair.yaml:3: unknown key "speculation.mux"', '"max"']),
+        (
+            "target: x\nspeculation: {length: auto,\n  mux: 3}\n",
+            ['pair.yaml:3: unknown key "speculation.mux"', '"max"'],
+        ),
         ("target: x\nfolder: /\n", ['pair.yaml:2: unknown key "folder"']),
         ("target: x\n1: 2\n", ['pair.yaml:2: unknown key "1"']),
         ("target: x\ntarget: y\n", ['pair.yaml:2: key "target" is given twice, first in line 1']),

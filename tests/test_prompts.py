@@ -111,7 +111,10 @@ def test_prompts_stream(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": \n', "p.jsonl:2: broken JSON: Expecting value"),
         ('{"prompt": "a", "x": NaN}\n', "p.jsonl:1: broken JSON: NaN"),
         ('{"prompt": "a"}\n\n["b"]\n', "p.jsonl:3: a prompt is an object"),
-        ('{"promt": "a"}\n', 'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; did you mean "promt"?'),
+        (
+            '{"promt": "a"}\n',
+            'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; did you mean "promt"?',
+        ),
         ('{"prompt": null}\n', 'p.jsonl:1: field "prompt": it is missing'),
         ('{"prompt": ""}\n', 'p.jsonl:1: field "prompt": it is empty'),
         ('{"prompt": 3}\n', 'p.jsonl:1: field "prompt": it must be a string, not a number'),
@@ -157,7 +160,7 @@ def test_a_fault_in_a_json_list_is_named(tmp_path: Path, content: str, expected:
 
 def test_parquet_faults_and_values_without_json(tmp_path: Path) -> None:
     assert fault(tmp_path / "p.parquet", b"PAR1 nothing").startswith("p.parquet:1: broken parquet")
-    when = datetime.datetime(2020, 1, 2)  # noqa: DTZ001 - as parquet gives it
+    when = datetime.datetime(2020, 1, 2)
     rows = [{"prompt": "a", "when": when}, {"prompt": None, "when": None}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
     stream = read_prompts(str(tmp_path / "q.parquet"))
@@ -218,7 +221,7 @@ def test_faults_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"hf:NAME\[:CONFIG\]\[:SPLIT\]"):
         check_prompts(open_source("hf:a:b:c:d"), column="prompt", limit=None)
     hub(monkeypatch, [], ValueError("no such\nconfig"))
-    with pytest.raises(UserError, match="hf:o/n:zz: cannot open the dataset: no such$"):
+    with pytest.raises(UserError, match=r"hf:o/n:zz: cannot open the dataset: no such$"):
         check_prompts(open_source("hf:o/n:zz"), column="prompt", limit=None)
 
 

@@ -6,6 +6,7 @@ live (cache.py). Rotary embedding is always the half-split kind; interleaved che
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from torch.nn import functional
 import bass_kernels as ops
 
 from .cache import Pass
+
+
+_MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
 
 class Rope(NamedTuple):
@@ -109,21 +113,23 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
 class Decoder:
     """A decoder-only transformer over fused weights; holds no state of any sequence.
 
-    `weights` maps the names of `parameters(spec)` to tensors of one dtype on one device. `vocab` cuts the head to the
-    first ids (those the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers`, if given, are
-    the indices of the layers to run: the others are skipped (self-speculation).
+    `weights` maps the names of `parameters(spec)` to tensors of one dtype on one device; the decoder takes the dict
+    over, and replaces matrices in it by packed ones where that is faster. `vocab` cuts the head to the first ids (those
+    the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
     """
 
-    def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None,
-                 layers: Sequence[int] | None = None):
+    def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None):
         self.spec = spec
-        self.layers = tuple(range(spec.layers)) if layers is None else tuple(layers)
+        self.layers = tuple(range(spec.layers))
         self.vocab = min(vocab or spec.vocab, spec.vocab)
         self._weights = weights
         embed = weights["embed.weight"]
         self.device, self.dtype = embed.device, embed.dtype
-        head, bias = weights["head.weight"], weights.get("head.bias")
-        self._head = (head[: self.vocab], None if bias is None else bias[: self.vocab])
+        bias = weights.pop("head.bias", None)
+        self._head = (ops.pack(weights.pop("head.weight")[: self.vocab]), None if bias is None else bias[: self.vocab])
+        for name in weights:
+            if name.endswith(_MATRICES):
+                weights[name] = ops.pack(weights[name])
         self._frequencies = tuple(_inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope))
 
     @property
@@ -132,8 +138,10 @@ class Decoder:
         return self.spec.context
 
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
-        """The same weights with only these layers run."""
-        return Decoder(self.spec, self._weights, vocab=self.vocab, layers=layers)
+        """The same weights with only these layers run: the others are skipped (self-speculation)."""
+        other = copy.copy(self)
+        other.layers = tuple(layers)
+        return other
 
     def forward(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
         """Run tokens [B, W] int64 at `step.positions` [B, W]; writes their keys and values into the cache of `step`.
@@ -156,7 +164,7 @@ class Decoder:
         if last is not None:
             x, residual = None if x is None else x[:, -last:], residual[:, -last:]
         h, _ = self._norm("norm", x, residual)
-        return functional.linear(h, *self._head)
+        return ops.linear(h, *self._head)
 
     def _block(self, i: int, slot: int, x: Tensor | None, residual: Tensor, step: Pass,
                angles: tuple) -> tuple[Tensor, Tensor]:
@@ -190,7 +198,7 @@ class Decoder:
         return self._linear(at + "down", ops.activation(up, self.spec.activation, gated=self.spec.gated))
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return functional.linear(x, self._weights[name + ".weight"], self._weights.get(name + ".bias"))
+        return ops.linear(x, self._weights[name + ".weight"], self._weights.get(name + ".bias"))
 
     def _norm(self, name: str, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         return ops.norm(x, residual, self._weights[name + ".weight"], self._weights.get(name + ".bias"),

@@ -18,26 +18,55 @@ ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = (r"^rope_freqs\.weight$",)
 
 _WORDS = {
-    "layers": "block_count", "width": "embedding_length", "heads": "attention.head_count", "context": "context_length",
-    "kv_heads": "attention.head_count_kv", "head_size": "attention.key_length", "inner": "feed_forward_length",
-    "window": "attention.sliding_window", "rotary": "rope.dimension_count", "theta": "rope.freq_base",
+    "layers": "block_count",
+    "width": "embedding_length",
+    "heads": "attention.head_count",
+    "context": "context_length",
+    "kv_heads": "attention.head_count_kv",
+    "head_size": "attention.key_length",
+    "inner": "feed_forward_length",
+    "window": "attention.sliding_window",
+    "rotary": "rope.dimension_count",
+    "theta": "rope.freq_base",
     "local_theta": "rope.freq_base_swa",
 }
 _BLOCK = "blk.{}."
 _LAYER = "layers.{}."
 _TENSORS = (
-    ("token_embd", "embed", ""), ("output_norm", "norm", ""), ("output", "head", ""),
-    *((_BLOCK + theirs, _LAYER + ours, "") for theirs, ours in (
-        ("attn_q", "qkv:q"), ("attn_k", "qkv:k"), ("attn_v", "qkv:v"), ("attn_output", "o"), ("ffn_gate", "up:gate"),
-        ("ffn_up", "up:up"), ("ffn_down", "down"), ("attn_norm", "norm1"), ("ffn_norm", "norm2"))),
+    ("token_embd", "embed", ""),
+    ("output_norm", "norm", ""),
+    ("output", "head", ""),
+    *(
+        (_BLOCK + theirs, _LAYER + ours, "")
+        for theirs, ours in (
+            ("attn_q", "qkv:q"),
+            ("attn_k", "qkv:k"),
+            ("attn_v", "qkv:v"),
+            ("attn_output", "o"),
+            ("ffn_gate", "up:gate"),
+            ("ffn_up", "up:up"),
+            ("ffn_down", "down"),
+            ("attn_norm", "norm1"),
+            ("ffn_norm", "norm2"),
+        )
+    ),
 )
-_LLAMA_TENSORS = tuple((theirs, ours, "deinterleave" if theirs.endswith(("attn_q", "attn_k")) else how)
-                       for theirs, ours, how in _TENSORS)
+_LLAMA_TENSORS = tuple(
+    (theirs, ours, "deinterleave" if theirs.endswith(("attn_q", "attn_k")) else how) for theirs, ours, how in _TENSORS
+)
 _QK_TENSORS = ((_BLOCK + "attn_q_norm", _LAYER + "q_norm", ""), (_BLOCK + "attn_k_norm", _LAYER + "k_norm", ""))
-_GEMMA_TENSORS = (*_TENSORS, *_QK_TENSORS, (_BLOCK + "post_attention_norm", _LAYER + "post1", ""),
-                  (_BLOCK + "post_ffw_norm", _LAYER + "post2", ""))
-_GPT2_TENSORS = (*(row for row in _TENSORS if ":" not in row[1]), ("position_embd", "positions", ""),
-                 (_BLOCK + "attn_qkv", _LAYER + "qkv", ""), (_BLOCK + "ffn_up", _LAYER + "up", ""))
+_GEMMA_TENSORS = (
+    *_TENSORS,
+    *_QK_TENSORS,
+    (_BLOCK + "post_attention_norm", _LAYER + "post1", ""),
+    (_BLOCK + "post_ffw_norm", _LAYER + "post2", ""),
+)
+_GPT2_TENSORS = (
+    *(row for row in _TENSORS if ":" not in row[1]),
+    ("position_embd", "positions", ""),
+    (_BLOCK + "attn_qkv", _LAYER + "qkv", ""),
+    (_BLOCK + "ffn_up", _LAYER + "up", ""),
+)
 
 
 class Architecture(NamedTuple):
@@ -56,8 +85,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", _LLAMA_TENSORS),
     "qwen2": Architecture("qwen2", _TENSORS),
     "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_TENSORS), norm_extras={"qk": True}),
-    "gemma3": Architecture("gemma3_text", _GEMMA_TENSORS, norm_extras={"qk": True, "sandwich": True},
-                           activation="gelu_tanh"),
+    "gemma3": Architecture(
+        "gemma3_text", _GEMMA_TENSORS, norm_extras={"qk": True, "sandwich": True}, activation="gelu_tanh"
+    ),
     "gpt2": Architecture("gpt2", _GPT2_TENSORS, norm="layer", activation="gelu_tanh", gated=False, rotary=False),
 }
 _GEMMA_27B_LAYERS = 62  # the one size whose queries are scaled by width / heads; the metadata does not say it
@@ -65,8 +95,13 @@ _GEMMA_PATTERN = 6  # every sixth layer sees everything
 _GEMMA_LOCAL_THETA = 10000.0
 
 
-def spec_of_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], *, place: str,
-                 rope_factors: tuple[float, ...] | None = None) -> Spec:
+def spec_of_gguf(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    place: str,
+    rope_factors: tuple[float, ...] | None = None,
+) -> Spec:
     """The Spec of GGUF metadata; `shapes`: of the file's tensors, rows first. `place` is for messages."""
     name = metadata.get("general.architecture")
     known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
@@ -83,16 +118,24 @@ def spec_of_gguf(metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ..
     wide_scale = gemma and shape["layers"] == _GEMMA_27B_LAYERS
     local = Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size) if gemma and rope else None
     return Spec(
-        family=kind.family, **shape, norm=Norm(kind.norm, values.number("eps"), **kind.norm_extras), rope=rope,
-        local_rope=local, activation=kind.activation, gated=kind.gated,
+        family=kind.family,
+        **shape,
+        norm=Norm(kind.norm, values.number("eps"), **kind.norm_extras),
+        rope=rope,
+        local_rope=local,
+        activation=kind.activation,
+        gated=kind.gated,
         windows=_windows(values, shape["layers"]) if gemma else (0,) * shape["layers"],
         query_scale=(shape["width"] / shape["heads"] if wide_scale else shape["head_size"]) ** -0.5,
-        embed_scale=shape["width"] ** 0.5 if gemma else 1.0, biases=_biases(kind.tensors, shapes),
-        tied="output.weight" not in shapes)
+        embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
+        biases=_biases(kind.tensors, shapes),
+        tied="output.weight" not in shapes,
+    )
 
 
 def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A list of counts, one a layer, that are all equal stands for that count."""
+
     def same(value: Any) -> bool:
         return isinstance(value, list) and len(set(value)) == 1 and type(value[0]) is int
 
@@ -105,11 +148,15 @@ def _refuse(values: Values, name: str) -> None:
         if values.values.get(key):
             raise UserError(f'{values.place}: key "{key}": {values.values[key]} is not supported')
     if (values.values.get("split.count") or 1) > 1:
-        raise UserError(f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; merge them')
+        raise UserError(
+            f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; merge them'
+        )
     sizes = [values.values.get(f"{name}.attention.{part}_length") for part in ("key", "value")]
     if sizes[0] != sizes[1]:
-        raise UserError(f'{values.place}: key "{name}.attention.value_length": {sizes[1]} differs from key_length, '
-                        f"{sizes[0]}, which is not supported")
+        raise UserError(
+            f'{values.place}: key "{name}.attention.value_length": {sizes[1]} differs from key_length, '
+            f"{sizes[0]}, which is not supported"
+        )
 
 
 def _rope(values: Values, name: str, head_size: int, factors: tuple[float, ...] | None) -> Rope:
@@ -136,6 +183,7 @@ def _windows(values: Values, layers: int) -> tuple[int, ...]:
 
 def _biases(tensors: tuple[tuple[str, str, str], ...], shapes: Collection[str]) -> frozenset[str]:
     """The linear maps that have a bias in the file."""
-    targets = (ours.split(":")[0].rpartition(".")[2] for theirs, ours, _ in tensors
-               if theirs.format(0) + ".bias" in shapes)
+    targets = (
+        ours.split(":")[0].rpartition(".")[2] for theirs, ours, _ in tensors if theirs.format(0) + ".bias" in shapes
+    )
     return frozenset(targets) & {"qkv", "o", "up", "down", "head"}

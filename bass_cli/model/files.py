@@ -1,7 +1,7 @@
-"""What a checkpoint file holds and where, read from its header alone: safetensors, GGUF and torch's own zip format.
+"""Tensor files: what they hold and where, from their header alone, and a tensor's content in small parts.
 
-Each reader compares the file's size with what the header promises, so a truncated or corrupt file is a UserError here,
-before anything large is read. Not here: what the tensors mean (families.py) and loading them (weights.py).
+Formats: safetensors, GGUF, and torch's own zip format. Each header is held against the file's size, so a truncated or
+corrupt file is a UserError before anything large is read. Not here: what the tensors mean (families.py).
 """
 
 from __future__ import annotations
@@ -10,14 +10,39 @@ import json
 import math
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
 
 from bass_cli.job import UserError
 
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
+
+_PART = 1 << 20  # elements that are read or dequantised at once
+_RUN = 1 << 13  # elements in what gguf is told are rows: sixteen of them at a time should fit into a core's cache
 _HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors format
-_SAFETENSORS_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
-                      "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_SAFETENSORS_BYTES = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "U64": 8,
+    "I32": 4,
+    "U32": 4,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+}
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
@@ -25,8 +50,8 @@ _GGUF_ALIGNMENT = 32
 
 
 class Entry(NamedTuple):
-    """One stored tensor: `shape`, rows first, in bytes [start, start + size) of `file`. `dtype` is F32, F16, BF16 or
-    another storage type's name in the file's format."""
+    """One stored tensor: `shape`, rows first, in bytes [start, start + size) of `file`. `dtype`: a name in DTYPES,
+    QUANTISED, or another of the file's format that cannot be loaded."""
 
     file: Path
     dtype: str
@@ -61,7 +86,6 @@ def read_safetensors(path: Path) -> dict[str, Entry]:
 
 def read_torch(path: Path) -> dict[str, Entry]:
     """The tensors of a .bin file that torch.save wrote (its zip format); no code in it is run."""
-    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     total = _size(path)
@@ -69,19 +93,25 @@ def read_torch(path: Path) -> dict[str, Entry]:
         with FakeTensorMode():
             state = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-        offsets = {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in tensors.items()}
+        offsets = {name: int(t.untyped_storage()._checkpoint_offset) for name, t in tensors.items()}  # type: ignore
     except Exception as error:  # a pickle that is broken, or from before the zip format, may raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{path}: torch cannot read the file (truncated, or in the format of torch before 1.6): "
-                        f"{reason}") from None
+        raise UserError(
+            f"{path}: torch cannot read the file (truncated, or in the format of torch before 1.6): {reason}"
+        ) from None
     entries = {}
-    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise UserError(f'{path}: the tensor "{name}" is not stored contiguously; convert the checkpoint')
-        start = offsets[name] + tensor.storage_offset() * tensor.element_size()
-        entries[name] = Entry(path, names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), start,
-                              tensor.numel() * tensor.element_size())
+        start = offsets[name] + int(tensor.storage_offset()) * tensor.element_size()
+        entries[name] = Entry(
+            path,
+            names.get(tensor.dtype, str(tensor.dtype)),
+            tuple(tensor.shape),
+            start,
+            int(tensor.numel()) * tensor.element_size(),
+        )
     _check_end(path, total, entries)
     return entries
 
@@ -108,6 +138,46 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     entries = {name: _gguf_entry(path, name, dims, kind, begin + offset) for name, dims, kind, offset in infos}
     _check_end(path, total, entries)
     return metadata, entries
+
+
+def parts(file: BinaryIO, entry: Entry) -> Iterator[tuple[int, Tensor]]:
+    """The tensor's rows in order, some at a time: index of the first and rows [n, ...] on the CPU, float32 where it is
+    quantised. A part is valid until the next is asked for."""
+    rows = entry.shape[0]
+    # A power of two, so that the blocks in a part can be cut into runs of full length.
+    step = 1 << (max(_PART * rows // max(math.prod(entry.shape), 1), 1).bit_length() - 1)
+    width = entry.size // rows
+    buffer = torch.empty(min(step, rows) * width, dtype=torch.uint8)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        raw = buffer[: count * width]
+        read_into(file, entry, first * width, raw)
+        if entry.dtype in DTYPES:
+            yield first, raw.view(DTYPES[entry.dtype]).view(count, *entry.shape[1:])
+        else:
+            yield first, _dequantise(raw.view(count, width), entry.dtype)
+
+
+def _dequantise(raw: Tensor, dtype: str) -> Tensor:
+    """Rows of blocks [n, bytes] uint8 to [n, ...] float32."""
+    from gguf import GGMLQuantizationType, quants
+    from gguf.constants import GGML_QUANT_SIZES
+
+    kind = GGMLQuantizationType[dtype]
+    block, size = GGML_QUANT_SIZES[kind]
+    run = math.gcd(raw.numel() // size, _RUN // block) * size
+    return torch.from_numpy(quants.dequantize(raw.view(-1, run).numpy(), kind)).view(len(raw), -1)
+
+
+def read_into(file: BinaryIO, entry: Entry, offset: int, target: Tensor) -> None:
+    """Fill a contiguous CPU tensor with an entry's bytes from `offset` on."""
+    view = memoryview(target.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    file.seek(entry.start + offset)
+    while view:
+        got = file.readinto(view)  # type: ignore[attr-defined]
+        if not got:
+            raise UserError(f"{entry.file}: the file was cut short while it was read")
+        view = view[got:]
 
 
 class _Cursor:

@@ -1,0 +1,177 @@
+"""Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be wrong is found here.
+
+Not here: finding it (sources.py), file formats (files.py), loading it (weights.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from bass_cli.job import UserError
+
+from . import families, gguf_families
+from .decoder import Spec, parameters
+from .families import FAMILIES, Slot
+from .files import DTYPES, QUANTISED, Entry, parts, read_gguf, read_safetensors, read_torch
+from .gguf_families import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
+from .specs import spec_of_config
+
+_EMBEDDINGS = {row[0] + ".weight" for family in FAMILIES.values() for row in family.tensors if row[1] == "embed"}
+_NAMED = 5  # tensors that an error names
+# The index and the single file of each format, in order of preference; Mistral's consolidated file has other names.
+_FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
+    ("model.safetensors.index.json", "*.safetensors", read_safetensors),
+    ("pytorch_model.bin.index.json", "pytorch_model*.bin", read_torch),
+)
+
+
+class Piece(NamedTuple):
+    """A stored tensor and where it goes."""
+
+    entry: Entry
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty."""
+
+    path: Path
+    spec: Spec
+    eos_ids: tuple[int, ...]
+    metadata: Mapping[str, Any]
+    pieces: tuple[Piece, ...]
+
+    def fingerprint(self) -> str:
+        """A digest of the spec, the layout of the files and samples of their content; not of their place on disk."""
+        digest = hashlib.sha256(repr((self.spec, self.eos_ids)).encode())
+        for path in sorted({piece.entry.file for piece in self.pieces}):
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{path.name} {size}".encode())
+                for place in range(0, size, max(size // 16, 1)):
+                    file.seek(place)
+                    digest.update(file.read(4096))
+        return digest.hexdigest()[:32]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a folder (config.json and weights) or a .gguf file by headers alone; UserError names the fault."""
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix != ".gguf":
+        raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
+    metadata, entries = read_gguf(path)
+    factors = None
+    if ROPE_FACTORS in entries:
+        with path.open("rb", buffering=0) as file:
+            factors = tuple(next(parts(file, entries[ROPE_FACTORS]))[1].tolist())
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
+    tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
+    pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_families.IGNORED)
+    eos = _ids([metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")])
+    return Checkpoint(path, spec, eos, metadata, pieces)
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    config = _read_json(path / "config.json")
+    spec = spec_of_config(config, place=str(path / "config.json"))
+    family = FAMILIES[spec.family]
+    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    if spec.tied and _differs(entries):
+        spec = replace(spec, tied=False)
+    pieces = _assign(spec, families.slots(spec, family.tensors), entries, path, families.IGNORED)
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    return Checkpoint(path, spec, _ids(config.get("eos_token_id") if eos is None else eos), {}, pieces)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: broken JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a JSON object is needed")
+    return content
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """The ids in an integer, a list, or nothing; in order, each once."""
+    listed = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(item for item in listed if type(item) is int))
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """All tensors of a folder's weight files."""
+    for index, pattern, read in _FORMATS:
+        listed: dict[str, str] = {}
+        if (folder / index).exists():
+            listed = _read_json(folder / index).get("weight_map") or {}
+            files = [folder / name for name in sorted(set(listed.values()))]
+        else:
+            files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("consolidated")]
+        entries = {name: entry for file in files for name, entry in read(file).items()}
+        if missing := [name for name in listed if name not in entries]:
+            raise UserError(f"{folder / index}: {_few(missing)} not in the files that it names")
+        if files:
+            return entries
+    raise UserError(f"{folder}: there are no weights; files like model.safetensors are needed")
+
+
+def _differs(entries: Mapping[str, Entry]) -> bool:
+    """Whether there is a head with other content than the embedding: then it is not tied, whatever the config says."""
+    head = entries.get("lm_head.weight")
+    embed = next((entry for name, entry in entries.items() if name in _EMBEDDINGS), None)
+    if head is None or embed is None or head[0::3] == embed[0::3]:
+        return False
+    if head[1:3] != embed[1:3]:
+        return True
+    with head.file.open("rb", buffering=0) as one, embed.file.open("rb", buffering=0) as other:
+        pairs = zip(parts(one, head), parts(other, embed), strict=True)
+        return not all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def _assign(
+    spec: Spec, slots: Mapping[str, Slot], entries: Mapping[str, Entry], path: Path, ignored: tuple[str, ...]
+) -> tuple[Piece, ...]:
+    """Pair every stored tensor with its slot, both ways in full, shapes and types checked."""
+    wanted = {name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")}
+    if missing := [name for name in wanted if name not in entries]:
+        raise UserError(f"{path}: {_few(missing)} missing")
+    known = {name: entry for name, entry in entries.items() if not any(re.search(p, name) for p in ignored)}
+    if extra := [name for name in known if name not in slots]:
+        raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
+    shapes = parameters(spec)
+    for name, slot in wanted.items():
+        entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
+        if entry.shape != shape:
+            raise UserError(f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}')
+        if entry.dtype not in DTYPES and entry.dtype not in QUANTISED:
+            raise UserError(
+                f'{entry.file}: tensor "{name}" has the unsupported type {entry.dtype}; '
+                f"known: {', '.join((*DTYPES, *QUANTISED))}"
+            )
+    return tuple(Piece(entries[name], slot) for name, slot in wanted.items())
+
+
+def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
+    rows, columns = slot.rows + 2 * (slot.how == "skip_two"), shape[1:]
+    return (*columns, rows) if slot.how == "transpose" else (rows, *columns)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    quoted = ", ".join(f'"{name}"' for name in names[:_NAMED])
+    return f"tensors {quoted}{more} are" if len(names) > 1 else f"tensor {quoted} is"

@@ -1,0 +1,129 @@
+"""Does speculation give plain decoding's tokens, and where it does not, how close was the call? One JSON document.
+
+    python bench/divergence.py PROMPTS [--pair smollm2] [--n 4] [--tokens 128] [--temperature 0] [--draft-length 4]
+                               [--device auto] [--dtype auto] [--limit 8]
+
+In half precision the shape of a batch changes rounding, so plain and speculative decoding may part at a near-tie. For
+every sample that parts, this reports the margin between the two best candidates at that place (logits plus the shared
+noise, recomputed for that sample alone), and the spacing of the dtype's numbers at their size. Also times both.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import bass_kernels as ops
+from bass_cli.engine.batch import Row, noise_key
+from bass_cli.job import load_pair, make_job
+from bass_cli.model.runner import Runner
+from bass_cli.plan import prepare
+from bass_cli.prompts import check_prompts, open_source, read_prompts
+from bass_cli.run import build
+
+
+def samples(loop, prompts, args, eos):
+    """Tokens of every (prompt, sample), to `tokens` or the end of sequence; seconds; rounds; mean accepted a round."""
+    waiting = [Row(key, s, 0, list(tokens), args.tokens, temperature=args.temperature, top_p=args.top_p)
+               for key, tokens in prompts.items() for s in range(args.n)]
+    opened, out, rounds, kept, rows = set(), {}, 0, 0, 0
+    began = time.perf_counter()
+    while waiting or len(loop.batch):
+        while waiting and len(loop.batch) < loop.batch.capacity:
+            row = waiting.pop(0)
+            if row.key not in opened:
+                opened.add(row.key)
+                loop.open(row.key, row.tokens)
+            loop.admit(row)
+        done = loop.round()
+        rounds, kept, rows = rounds + 1, kept + sum(done.accepted), rows + len(done.accepted)
+        for index in reversed(range(len(loop.batch))):
+            row = loop.batch.hosts[index]
+            new = row.tokens[row.prompt_length :][: row.limit]
+            if row.room <= 0 or eos & set(new):
+                ends = [i + 1 for i, token in enumerate(new) if token in eos]
+                out[row.key, row.sample] = new[: min(ends, default=len(new))]
+                loop.retire(index)
+    for key in opened:
+        loop.close(key)
+    return out, time.perf_counter() - began, rounds, kept / rows
+
+
+def margin(decoder, tokens, sample, key, args):
+    """The two best scores for the token after `tokens`, computed for this row alone, and the dtype's spacing there."""
+    runner = Runner(decoder, rows=1, span=4, lag=1)
+    runner.open("x", tokens)
+    runner.attach(0, "x")
+    with torch.inference_mode():
+        place = torch.tensor([[len(tokens) - 1]], device=decoder.device)
+        logits = runner.forward(torch.tensor([tokens[-1:]], device=decoder.device), place, [len(tokens)])[0, 0]
+        scores = logits.float()
+        if args.temperature:
+            keys = torch.tensor([noise_key(0, key, sample)], device=decoder.device)
+            noise = ops.gumbel(ops_bits(keys, len(tokens), len(scores)))
+            scores = scores / args.temperature + noise[0]
+    best = scores.topk(2).values.tolist()
+    spacing = torch.finfo(decoder.dtype).eps * logits.float().abs().max().item() / (args.temperature or 1.0)
+    return {"margin": round(best[0] - best[1], 5), "spacing": round(spacing, 5)}
+
+
+def ops_bits(keys, position, vocab):
+    from bass_kernels.noise import bits_all
+
+    return bits_all(keys, torch.tensor([position], device=keys.device), vocab, stream=ops.SHARED)
+
+
+def compare(args):
+    pair = load_pair(args.pair)
+    common = {"device": args.device, "dtype": args.dtype, "max_new_tokens": args.tokens, "batch_size": args.batch_size}
+    source = open_source(args.prompts)
+    check_prompts(source, column="prompt", limit=args.limit)
+    results, plan = {}, None
+    for name, flags in (("plain", {"draft": "none", "draft_length": 0}), ("speculative", {"draft_length": args.draft_length})):
+        plan = prepare(make_job(pair, common | flags))
+        loop = build(plan)
+        tokenizer = plan.tokenizer
+        prompts = {p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)
+                   for p in read_prompts(source, column="prompt", limit=args.limit)}
+        samples(loop, dict(list(prompts.items())[:1]), args, plan.eos_ids)  # warm up
+        results[name] = samples(loop, prompts, args, plan.eos_ids)
+    plain, speculative = results["plain"][0], results["speculative"][0]
+    partings, same = [], 0
+    for key, due in plain.items():
+        found = speculative[key]
+        at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), min(len(due), len(found)))
+        same += at
+        if due != found:
+            partings.append({"id": key[0], "sample": key[1], "token": at} |
+                            margin(loop._target.decoder, prompts[key[0]] + due[:at], key[1], key[0], args))
+    total = sum(map(len, plain.values()))
+    rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
+    return {
+        "pair": pair.name, "device": plan.identity()["device_name"], "dtype": plan.identity()["dtype"],
+        "versions": plan.identity()["versions"], "temperature": args.temperature, "draft_length": args.draft_length,
+        "samples": len(plain), "samples_equal": len(plain) - len(partings), "tokens": total,
+        "tokens_before_parting": same, "mean_accepted": round(results["speculative"][3], 3),
+        "rounds": {name: r[2] for name, r in results.items()}, "tokens_per_second": rates,
+        "largest_margin": max((p["margin"] for p in partings), default=0.0),
+        "largest_margin_in_spacings": round(max((p["margin"] / p["spacing"] for p in partings), default=0.0), 2),
+        "median_margin_in_spacings": round(statistics.median([p["margin"] / p["spacing"] for p in partings] or [0.0]), 2),
+        "partings": partings,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts")
+    for name, default in (("pair", "smollm2"), ("device", "auto"), ("dtype", "auto")):
+        parser.add_argument(f"--{name}", default=default)
+    for name, default in (("n", 4), ("tokens", 128), ("draft-length", 4), ("limit", 8), ("batch-size", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    print(json.dumps(compare(parser.parse_args()), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""The house plan held against the source: who may import whom, what is imported lazily, how long files may be."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODEL = "bass_cli.model"
+
+# file: what it may import beside the standard library; a name allows its submodules too, except "bass_cli" itself.
+TABLE: dict[str, set[str]] = {
+    "bass_cli/__init__.py": set(),
+    "bass_cli/cli.py": {
+        "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
+        "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.loop",
+    },
+    "bass_cli/options.py": {"typer"},
+    "bass_cli/job.py": {"pydantic", "yaml"},
+    "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
+    "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
+    "bass_cli/plan.py": {"bass_cli", "bass_cli.job", MODEL, "torch"},
+    "bass_cli/run.py": {
+        "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", "bass_cli.outputs", MODEL, "bass_cli.draft",
+        "bass_cli.engine", "torch",
+    },
+    "bass_cli/outputs.py": {"bass_cli.job", "bass_cli.resume"},
+    "bass_cli/resume.py": {"bass_cli.job"},
+    "bass_cli/screen.py": {"rich"},
+    "bass_cli/machine.py": {"bass_cli", "bass_cli.job", "huggingface_hub", "torch"},
+    "bass_cli/model/__init__.py": set(),
+    "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache"},
+    "bass_cli/model/cache.py": {"torch", "bass_kernels"},
+    "bass_cli/model/runner.py": {"torch", f"{MODEL}.cache", f"{MODEL}.decoder"},
+    "bass_cli/model/families.py": {"bass_cli.job", f"{MODEL}.decoder"},
+    "bass_cli/model/specs.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families"},
+    "bass_cli/model/gguf_families.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.specs"},
+    "bass_cli/model/files.py": {"bass_cli.job", "torch", "gguf", "safetensors"},
+    "bass_cli/model/sources.py": {"bass_cli.job", "huggingface_hub"},
+    "bass_cli/model/checkpoint.py": {
+        "bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files", f"{MODEL}.gguf_families",
+        f"{MODEL}.specs", "torch",
+    },
+    "bass_cli/model/weights.py": {
+        "bass_cli.job", f"{MODEL}.checkpoint", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files",
+        f"{MODEL}.sources", "torch",
+    },
+    "bass_cli/model/tokenizer.py": {"bass_cli.job", "transformers"},
+    "bass_cli/draft/__init__.py": {
+        "torch", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.lookup", "bass_cli.draft.model",
+    },
+    "bass_cli/draft/model.py": {
+        "torch", "bass_cli.draft", MODEL, "bass_cli.engine.sampling", "bass_cli.engine.batch",
+    },
+    "bass_cli/draft/lookup.py": {"torch", "bass_cli.draft", "bass_cli.engine.batch"},
+    "bass_cli/engine/__init__.py": set(),
+    "bass_cli/engine/batch.py": {"torch"},
+    "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
+    "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
+    "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
+    "bass_cli/engine/graphs.py": {"torch"},
+    "bass_cli/engine/lengths.py": set(),
+    "bass_cli/engine/clock.py": set(),
+    "kernels/__init__.py": {"bass_kernels"},
+    "kernels/noise.py": {"torch"},
+    "kernels/sampling.py": {"torch", "bass_kernels.noise"},
+    "kernels/acceptance.py": {"torch", "bass_kernels.noise", "bass_kernels.sampling"},
+    "kernels/linear.py": {"torch"},
+    "kernels/reference.py": {"torch", "bass_kernels"},
+}  # fmt: skip
+AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.options", "bass_cli.screen"}
+NEVER_AT_THE_TOP = {"datasets", "gguf", "pyarrow", "rich", "transformers", "huggingface_hub"}
+FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))
+
+
+def module_name(file: str) -> str:
+    parts = Path(file).with_suffix("").parts
+    parts = ("bass_kernels", *parts[1:]) if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(file) for file in FILES}
+
+
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+def imported(file: str, nodes: Iterator[ast.AST]) -> Iterator[str]:
+    """The modules that these nodes import, absolute; `from package import module` is the module."""
+    here = module_name(file).split(".")
+    package = here if file.endswith("__init__.py") else here[:-1]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield f"{name}.{alias.name}" if f"{name}.{alias.name}" in MODULES else name
+
+
+def is_allowed(name: str, allowed: set[str]) -> bool:
+    if name.split(".")[0] in sys.stdlib_module_names:
+        return True
+    return any(name == one or (one != "bass_cli" and name.startswith(one + ".")) for one in allowed)
+
+
+def statements_at_import(tree: ast.Module) -> Iterator[ast.AST]:
+    """Everything that runs when the module is imported: no function bodies, nothing under TYPE_CHECKING."""
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_follow_the_table(file: str) -> None:
+    assert file in TABLE, "give the new file a line in TABLE, and one in the architecture"
+    wrong = {name for name in imported(file, ast.walk(tree_of(file))) if not is_allowed(name, TABLE[file])}
+    assert wrong == set()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_slow_packages_are_imported_lazily(file: str) -> None:
+    names = set(imported(file, statements_at_import(tree_of(file))))
+    assert {name for name in names if name.split(".")[0] in NEVER_AT_THE_TOP} == set()
+    if file == "bass_cli/cli.py":
+        assert {name for name in names if not is_allowed(name, AT_IMPORT_OF_CLI)} == set()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_and_functions_are_short(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 250
+    functions = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    kernels = {node.name for node in functions if any("jit" in ast.dump(one) for one in node.decorator_list)}
+    lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions if node.name not in kernels}
+    assert {name: length for name, length in lengths.items() if length > 60} == {}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if (ROOT / file).stat().st_size])
+def test_files_say_what_they_are(file: str) -> None:
+    docstring = ast.get_docstring(tree_of(file))
+    assert docstring, "a file opens with two to six lines: what it is, what it is not"
+    assert len(docstring.splitlines()) <= 8
+
+
+def test_the_checks_see_what_they_should() -> None:
+    code = "import torch\nif TYPE_CHECKING:\n    import rich\ndef f():\n    from ..model import decoder\n"
+    tree = ast.parse(code)
+    assert set(imported("bass_cli/engine/x.py", ast.walk(tree))) >= {"torch", "rich", f"{MODEL}.decoder"}
+    assert set(imported("bass_cli/engine/x.py", statements_at_import(tree))) == {"torch"}
+    assert not is_allowed("bass_cli.engine.loop", {"bass_cli", "torch"})
+    assert is_allowed("torch.nn", {"torch"})
+    assert not is_allowed("torchvision", {"torch"})
