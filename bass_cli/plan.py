@@ -51,15 +51,16 @@ class Plan:
         """What the results depend on beside the job, and the versions they came from: for the manifest."""
         name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
         path = self.target.path
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
         return {
             "target": self.job.pair.target,
             "target_files": self.target.fingerprint(),
             "vocabulary": self.tokenizer.fingerprint(),
             "device": self.device.type,
-            "device_name": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine(),
             "dtype": name,
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
-            "versions": {"bass": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {"bass": __version__, "torch": torch.__version__, "python": platform.python_version(),
+                         "device": device},
         }
 
 

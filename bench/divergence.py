@@ -101,7 +101,7 @@ def compare(args):
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
     return {
-        "pair": pair.name, "device": plan.identity()["device_name"], "dtype": plan.identity()["dtype"],
+        "pair": pair.name, "dtype": plan.identity()["dtype"],
         "versions": plan.identity()["versions"], "temperature": args.temperature, "draft_length": args.draft_length,
         "samples": len(plain), "samples_equal": len(plain) - len(partings), "tokens": total,
         "tokens_before_parting": same, "mean_accepted": round(results["speculative"][3], 3),

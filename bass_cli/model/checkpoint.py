@@ -26,11 +26,12 @@ from .specs import spec_of_config
 
 _EMBEDDINGS = {row[0] + ".weight" for family in FAMILIES.values() for row in family.tensors if row[1] == "embed"}
 _NAMED = 5  # tensors that an error names
-# The index and the single file of each format, in order of preference; Mistral's consolidated file has other names.
+# The single file of each format, else its index, else all that look like shards; the first format there is wins.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
-    ("model.safetensors.index.json", "*.safetensors", read_safetensors),
-    ("pytorch_model.bin.index.json", "pytorch_model*.bin", read_torch),
+    ("model.safetensors", "*.safetensors", read_safetensors),
+    ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
 )
+_OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
 
 
 class Piece(NamedTuple):
@@ -52,7 +53,8 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """A digest of the spec, the layout of the files and samples of their content; not of their place on disk."""
-        digest = hashlib.sha256(repr((self.spec, self.eos_ids)).encode())
+        plain = replace(self.spec, biases=frozenset())  # a set has no fixed order
+        digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
         for path in sorted({piece.entry.file for piece in self.pieces}):
             with path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -115,19 +117,28 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _entries(folder: Path) -> dict[str, Entry]:
     """All tensors of a folder's weight files."""
-    for index, pattern, read in _FORMATS:
-        listed: dict[str, str] = {}
-        if (folder / index).exists():
-            listed = _read_json(folder / index).get("weight_map") or {}
+    for single, pattern, read in _FORMATS:
+        index, listed = folder / f"{single}.index.json", {}
+        if (folder / single).exists():
+            files = [folder / single]
+        elif index.exists():
+            listed = _weight_map(index)
             files = [folder / name for name in sorted(set(listed.values()))]
         else:
-            files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith("consolidated")]
+            files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(_OTHER_NAMES)]
         entries = {name: entry for file in files for name, entry in read(file).items()}
         if missing := [name for name in listed if name not in entries]:
-            raise UserError(f"{folder / index}: {_few(missing)} not in the files that it names")
+            raise UserError(f"{index}: {_few(missing)} not in the files that it names")
         if files:
             return entries
     raise UserError(f"{folder}: there are no weights; files like model.safetensors are needed")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = _read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
+    return listed
 
 
 def _differs(entries: Mapping[str, Entry]) -> bool:

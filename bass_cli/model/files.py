@@ -26,23 +26,9 @@ _PART = 1 << 20  # elements that are read or dequantised at once
 _RUN = 1 << 13  # elements in what gguf is told are rows: sixteen of them at a time should fit into a core's cache
 _HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors format
 _SAFETENSORS_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "U64": 8,
-    "I32": 4,
-    "U32": 4,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-}
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
+    "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
 _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
@@ -105,13 +91,8 @@ def read_torch(path: Path) -> dict[str, Entry]:
         if not tensor.is_contiguous():
             raise UserError(f'{path}: the tensor "{name}" is not stored contiguously; convert the checkpoint')
         start = offsets[name] + int(tensor.storage_offset()) * tensor.element_size()
-        entries[name] = Entry(
-            path,
-            names.get(tensor.dtype, str(tensor.dtype)),
-            tuple(tensor.shape),
-            start,
-            int(tensor.numel()) * tensor.element_size(),
-        )
+        size = int(tensor.numel()) * tensor.element_size()
+        entries[name] = Entry(path, names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), start, size)
     _check_end(path, total, entries)
     return entries
 

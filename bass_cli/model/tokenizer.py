@@ -1,0 +1,200 @@
+"""Text to ids and back: encoding, chat templates, the check that draft and target share a vocabulary, stop strings.
+
+The only importer of transformers, which is slow to import and so imported when first used. The tokenizer in a GGUF file
+takes transformers seconds to convert; the result is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bass_cli.job import UserError
+
+from .files import read_gguf
+
+_CONVERSION = 1  # raise it when what we do to a converted tokenizer changes
+_HEAD = 1 << 24  # bytes of a GGUF file that tell it apart: the vocabulary is at the front
+_PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
+_PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
+_PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
+_MARGIN = 16  # characters of left context, where a piece of text decodes otherwise than in the middle of a text
+
+
+class Tokenizer:
+    """A model's tokenizer as its files have it. `texts`: how the vocabulary spells each id. `size`: one more than the
+    largest id that is a token (padding rows, which GGUF writers call [PAD123], are none)."""
+
+    def __init__(self, inner: Any, path: Path):
+        self._inner, self.path = inner, path
+        self.texts: dict[int, str] = {id_: text for text, id_ in inner.get_vocab().items()}
+        self.size = _trimmed(self.texts, max(self.texts, default=-1) + 1, _PADDING)
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """From a model's folder or .gguf file; UserError if there is none that transformers can read."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        try:
+            inner = _from_gguf(path) if path.suffix == ".gguf" else transformers.AutoTokenizer.from_pretrained(path)
+        except UserError:
+            raise
+        except Exception as error:  # transformers raises many kinds for a file that is missing, broken or unknown
+            reason = str(error).strip().splitlines()
+            raise UserError(f"{path}: no tokenizer can be read there: {reason[0] if reason else error!r}") from None
+        return cls(inner, path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._inner.chat_template)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence id, if there is one."""
+        id_ = self._inner.eos_token_id
+        return () if id_ is None else (id_,)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens that the tokenizer puts around a text."""
+        return self._inner(text)["input_ids"]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation that is the assistant's to go on; UserError if there is no template or it refuses."""
+        if not self.has_chat_template:
+            raise UserError(f"{self.path}: the tokenizer has no chat template, so messages cannot be used")
+        try:
+            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # the template is a program: jinja's errors, or any that it provokes
+            raise UserError(f"the chat template refuses the messages: {error}") from None
+        return self._inner(text, add_special_tokens=False)["input_ids"]  # the template has written its own
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids, special tokens left out, spaces as they are."""
+        return self._inner.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def fingerprint(self) -> str:
+        """A digest of the vocabulary, the chat template and how a piece of text is cut."""
+        digest = hashlib.sha256()
+        for part in (sorted(self.texts.items()), self._inner.chat_template, self.encode(_PROBE)):
+            digest.update(repr(part).encode())
+        return digest.hexdigest()[:32]
+
+
+def _from_gguf(path: Path) -> Any:
+    """The converted tokenizer, from the cache if it is there and whole."""
+    import transformers
+
+    with path.open("rb") as file:
+        head = hashlib.blake2b(file.read(_HEAD), digest_size=8).hexdigest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bass" / "tokenizers"
+    name = f"{path.stem}-{path.stat().st_size}-{head}-{transformers.__version__}-{_CONVERSION}"
+    try:
+        return transformers.AutoTokenizer.from_pretrained(base / name)
+    except Exception:  # not there, or broken: whatever the reason, it is made anew
+        shutil.rmtree(base / name, ignore_errors=True)
+    inner = _convert(path)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".new-", dir=base))
+        try:
+            inner.save_pretrained(fresh)
+            fresh.rename(base / name)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    except OSError:
+        pass  # a cache that cannot be written, or that another process has just written
+    return inner
+
+
+def _convert(path: Path) -> Any:
+    import transformers
+    from tokenizers import pre_tokenizers
+
+    metadata, _ = read_gguf(path)
+    inner = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if metadata.get("tokenizer.ggml.pre") == "smollm":
+        # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    return inner
+
+
+def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
+    """UserError naming the first id whose token differs, up to the smaller vocabulary (but placeholders at its end)."""
+    for id_ in range(min(_real_size(target), _real_size(draft))):
+        ours, theirs = target.texts.get(id_), draft.texts.get(id_)
+        if ours != theirs:
+            raise UserError(f"the vocabularies of target and draft differ: id {id_} is {ours!r} in {target.path} and "
+                            f"{theirs!r} in {draft.path}")
+
+
+def _real_size(tokenizer: Tokenizer) -> int:
+    return _trimmed(tokenizer.texts, tokenizer.size, _PLACEHOLDER)
+
+
+def _trimmed(texts: Mapping[int, str], size: int, placeholder: re.Pattern[str]) -> int:
+    """The size without the gaps and placeholders at its end."""
+    while size and placeholder.fullmatch(texts.get(size - 1, "[PAD0]")):
+        size -= 1
+    return size
+
+
+class Stop(NamedTuple):
+    """Where a stop string ended a row: the text before it, and how many generated tokens are kept, the one that
+    completes it included."""
+
+    text: str
+    tokens: int
+
+
+class StopDetector:
+    """Watches one row's generated ids for stop strings, whatever the blocks in which they come.
+
+    The first token whose arrival makes a stop string appear in the decoded text ends the row. Only a tail of the ids
+    is decoded each time; when it shows a stop string, the whole is decoded to be sure and to cut.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        assert stops
+        assert all(stops)
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must show of what came before
+        self._ids: list[int] = []
+        self._tail = 0  # where the tail begins
+
+    def feed(self, ids: Sequence[int]) -> Stop | None:
+        """Take the next ids; the Stop if one of them completes a stop string."""
+        seen = len(self._ids)
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids[self._tail :])
+        # A cut character shows as U+FFFD and may hide what stood there a token ago: then every id is looked at alone.
+        if "\ufffd" in text or any(stop in text for stop in self._stops):
+            for end in range(seen + 1, len(self._ids) + 1):
+                found = self._look(end)
+                if found is not None:
+                    return found
+        self._shorten(text)
+        return None
+
+    def _look(self, end: int) -> Stop | None:
+        tail = self._tokenizer.decode(self._ids[self._tail : end])
+        if not any(stop in tail for stop in self._stops):
+            return None
+        whole = self._tokenizer.decode(self._ids[:end])
+        places = [place for stop in self._stops if (place := whole.find(stop)) >= 0]
+        return Stop(whole[: min(places)], end) if places else None
+
+    def _shorten(self, text: str) -> None:
+        """Move the tail's beginning on once half of it would do."""
+        if len(text) > 4 * self._needed:
+            middle = (self._tail + len(self._ids)) // 2
+            if len(self._tokenizer.decode(self._ids[middle:])) >= self._needed:
+                self._tail = middle
