@@ -20,7 +20,7 @@ from bass_cli import __version__, options
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
-    from bass_cli.engine.loop import Round
+    from bass_cli.engine.lengths import Round
     from bass_cli.job import Job
     from bass_cli.plan import Plan
     from bass_cli.prompts import Source

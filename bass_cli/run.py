@@ -15,8 +15,8 @@ import torch
 from bass_cli.draft import Drafter, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.lengths import make_lengths
-from bass_cli.engine.loop import Loop, Round
+from bass_cli.engine.lengths import Round, make_lengths
+from bass_cli.engine.loop import Loop
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
@@ -80,8 +80,8 @@ def build(plan: Plan) -> Loop:
                                     temperature=speculation.draft_temperature)
     return Loop(batch=Batch(rows=plan.rows, context=1024, device=plan.device),
                 target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
-                lengths=make_lengths(speculation.length, limit=speculation.max), coupling=speculation.coupling,
-                clock=Clock())
+                lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling),
+                coupling=speculation.coupling, clock=Clock())
 
 
 class Conductor:

@@ -6,6 +6,7 @@ shows in the logits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
     special = ["<pad>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(vocab_size=299, special_tokens=special, show_progress=False,
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    inner.train_from_iterator(["the cat sat on the mat, then the other cat sat there. 123 " * 4], trainer)
+    text = "the cat sat on the mat, then the other cat sat there and all of this was written down. 123 "
+    inner.train_from_iterator([text * 4], trainer)
     inner.add_tokens([AddedToken(text, normalized=False) for text in extra])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>",
                                                 eos_token="</s>")
@@ -91,6 +93,23 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
             "{% endif %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}"
             "{% if add_generation_prompt %}[assistant]{% endif %}")
     fast.save_pretrained(folder)
+
+
+def tokenizer_metadata(folder: Path, *, pad_to: int = 0, pre: str = "gpt-2") -> dict[str, Any]:
+    """The tokenizer of a folder as GGUF metadata; ids up to `pad_to` that are no tokens are called [PAD7] and so on."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    texts = {id_: text for text, id_ in content["model"]["vocab"].items()}
+    special = {token["id"]: token["content"] for token in content["added_tokens"]}
+    texts |= special
+    size = max(pad_to, len(texts))
+    return {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(id_, f"[PAD{id_}]") for id_ in range(size)],
+        "tokenizer.ggml.token_type": [3 if id_ in special else 1 if id_ in texts else 5 for id_ in range(size)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in content["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+    }  # fmt: skip
 
 
 _NAMES = {

@@ -1,16 +1,19 @@
 """Draft-length controllers and the clock: golden traces, and what one row may and may not do to the others."""
 
+import random
+
 import pytest
 
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.lengths import Bass, Fixed, make_lengths
+from bass_cli.engine.goodput import Goodput
+from bass_cli.engine.lengths import Bass, Fixed, Round, make_lengths
 
 
 def trace(controller, rounds, accept):
     out = []
     for _ in range(rounds):
         out.append(controller.next(4))
-        controller.observe(out[-1], accept(out[-1]))
+        controller.observe(Round(out[-1], tuple(accept(out[-1])), 0.1))
     return out
 
 
@@ -32,19 +35,19 @@ def test_algorithm_1_never_goes_below_what_a_row_kept_and_forgets_the_shrinking_
 def test_a_clipped_draft_that_is_kept_whole_is_not_all_accepted():
     controller = Bass()
     assert controller.next(1) == 7
-    controller.observe(3, [3])
+    controller.observe(Round(3, (3,), 0.1))
     assert controller.next(1) == 6
 
 
 def test_a_round_without_drafts_teaches_nothing():
     controller = Bass()
-    controller.observe(0, [0, 0])
+    controller.observe(Round(0, (0, 0), 0.1))
     assert controller.next(2) == 7
 
 
 @pytest.mark.parametrize(("length", "due"), [(0, 0), (5, 5), (64, 12)])
 def test_fixed_lengths_keep_to_the_limit(length, due):
-    controller = make_lengths(length, limit=12)
+    controller = make_lengths(length, limit=12, coupling="shared")
     assert isinstance(controller, Fixed)
     assert controller.next(3) == due
 
@@ -71,3 +74,41 @@ def test_the_clock_follows_what_rounds_really_take():
     for _ in range(30):
         clock.observe(2, 0.2)
     assert abs(clock.predict(2) - 0.2) < 0.01
+
+
+def simulate(controller, rounds, *, rows, rate, cost):
+    """Rows whose drafts each stand with chance `rate`, on a machine whose rounds take `cost(rows, width)`; returns
+    tokens a second and the draft lengths used."""
+    chance, tokens, seconds, widths = random.Random(0), 0, 0.0, []
+    for number in range(rounds):
+        width = controller.next(rows)
+        now = rate(number) if callable(rate) else rate
+        kept = tuple(next((i for i in range(width) if chance.random() > now), width) for _ in range(rows))
+        took = cost(rows, width) * chance.uniform(0.95, 1.05)
+        controller.observe(Round(width, kept, took))
+        tokens, seconds, widths = tokens + sum(kept) + rows, seconds + took, [*widths, width]
+    return tokens / seconds, widths
+
+
+def machine(rows, width):
+    """A round costs 50 ms and 2 ms for each of the rows' tokens."""
+    return 0.05 + 0.002 * rows * (width + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.8, 0.95])
+def test_goodput_comes_within_eight_percent_of_the_best_fixed_length(rows, rate):
+    best = max(simulate(Fixed(k), 400, rows=rows, rate=rate, cost=machine)[0] for k in range(17))
+    found, widths = simulate(Goodput(limit=16), 400, rows=rows, rate=rate, cost=machine)
+    assert found > 0.92 * best, widths[-20:]
+
+
+def test_goodput_goes_plain_when_drafts_fail_and_comes_back_when_they_stand_again():
+    _, widths = simulate(Goodput(limit=16), 900, rows=16, rate=lambda n: 0.02 if n < 300 else 0.9, cost=machine)
+    assert sum(widths[100:300]) < 60
+    assert sum(widths[800:]) > 200
+
+
+def test_auto_under_maximal_coupling_does_not_depend_on_time():
+    assert isinstance(make_lengths("auto", limit=8, coupling="maximal"), Bass)
+    assert isinstance(make_lengths("auto", limit=8, coupling="shared"), Goodput)

@@ -1,7 +1,6 @@
 """Toy models whose law can be enumerated, and a driver that runs a Loop without files or tokenizers. No tests."""
 
 import itertools
-from collections.abc import Sequence
 
 import torch
 
@@ -76,8 +75,8 @@ class Reactive:
         self._rounds += 1
         return 0 if self._rounds % 4 == 0 else self._length
 
-    def observe(self, width, accepted: Sequence[int]):
-        self._length = 1 + (sum(accepted) + width) % 4
+    def observe(self, done):
+        self._length = 1 + (sum(done.accepted) + done.width) % 4
 
 
 def drive(loop, rows, *, on_round=None):

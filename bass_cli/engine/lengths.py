@@ -1,10 +1,18 @@
-"""Draft-length controllers: they see how many drafts each row kept, and say how many to draft next. Integers only."""
+"""Draft-length controllers: they see what past rounds drafted, kept and took, and say how many to draft next."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class Round(NamedTuple):
+    """What a round did: `width` drafts in each row (at most what was asked for), `accepted` of them by live row, in
+    `seconds` of wall clock."""
+
+    width: int
+    accepted: tuple[int, ...]
+    seconds: float
 
 
 class Lengths(Protocol):
@@ -13,8 +21,8 @@ class Lengths(Protocol):
     def next(self, rows: int) -> int:
         """Draft length for the next round of `rows` live rows; 0 means plain decoding."""
 
-    def observe(self, width: int, accepted: Sequence[int]) -> None:
-        """A round with draft length `width` (at most what `next` said) kept `accepted` drafts in each live row."""
+    def observe(self, done: Round) -> None:
+        """A round has ended."""
 
 
 class Fixed:
@@ -26,7 +34,7 @@ class Fixed:
     def next(self, rows: int) -> int:
         return self._length
 
-    def observe(self, width: int, accepted: Sequence[int]) -> None:
+    def observe(self, done: Round) -> None:
         pass
 
 
@@ -42,10 +50,10 @@ class Bass:
     def next(self, rows: int) -> int:
         return self._length
 
-    def observe(self, width: int, accepted: Sequence[int]) -> None:
-        if width == 0:  # nothing was drafted, nothing was learnt
+    def observe(self, done: Round) -> None:
+        if done.width == 0:  # nothing was drafted, nothing was learnt
             return
-        most = max(accepted)
+        most = max(done.accepted)
         if most == self._length:
             self._length = min(self._length + self._step, self._limit)
             self._shrank = 0
@@ -55,9 +63,15 @@ class Bass:
             self._shrank = 1
 
 
-def make_lengths(length: str | int, *, limit: int) -> Lengths:
-    """The controller named by `--draft-length`: an integer, or "bass"; "auto" is Algorithm 1 until a better one."""
+def make_lengths(length: str | int, *, limit: int, coupling: str) -> Lengths:
+    """The controller named by `--draft-length`: an integer, "bass", or "auto".
+
+    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend on the draft lengths,
+    so there "auto" is Algorithm 1, and a seed still gives the same samples twice.
+    """
+    from .goodput import Goodput
+
     if isinstance(length, int):
         return Fixed(min(length, limit))
     assert length in ("auto", "bass"), length
-    return Bass(limit=limit)
+    return Goodput(limit=limit) if length == "auto" and coupling == "shared" else Bass(limit=limit)

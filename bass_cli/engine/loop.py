@@ -6,7 +6,7 @@ Not here: which rows, when they end, what becomes of them (run.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from bass_cli.draft import Drafter, Proposal
 from . import accept
 from .batch import Batch, Row
 from .clock import Clock
-from .lengths import Lengths
+from .lengths import Lengths, Round
 
 
 class Target(Protocol):
@@ -29,14 +29,6 @@ class Target(Protocol):
     def detach(self, row: int) -> None: ...
     def move(self, source: int, target: int, length: int) -> None: ...
     def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int], *, last: int | None = None) -> Tensor: ...
-
-
-class Round(NamedTuple):
-    """What a round did: `width` drafts in each row, `accepted` of them by row, in `seconds`."""
-
-    width: int
-    accepted: tuple[int, ...]
-    seconds: float
 
 
 class Loop:
@@ -86,8 +78,9 @@ class Loop:
         kept = self._to_host(block, accepted, scores, width)
         seconds = self.clock.now() - began
         self.clock.observe(width, seconds)
-        self._lengths.observe(width, kept)
-        return Round(width, kept, seconds)
+        done = Round(width, kept, seconds)
+        self._lengths.observe(done)
+        return done
 
     def _width(self) -> int:
         """The controller's draft length, capped by the room of the row that has most of it: no other row decides."""

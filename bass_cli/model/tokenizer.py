@@ -7,6 +7,7 @@ takes transformers seconds to convert; the result is kept in the user's cache fo
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -118,13 +119,29 @@ def _convert(path: Path) -> Any:
     import transformers
     from tokenizers import pre_tokenizers
 
-    metadata, _ = read_gguf(path)
+    metadata, entries = read_gguf(path)
     inner = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    return inner
+    return _without_extras(inner, entries["token_embd.weight"].shape[0])
+
+
+def _without_extras(inner: Any, rows: int) -> Any:
+    """Less the tokens that transformers' class has by default, like <|endoftext|>, and the model has no row for."""
+    import tokenizers
+    import transformers
+
+    content = json.loads(inner.backend_tokenizer.to_str())
+    extras = {token["content"] for token in content["added_tokens"] if token["id"] >= rows}
+    if not extras:
+        return inner
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
+    special = {kind: getattr(inner, kind) for kind in ("bos_token", "eos_token", "pad_token")}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)), chat_template=inner.chat_template,
+        **{kind: text for kind, text in special.items() if text not in extras})
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -1,0 +1,288 @@
+"""Text to ids and back, chat, vocabularies compared, converted tokenizers cached, stop strings wherever they fall."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import transformers
+from checkpoints import tokenizer_metadata, write_gguf, write_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from bass_cli.job import UserError
+from bass_cli.model.tokenizer import Stop, StopDetector, Tokenizer, check_same_vocabulary
+
+TEXT = "the cat sat 🙂 – naïve,\n\n  x == 12;"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def test_there_and_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([1, *ids, 2, 0]) == TEXT  # special tokens are left out
+    assert tokenizer.decode(tokenizer.encode("no , clean - up .")) == "no , clean - up ."
+    assert (tokenizer.eos_ids, tokenizer.size) == ((2,), 299)
+    assert max(ids) < tokenizer.size
+
+
+def test_prompts_get_the_usual_special_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    plain = Tokenizer.load(tmp_path).encode("the cat")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                                                 {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("the cat") == [1, *plain]
+    chat = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+    assert chat.count(1) == 1
+    assert chat[0] == 1
+
+
+def test_chat(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_chat_template
+    messages = [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the cat"}]
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids) == "[system] the mat[user] the cat[assistant]"
+    assert (ids[0], ids.count(1), ids.count(2)) == (1, 1, 2)
+    with pytest.raises(UserError, match="the chat template refuses the messages: no"):
+        tokenizer.encode_chat([{"role": "bad", "content": ""}])
+
+
+def test_no_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=False)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="has no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+
+
+def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer can be read there") as error:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer can be read there"):
+        Tokenizer.load(tmp_path)
+
+
+def edited(folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
+    """The tiny tokenizer with tokens renamed or added."""
+    write_tokenizer(folder, extra=extra)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    model = content["model"]
+    model["vocab"] = {(rename or {}).get(text, text): id_ for text, id_ in model["vocab"].items()}
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in model["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+def test_same_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    check_same_vocabulary(tokenizer, tokenizer)
+    longer = edited(tmp_path / "a", extra=("<new>", "[PAD300]", "<unused7>"))
+    other = edited(tmp_path / "b", extra=("<new>", "<other>"))
+    assert longer.size == 302
+    for one, two in ((tokenizer, longer), (longer, tokenizer), (longer, other), (other, longer)):
+        check_same_vocabulary(one, two)
+
+
+def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    renamed = edited(tmp_path / "a", rename={tokenizer.texts[290]: "Ġx"})
+    with pytest.raises(UserError, match=f"id 290 is '{tokenizer.texts[290]}' in .* and 'Ġx' in") as error:
+        check_same_vocabulary(tokenizer, renamed)
+    assert str(renamed.path) in str(error.value)
+    one, two = edited(tmp_path / "b", extra=("<x>", "<z>")), edited(tmp_path / "c", extra=("<y>", "<z>"))
+    with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<y>' in"):
+        check_same_vocabulary(one, two)
+    # A placeholder below a real token is a token like any other.
+    inside = edited(tmp_path / "d", extra=("<unused0>", "<z>"))
+    with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<unused0>' in"):
+        check_same_vocabulary(one, inside)
+
+
+def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert edited(tmp_path / "a").fingerprint() == tokenizer.fingerprint()
+    assert edited(tmp_path / "b", extra=("<x>",)).fingerprint() != tokenizer.fingerprint()
+    write_tokenizer(tmp_path / "c", template=False)
+    assert Tokenizer.load(tmp_path / "c").fingerprint() != tokenizer.fingerprint()
+
+
+# GGUF
+
+
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A cache folder of the test's own; the list grows by each file that transformers has to convert."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: list[Path] = []
+    original = transformers.AutoTokenizer.from_pretrained
+
+    def counted(path: Path, **options: str) -> object:
+        if "gguf_file" in options:
+            calls.append(Path(path) / options["gguf_file"])
+        return original(path, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", counted)
+    return calls
+
+
+def write_gguf_with(tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad_to: int = 305) -> Path:
+    metadata = tokenizer_metadata(tokenizer.path, pad_to=pad_to, pre=pre)
+    write_gguf("llama", path, vocab_size=pad_to, metadata=metadata)
+    return path
+
+
+def test_gguf_tokenizer_is_converted_once(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
+    first, second = Tokenizer.load(path), Tokenizer.load(path)
+    assert converted == [path]
+    for loaded in (first, second):
+        assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+        assert loaded.decode(loaded.encode(TEXT)) == TEXT
+        assert loaded.size == 299  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
+        assert (loaded.eos_ids, loaded.has_chat_template) == ((2,), True)
+        assert max(loaded.encode("the<|endoftext|>")) < 299
+        check_same_vocabulary(loaded, tokenizer)
+    assert first.fingerprint() == second.fingerprint()
+    write_gguf_with(tokenizer, path, pad_to=310)  # another file under the same name
+    Tokenizer.load(path)
+    assert converted == [path, path]
+
+
+def test_broken_and_unwritable_caches(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
+    wanted = Tokenizer.load(path).encode(TEXT)
+    (kept,) = (tmp_path / "cache" / "bass" / "tokenizers").iterdir()
+    (kept / "tokenizer.json").write_text("{")
+    assert Tokenizer.load(path).encode(TEXT) == wanted
+    assert Tokenizer.load(path).encode(TEXT) == wanted
+    assert len(converted) == 2  # the broken one was made anew, and kept
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert Tokenizer.load(path).encode(TEXT) == wanted
+
+
+def test_smollm_cuts_digits_off_first(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    """Two spaces before a number are one token there, as in the model's own tokenizer.json."""
+    folder = tmp_path / "spaces"
+    write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"].insert(0, ["Ġ", "Ġ"])
+    content["model"]["vocab"]["ĠĠ"] = 299
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    double = Tokenizer.load(folder)
+    gpt2 = Tokenizer.load(write_gguf_with(double, tmp_path / "gpt2.gguf"))
+    smollm = Tokenizer.load(write_gguf_with(double, tmp_path / "smollm.gguf", pre="smollm"))
+    spelled = [[t.texts[id_] for id_ in t.encode("a  78")] for t in (gpt2, smollm)]
+    assert spelled == [["a", "Ġ", "Ġ", "7", "8"], ["a", "ĠĠ", "7", "8"]]
+
+
+# Stop strings
+
+
+def by_definition(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]) -> Stop | None:
+    """The shortest prefix whose text has a stop string, cut at the earliest."""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        if places:
+            return Stop(text[: min(places)], end)
+    return None
+
+
+def in_blocks(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], sizes: random.Random) -> Stop | None:
+    detector, at = StopDetector(tokenizer, stops), 0
+    while at < len(ids):
+        block = ids[at : at + sizes.randint(1, 9)]
+        found = detector.feed(block)
+        if found is not None:
+            return found
+        at += len(block)
+    return None
+
+
+@pytest.mark.parametrize("stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at th", "cat"], ["zz"]])
+def test_stops_by_definition_in_any_blocks(tokenizer: Tokenizer, stops: list[str]) -> None:
+    """Random texts of words, split characters and lone bytes; special tokens between; blocks of any size."""
+    rng = random.Random(7)
+    pieces = ["the cat", " sat", " on the mat", "\n", "🙂", "é–", " zebra", "c", "a", "t", "z", ", "]
+    found = 0
+    for _ in range(120):
+        ids = tokenizer.encode("".join(rng.choices(pieces, k=rng.randint(1, 60))))
+        for _ in range(rng.randint(0, 4)):
+            ids.insert(rng.randint(0, len(ids)), rng.choice([0, 2, *range(3, 259)]))
+        wanted = by_definition(tokenizer, ids, stops)
+        assert in_blocks(tokenizer, ids, stops, rng) == wanted
+        found += wanted is not None
+    assert found > 10
+
+
+def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a cat sat there")
+    texts = [tokenizer.decode([id_]) for id_ in ids]
+    end = next(n for n in range(1, len(ids) + 1) if "t s" in "".join(texts[:n]))
+    detector = StopDetector(tokenizer, ["t s"])
+    assert detector.feed(ids[: end - 1]) is None
+    assert detector.feed(ids[end - 1 :]) == Stop("a ca", end)
+    assert tokenizer.decode(ids[:end])[: len("a ca")] == "a ca"
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Like Llama 2's: a space at the front goes, and unknown characters are runs of byte tokens that only show when
+    the whole run is valid; so a decoded text can shrink as ids come."""
+    vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "</s>": 5}
+    vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    inner = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    folder = tmp_path_factory.mktemp("fallback")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("stops", [["\n"], [" a", "ab a"], ["é"], ["b\n"], ["a b"]])
+def test_stops_where_decoding_is_not_concatenation(fallback: Tokenizer, stops: list[str]) -> None:
+    rng = random.Random(3)
+    newline, accent = [6 + 0x0A], [6 + 0xC3, 6 + 0xA9]
+    assert fallback.decode([2, *newline]) == "a\n"
+    assert "\n" not in fallback.decode([2, *newline, accent[0]])  # gone, for now
+    found = 0
+    for _ in range(150):
+        runs = rng.choices([[1], [2], [3], [4], newline, accent, accent[:1], [6 + 0xFF], [5]], k=rng.randint(1, 50))
+        ids = [id_ for run in runs for id_ in run]
+        wanted = by_definition(fallback, ids, stops)
+        assert in_blocks(fallback, ids, stops, rng) == wanted
+        found += wanted is not None
+    assert found > 10
+
+
+def test_only_a_tail_is_decoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work for a token does not grow with the row."""
+    ids = tokenizer.encode("the cat sat on the mat, " * 300)
+    decoded: list[int] = []
+    original = tokenizer.decode
+
+    def counted(some: Sequence[int]) -> str:
+        decoded.append(len(some))
+        return original(some)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    detector = StopDetector(tokenizer, ["never", "nor this"])
+    assert all(detector.feed([id_]) is None for id_ in ids)
+    assert max(decoded) < 150
+    assert sum(decoded) < 100 * len(ids)
