@@ -76,7 +76,7 @@ def prepare(job: Job) -> Plan:
         draft = open_checkpoint(draft_path)
     skipped = _skipped(pair.draft, target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
-        raise UserError(f'pair "{pair.name}": there is no draft, so a draft length of {job.speculation.length} means nothing')
+        raise UserError(f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has no meaning')
     tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path)
     vocab = min(tokenizer.size, target.spec.vocab)
     draft_vocab = vocab

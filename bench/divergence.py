@@ -4,8 +4,7 @@
                                [--device auto] [--dtype auto] [--limit 8]
 
 In half precision the shape of a batch changes rounding, so plain and speculative decoding may part at a near-tie. For
-every sample that parts, this reports the margin between the two best candidates at that place (logits plus the shared
-noise, recomputed for that sample alone), and the spacing of the dtype's numbers at their size. Also times both.
+every sample that parts, this reports how close the choice between the two tokens was. Also times both.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from bass_cli.model.runner import Runner
 from bass_cli.plan import prepare
 from bass_cli.prompts import check_prompts, open_source, read_prompts
 from bass_cli.run import build
+from bass_kernels.noise import bits_all
 
 
 def samples(loop, prompts, args, eos):
@@ -51,28 +51,29 @@ def samples(loop, prompts, args, eos):
     return out, time.perf_counter() - began, rounds, kept / rows
 
 
-def margin(decoder, tokens, sample, key, args):
-    """The two best scores for the token after `tokens`, computed for this row alone, and the dtype's spacing there."""
+def contest(decoder, tokens, pair, sample, key, args):
+    """How close the choice between the two tokens of `pair` after `tokens` was, computed for this row alone: the
+    difference of their scores (logits / T plus the shared noise), in units of the dtype's spacing at the largest logit;
+    and how near the better one lies to the edge of the nucleus, as a probability."""
     runner = Runner(decoder, rows=1, span=4, lag=1)
     runner.open("x", tokens)
     runner.attach(0, "x")
     with torch.inference_mode():
         place = torch.tensor([[len(tokens) - 1]], device=decoder.device)
         logits = runner.forward(torch.tensor([tokens[-1:]], device=decoder.device), place, [len(tokens)])[0, 0]
-        scores = logits.float()
+        spacing = torch.finfo(decoder.dtype).eps * logits.float().abs().max().item()
+        scores, edge = logits.float(), None
         if args.temperature:
+            scores = scores / args.temperature
+            spacing /= args.temperature
+            law = scores.softmax(-1)
             keys = torch.tensor([noise_key(0, key, sample)], device=decoder.device)
-            noise = ops.gumbel(ops_bits(keys, len(tokens), len(scores)))
-            scores = scores / args.temperature + noise[0]
-    best = scores.topk(2).values.tolist()
-    spacing = torch.finfo(decoder.dtype).eps * logits.float().abs().max().item() / (args.temperature or 1.0)
-    return {"margin": round(best[0] - best[1], 5), "spacing": round(spacing, 5)}
-
-
-def ops_bits(keys, position, vocab):
-    from bass_kernels.noise import bits_all
-
-    return bits_all(keys, torch.tensor([position], device=keys.device), vocab, stream=ops.SHARED)
+            position = torch.tensor([len(tokens)], device=decoder.device)
+            scores = scores + ops.gumbel(bits_all(keys, position, len(scores), stream=ops.SHARED))[0]
+            better = max(pair, key=lambda token: scores[token].item())
+            edge = abs(law[law > law[better]].sum().item() - args.top_p)
+    found = {"spacings": round(abs(scores[pair[0]] - scores[pair[1]]).item() / spacing, 2), "spacing": round(spacing, 4)}
+    return found if edge is None else found | {"nucleus_edge": round(edge, 4)}
 
 
 def compare(args):
@@ -81,7 +82,8 @@ def compare(args):
     source = open_source(args.prompts)
     check_prompts(source, column="prompt", limit=args.limit)
     results, plan = {}, None
-    for name, flags in (("plain", {"draft": "none", "draft_length": 0}), ("speculative", {"draft_length": args.draft_length})):
+    methods = {"plain": {"draft": "none", "draft_length": 0}, "speculative": {"draft_length": args.draft_length}}
+    for name, flags in methods.items():
         plan = prepare(make_job(pair, common | flags))
         loop = build(plan)
         tokenizer = plan.tokenizer
@@ -93,11 +95,12 @@ def compare(args):
     partings, same = [], 0
     for key, due in plain.items():
         found = speculative[key]
-        at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), min(len(due), len(found)))
+        at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), len(due))
         same += at
         if due != found:
             partings.append({"id": key[0], "sample": key[1], "token": at} |
-                            margin(loop._target.decoder, prompts[key[0]] + due[:at], key[1], key[0], args))
+                            contest(loop._target.decoder, prompts[key[0]] + due[:at], (due[at], found[at]), key[1], key[0],
+                                    args))
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
     return {
@@ -106,9 +109,8 @@ def compare(args):
         "samples": len(plain), "samples_equal": len(plain) - len(partings), "tokens": total,
         "tokens_before_parting": same, "mean_accepted": round(results["speculative"][3], 3),
         "rounds": {name: r[2] for name, r in results.items()}, "tokens_per_second": rates,
-        "largest_margin": max((p["margin"] for p in partings), default=0.0),
-        "largest_margin_in_spacings": round(max((p["margin"] / p["spacing"] for p in partings), default=0.0), 2),
-        "median_margin_in_spacings": round(statistics.median([p["margin"] / p["spacing"] for p in partings] or [0.0]), 2),
+        "median_spacings": statistics.median([p["spacings"] for p in partings] or [0.0]),
+        "largest_spacings": max((p["spacings"] for p in partings), default=0.0),
         "partings": partings,
     }
 

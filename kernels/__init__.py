@@ -12,5 +12,6 @@ from .sampling import draw, log_probability, process, sample
 
 __all__ = [
     "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Segments", "accept_maximal", "accept_shared",
-    "activation", "attention", "draw", "gumbel", "linear", "log_probability", "norm", "pack", "process", "rope_write", "sample", "uniform",
+    "activation", "attention", "draw", "gumbel", "linear", "log_probability", "norm", "pack", "process", "rope_write",
+    "sample", "uniform",
 ]

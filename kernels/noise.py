@@ -30,8 +30,9 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def bits(keys: Tensor, positions: Tensor, tokens: Tensor, *, stream: int, origin: Tensor | int = 0) -> Tensor:
-    """32 random bits in int64 for each entry. keys [N, 2], positions [N] and origin [N] belong to the N entries of
+def bits(keys: Tensor, positions: Tensor, tokens: Tensor, *, stream: Tensor | int,
+         origin: Tensor | int = 0) -> Tensor:
+    """32 random bits in int64 for each entry. keys [N, 2], positions, stream and origin [N] belong to the N entries of
     tokens [N]; all int64."""
     zero = torch.zeros_like(tokens)
     words = philox((tokens >> 2, positions & _MASK, zero + origin, zero + stream), (keys[:, 0], keys[:, 1]))

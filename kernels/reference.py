@@ -3,12 +3,19 @@
 Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and acceptance.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
 _MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not NaN
 
 
@@ -57,14 +64,6 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[kind](gate) * up
     return _ACTIVATIONS[kind](x)
-
-
-_ACTIVATIONS = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-}
 
 
 def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, own: tuple[Tensor, Tensor], *,

@@ -1,8 +1,9 @@
 """Ragged attention over prompt and own spans, against one softmax per query written out; poisoned slots; dtypes."""
 
-import bass_kernels as ops
 import pytest
 import torch
+
+import bass_kernels as ops
 
 H, K, D, S, T = 6, 2, 8, 24, 64
 
@@ -61,7 +62,7 @@ def test_attention_in_half_precision(dtype):
 
 def test_what_lies_beyond_a_query_is_not_seen():
     """Rejected keys left in the cache, zeroed or not, must weigh nothing: not e^0 either."""
-    q, own, prompt, segments, window = case(4, 0)
+    q, own, prompt, segments, _ = case(4, 0)
     before = ops.attention(q, own, prompt, segments, scale=D**-0.5)
     for b in range(5):
         beyond = int(segments.positions[b, -1] - segments.base[b]) + 1

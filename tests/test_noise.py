@@ -2,9 +2,10 @@
 
 import math
 
-import bass_kernels as ops
 import pytest
 import torch
+
+import bass_kernels as ops
 from bass_kernels.noise import bits, bits_all, philox
 
 # Known answers published with the Random123 library (counter, key, words).

@@ -34,7 +34,8 @@ def table(seed=0, eos=-1.0):
 
 
 def job(**fields):
-    sampling = Sampling(**{k: fields.pop(k) for k in ("temperature", "top_p", "stop", "max_new_tokens", "seed") if k in fields})
+    names = [name for name in Sampling.model_fields if name in fields]
+    sampling = Sampling(**{name: fields.pop(name) for name in names})
     return Job(pair=Pair(name="toy", target="toy"), sampling=sampling, token_ids=True, **fields)
 
 
@@ -43,7 +44,8 @@ def prompts(*texts):
             for i, t in enumerate(texts)]
 
 
-def run(settings, given, *, rows=4, done=(), draft="model", lengths=None, target=None, coupling="shared", context=1000, now=None):
+def run(settings, given, *, rows=4, done=(), draft="model", lengths=None, target=None, coupling="shared", context=1000,
+        now=None):
     loop = loop_for(Markov(table() if target is None else target, 1), Markov(table(1), 2) if draft == "model" else draft,
                     rows=rows, lengths=lengths or Bass(), coupling=coupling)
     if now is not None:

@@ -1,8 +1,9 @@
 """Processed laws, the noisy argmax and the acceptance arithmetic, against definitions written out naively."""
 
-import bass_kernels as ops
 import pytest
 import torch
+
+import bass_kernels as ops
 from bass_kernels.noise import bits_all, gumbel
 
 
@@ -31,7 +32,8 @@ def naive(logits, temperature, top_k, top_p):
     return p
 
 
-MIXED = [(1.0, 0, 1.0), (0.3, 0, 0.9), (0.0, 0, 0.5), (1.7, 5, 1.0), (0.8, 40, 0.6), (2.0, 1, 1.0), (5.0, 0, 0.999), (1.0, 700, 0.95)]
+MIXED = [(1.0, 0, 1.0), (0.3, 0, 0.9), (0.0, 0, 0.5), (1.7, 5, 1.0), (0.8, 40, 0.6), (2.0, 1, 1.0),
+         (5.0, 0, 0.999), (1.0, 700, 0.95)]
 
 
 @pytest.mark.parametrize("vocab", [5, 127, 1000])

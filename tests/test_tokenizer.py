@@ -215,7 +215,7 @@ def in_blocks(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], si
     return None
 
 
-@pytest.mark.parametrize("stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at th", "cat"], ["zz"]])
+@pytest.mark.parametrize("stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at", "cat"], ["zz"]])
 def test_stops_by_definition_in_any_blocks(tokenizer: Tokenizer, stops: list[str]) -> None:
     """Random texts of words, split characters and lone bytes; special tokens between; blocks of any size."""
     rng = random.Random(7)
@@ -239,6 +239,17 @@ def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
     assert detector.feed(ids[: end - 1]) is None
     assert detector.feed(ids[end - 1 :]) == Stop("a ca", end)
     assert tokenizer.decode(ids[:end])[: len("a ca")] == "a ca"
+
+
+def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
+    """It comes token by token, when what the detector decodes has long stopped reaching back to the beginning."""
+    stop = "cat sat on the mat, then the other cat"
+    before = "sat on the mat, then the other " * 40
+    ids = tokenizer.encode(before + stop + " sat there")
+    detector = StopDetector(tokenizer, [stop])
+    found = next(found for id_ in ids if (found := detector.feed([id_])) is not None)
+    assert found == by_definition(tokenizer, ids, [stop])
+    assert found.text == before
 
 
 @pytest.fixture(scope="module")

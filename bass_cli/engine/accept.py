@@ -29,7 +29,8 @@ def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdi
     each = laws.repeat(width)
     targets = ops.sample(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten())
     targets = targets.view(rows, width)
-    return Verdict(*ops.accept_shared(drafts, targets), targets)
+    accepted, following = ops.accept_shared(drafts, targets)
+    return Verdict(accepted, following, targets)
 
 
 def maximal(drafts: Tensor, probs: Tensor | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:

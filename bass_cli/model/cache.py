@@ -94,7 +94,8 @@ class KVCache:
 
     def attach(self, row: int, span: Span) -> None:
         """Row `row` begins: its own slot 0 is position span.length."""
-        assert self._of_row[row] is None and span.open
+        assert self._of_row[row] is None
+        assert span.open
         self._place(row, span)
 
     def detach(self, row: int) -> None:
@@ -109,7 +110,8 @@ class KVCache:
     def move(self, source: int, target: int, used: int) -> None:
         """Row `source` with its first `used` own slots becomes row `target`, which must be free."""
         span = self._of_row[source]
-        assert span is not None and self._of_row[target] is None
+        assert span is not None
+        assert self._of_row[target] is None
         for store in (self.own_keys, self.own_values):
             for layer in store:
                 layer[target, :, :used] = layer[source, :, :used]

@@ -19,7 +19,6 @@ import bass_kernels as ops
 
 from .cache import Pass
 
-
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
 

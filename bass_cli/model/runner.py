@@ -33,7 +33,8 @@ class Runner:
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int]) -> None:
         """Store a prompt (its token ids) under `key`, for rows to attach to."""
-        assert key not in self._prompts and tokens
+        assert key not in self._prompts
+        assert tokens
         span = self._prompts[key] = self.cache.reserve(max(len(tokens) - self.lag, 0))
         for first in range(0, span.length, _CHUNK):
             chunk = torch.tensor([tokens[first : min(first + _CHUNK, span.length)]], device=self.decoder.device)

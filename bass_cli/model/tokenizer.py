@@ -25,6 +25,7 @@ _HEAD = 1 << 24  # bytes of a GGUF file that tell it apart: the vocabulary is at
 _PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}  # transformers' name to GGUF's
 _MARGIN = 16  # characters of left context, where a piece of text decodes otherwise than in the middle of a text
 
 
@@ -125,6 +126,9 @@ def _convert(path: Path) -> Any:
         # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    for kind, name in _SPECIAL.items():  # some versions of transformers get them wrong
+        if (id_ := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(inner, kind, inner.convert_ids_to_tokens(id_))
     return _without_extras(inner, entries["token_embd.weight"].shape[0])
 
 
@@ -138,7 +142,7 @@ def _without_extras(inner: Any, rows: int) -> Any:
     if not extras:
         return inner
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
-    special = {kind: getattr(inner, kind) for kind in ("bos_token", "eos_token", "pad_token")}
+    special = {kind: getattr(inner, kind) for kind in _SPECIAL}
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)), chat_template=inner.chat_template,
         **{kind: text for kind, text in special.items() if text not in extras})
