@@ -39,7 +39,8 @@ SNIPPETS = [
     "nine o'clock and closed it at noon. The next meeting will be held on the first Monday of May.",
     "name,age,city\nAlice,31,Paris\nBob,27,London\nCarol,45,Madrid\nDaniel,38,Vienna\nEva,29,Prague\nFrank,52,Oslo\n",
 ]
-COPYING = [f"Repeat the following text exactly, three times, without changing anything:\n\n{s}" for s in SNIPPETS] * 2
+# Plain completions that go on copying: each text twice, then its beginning.
+COPYING = [f"{text}\n{text}\n{text[:12]}" for text in SNIPPETS] * 2
 
 
 def encode(tokenizer, texts):
@@ -99,7 +100,8 @@ def main():
     path = plan.target.path
     where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
     model = transformers.AutoModelForCausalLM.from_pretrained(where[0], dtype=torch.float32, **where[1]).eval()
-    ordinary, copying = (encode(plan.tokenizer, (texts * args.rows)[: args.rows]) for texts in (ORDINARY, COPYING))
+    ordinary = encode(plan.tokenizer, (ORDINARY * args.rows)[: args.rows])
+    copying = [plan.tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
 
     times = {name: [] for name in ("transformers", "plain", "plain, copying", "lookup, copying", "lookup, ordinary")}
     run_bass(plain, ordinary, 4), run_bass(lookup, copying, 4), run_transformers(model, 0, ordinary, 4)

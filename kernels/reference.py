@@ -16,6 +16,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
+_GATHERED = 4096  # positions, padding included, up to which prompt spans are copied side by side
 _MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not NaN
 
 
@@ -108,6 +109,10 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
     total, peak, mass = _partial(q, keys[:, :, : segments.extent], values[:, :, : segments.extent],
                                  _visible(segments.positions, places, window), width)
+    if _many_short(segments):
+        part = _gathered(q, prompt, segments, window, width)
+        total, peak, mass = _merge((total, peak, mass), part, slice(None))
+        return _finish(total / mass, width, keys.dtype)
     for group in segments.groups:
         span = slice(group.start, group.start + group.length)
         mask = None
@@ -116,8 +121,31 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
             mask = _visible(positions, torch.arange(group.length, device=q.device).expand(len(positions), -1), window)
         part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
-    out = (total / mass).reshape(rows, kv_heads, width, -1, size).transpose(1, 2)
-    return out.reshape(rows, width, heads * size).to(keys.dtype)
+    return _finish(total / mass, width, keys.dtype)
+
+
+def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """[B, K, W * group size, D] to [B, W, H D]."""
+    rows, kv_heads, _, size = mixed.shape
+    out = mixed.reshape(rows, kv_heads, width, -1, size).transpose(1, 2)
+    return out.reshape(rows, width, -1).to(dtype)
+
+
+def _many_short(segments: Segments) -> bool:
+    """Whether to copy the prompts' spans into one padded block: many short ones cost more in launches than in bytes."""
+    if len(segments.groups) <= 2:
+        return False
+    return len(segments.base) * max(group.length for group in segments.groups) <= _GATHERED
+
+
+def _gathered(q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int,
+              width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`_partial` over every row's prompt span, all padded to the longest."""
+    places = torch.arange(max(group.length for group in segments.groups), device=q.device)
+    places = places.expand(len(segments.base), -1)
+    index = segments.start[:, None] + torch.minimum(places, (segments.base[:, None] - 1).clamp(min=0))
+    visible = _visible(segments.positions, places, window) & (places < segments.base[:, None])[:, None]
+    return _partial(q, prompt[0][:, index].transpose(0, 1), prompt[1][:, index].transpose(0, 1), visible, width)
 
 
 def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:

@@ -51,6 +51,18 @@ def test_attention_is_one_softmax_over_both_segments(width, window):
     torch.testing.assert_close(found.double(), naive(q, own, prompt, segments, window), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 6, 30])
+def test_many_short_prompts_side_by_side_give_the_same(window, monkeypatch):
+    q, own, prompt, segments, _ = case(4, 0)
+    groups = (ops.Group(3, 11, slice(0, 2)), ops.Group(20, 40, slice(2, 3)), ops.Group(3, 11, slice(4, 5)))
+    segments = segments._replace(groups=groups)
+    due = naive(q, own, prompt, segments, window)
+    for limit in (10_000, 0):
+        monkeypatch.setattr("bass_kernels.reference._GATHERED", limit)
+        found = ops.attention(q, own, prompt, segments, scale=D**-0.5, window=window)
+        torch.testing.assert_close(found.double(), due, atol=2e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_in_half_precision(dtype):
     q, own, prompt, segments, window = case(4, 0, dtype=dtype)

@@ -17,7 +17,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/__init__.py": set(),
     "bass_cli/cli.py": {
         "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
-        "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.loop",
+        "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.lengths",
     },
     "bass_cli/options.py": {"typer"},
     "bass_cli/job.py": {"pydantic", "yaml"},
@@ -49,7 +49,7 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.job", f"{MODEL}.checkpoint", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files",
         f"{MODEL}.sources", "torch",
     },
-    "bass_cli/model/tokenizer.py": {"bass_cli.job", "transformers"},
+    "bass_cli/model/tokenizer.py": {"bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
     "bass_cli/draft/__init__.py": {
         "torch", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.lookup", "bass_cli.draft.model",
     },
@@ -63,7 +63,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/graphs.py": {"torch"},
-    "bass_cli/engine/lengths.py": set(),
+    "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput"},
+    "bass_cli/engine/goodput.py": {"bass_cli.engine.lengths"},
     "bass_cli/engine/clock.py": set(),
     "kernels/__init__.py": {"bass_kernels"},
     "kernels/noise.py": {"torch"},
