@@ -102,7 +102,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     many of the latest positions a query sees, itself included; 0 for all.
     """
     keys, values = own
-    (rows, width, heads, size), kv_heads = q.shape, keys.shape[1]
+    (rows, width, _heads, size), kv_heads = q.shape, keys.shape[1]
     q = q.float() * scale
     # [B, K, W, H / K, D]: one matrix of queries per key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
