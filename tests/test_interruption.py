@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 def start(tmp_path: Path, delay: str) -> subprocess.Popen[str]:
     code = "import stand_in; stand_in.install(); from bass_cli.cli import main; main()"
     command = [sys.executable, "-c", code, "generate", "p.txt", "--n", "3", "--out", "o.jsonl"]
-    environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+    paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE)
 
 
@@ -29,6 +30,7 @@ def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, how: sig
     process = start(tmp_path, "0.05")
     deadline = time.monotonic() + 60
     while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(how)

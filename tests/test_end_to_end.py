@@ -1,0 +1,138 @@
+"""`bass generate` with nothing replaced: tiny checkpoints in the real formats, from the command line to the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from test_tokenizer import edited
+from typer.testing import CliRunner
+
+from bass_cli.cli import app
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "40", "--token-ids", "--device", "cpu")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
+    (tmp_path / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(14)))
+    for name in [name for name in os.environ if name.startswith("BASS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bass(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["generate", *arguments])
+
+
+def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
+    """What a run decides, by (id, sample): no times, no rounds."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {(row["id"], row["sample"]): (row["text"], row["finish_reason"], row["token_ids"], row["seed"]) for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) -> None:
+    runs = {"model": (), "plain": ("--draft", "none", "--draft-length", "auto"), "lookup": ("--draft", "lookup"),
+            "skip": ("--draft", "skip:1", "--batch-size", "2"), "bass": ("--draft-length", "bass", "--batch-size", "5")}
+    for name, flags in runs.items():
+        result = bass("p.txt", *FLAGS, *flags, "--out", f"{name}.jsonl")
+        assert result.exit_code == 0, result.stderr
+    due = samples(place / "plain.jsonl")
+    assert len(due) == 42
+    assert len({tuple(ids) for _, _, ids, _ in due.values()}) > 30
+    for name in runs:
+        assert samples(place / f"{name}.jsonl") == due, name
+    rows = [json.loads(line) for line in (place / "model.jsonl").read_text().splitlines()]
+    assert sum(row["drafted"] for row in rows) > 0
+
+
+def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) -> None:
+    assert bass("p.txt", *FLAGS, "--out", "whole.jsonl").exit_code == 0
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "bass_cli.cli", "generate", "p.txt", *FLAGS, "--batch-size", "4", "--out", "o.jsonl"]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.DEVNULL)
+    output, deadline = place / "o.jsonl", time.monotonic() + 120
+    while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    kept = output.read_bytes()
+    assert 3 <= kept.count(b"\n") < 42
+    assert bass("p.txt", *FLAGS, "--out", "o.jsonl").exit_code == 0
+    assert output.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
+    assert samples(output) == samples(place / "whole.jsonl")
+
+
+def test_a_prompt_longer_than_the_context_fails_and_the_others_run(place: Path) -> None:
+    with (place / "p.txt").open("a") as file:
+        file.write("the cat " * 400 + "\n")
+    result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
+    assert result.exit_code == 1
+    rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    failed = [row for row in rows if row["finish_reason"] == "error"]
+    assert [row["id"] for row in failed] == ["14"]
+    assert "tokens, the model's context" in failed[0]["error"]
+    assert len(rows) == 43
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def _other_vocabulary(place: Path) -> None:
+    edited(place / "draft", rename={"Ġcat": "Ġdog"})
+
+
+def _cut_target(place: Path) -> None:
+    _cut(next((place / "target").glob("*.safetensors")))
+
+
+def _cut_gguf(place: Path) -> None:
+    metadata = tokenizer_metadata(place / "target")
+    write_gguf("llama", place / "target.gguf", metadata=metadata)
+    _cut(place / "target.gguf")
+    (place / "pair.yaml").write_text("target: target.gguf\ndraft: lookup\n")
+
+
+def _no_draft(place: Path) -> None:
+    (place / "pair.yaml").write_text("target: target\ndraft: nowhere.gguf\n")
+
+
+def _unknown_family(place: Path) -> None:
+    config = place / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "bloom"}))
+
+
+@pytest.mark.parametrize(("spoil", "says"), [
+    (_other_vocabulary, "is 'Ġcat' in"), (_cut_target, "safetensors"), (_cut_gguf, "target.gguf"),
+    (_no_draft, "nowhere.gguf"), (_unknown_family, "llama"),
+])  # fmt: skip
+def test_wrong_models_are_refused_before_any_weights_are_read(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any,
+                                                              says: str) -> None:
+    spoil(place)
+    import bass_cli.run
+
+    monkeypatch.setattr(bass_cli.run, "load", lambda *a, **k: pytest.fail("weights were read"))
+    result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
+    assert result.exit_code == 2, result.stderr
+    assert says in " ".join(result.stderr.split())
+    assert not (place / "o.jsonl").exists()
