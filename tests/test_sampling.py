@@ -100,11 +100,11 @@ def test_shared_acceptance_counts_the_equal_prefix():
 
 def test_maximal_acceptance_survives_a_residual_without_mass():
     """p == q: rounding may still reject; the draw then comes from p, never from nothing."""
-    law = torch.tensor([0.25, 0.75, 0.0])
-    drafts = torch.tensor([[2]])  # a token that neither law can give: always rejected
+    law = torch.tensor([0.0, 0.25, 0.75])
+    drafts = torch.tensor([[0]])  # a token that neither law can give: always rejected, and what a draw from nothing gives
     accepted, following = ops.accept_maximal(drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4]))
     assert accepted.tolist() == [0]
-    assert following[0] in (0, 1)
+    assert following[0] in (1, 2)
 
 
 def test_maximal_point_mass_is_accepted_with_its_probability_and_never_drawn_again():
