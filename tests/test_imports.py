@@ -11,15 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MODEL = "bass_cli.model"
+BENCH = "bass_cli.bench"
 
 # file: what it may import beside the standard library; a name allows its submodules too, except "bass_cli" itself.
 TABLE: dict[str, set[str]] = {
     "bass_cli/__init__.py": set(),
     "bass_cli/cli.py": {
         "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
-        "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.lengths",
+        "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.lengths", "bass_cli.exits",
+        f"{BENCH}.command",
     },
     "bass_cli/options.py": {"typer"},
+    "bass_cli/exits.py": {"typer", "bass_cli.job", "bass_cli.screen"},
     "bass_cli/job.py": {"pydantic", "yaml"},
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
@@ -32,6 +35,33 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/resume.py": {"bass_cli.job"},
     "bass_cli/screen.py": {"rich"},
     "bass_cli/machine.py": {"bass_cli", "bass_cli.job", "huggingface_hub", "torch"},
+    "bass_cli/bench/__init__.py": set(),
+    "bass_cli/bench/command.py": {
+        "bass_cli.job", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid", f"{BENCH}.plot", f"{BENCH}.report",
+        f"{BENCH}.settings", "torch",
+    },
+    "bass_cli/bench/settings.py": {"bass_cli.job", f"{BENCH}.shapes"},
+    "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
+    "bass_cli/bench/weights.py": {f"{MODEL}.decoder", "torch"},
+    "bass_cli/bench/pairs.py": {
+        "bass_cli.job", "bass_cli.machine", "bass_cli.plan", MODEL, "bass_cli.draft", "bass_cli.engine",
+        f"{BENCH}.settings", f"{BENCH}.shapes", f"{BENCH}.weights", "torch",
+    },
+    "bass_cli/bench/texts.py": {
+        "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", f"{MODEL}.tokenizer", "bass_cli.engine.batch",
+        f"{BENCH}.settings", f"{BENCH}.shapes",
+    },
+    "bass_cli/bench/figures.py": set(),
+    "bass_cli/bench/drive.py": {f"{BENCH}.figures", "bass_cli.engine", "torch"},
+    "bass_cli/bench/ceilings.py": {"torch"},
+    "bass_cli/bench/costs.py": {f"{BENCH}.ceilings", f"{BENCH}.figures", f"{MODEL}.decoder"},
+    "bass_cli/bench/parts.py": {f"{BENCH}.drive", "bass_cli.draft", "bass_cli.engine", "torch"},
+    "bass_cli/bench/gate.py": {f"{BENCH}.drive", f"{BENCH}.pairs", "bass_cli.engine", "torch"},
+    "bass_cli/bench/cells.py": {f"{BENCH}.ceilings", f"{BENCH}.costs", f"{BENCH}.figures", f"{BENCH}.parts"},
+    "bass_cli/bench/grid.py": {"bass_cli", BENCH, "bass_cli.engine", "torch"},
+    "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine.batch", "bass_cli.plan", "torch", "transformers", "vllm"},
+    "bass_cli/bench/report.py": {"rich"},
+    "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache"},
     "bass_cli/model/cache.py": {"torch", "bass_kernels"},
@@ -73,8 +103,8 @@ TABLE: dict[str, set[str]] = {
     "kernels/linear.py": {"torch"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
-AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.options", "bass_cli.screen"}
-NEVER_AT_THE_TOP = {"datasets", "gguf", "pyarrow", "rich", "transformers", "huggingface_hub"}
+AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.exits", "bass_cli.options", "bass_cli.screen"}
+NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))
 
 

@@ -1,0 +1,60 @@
+"""What a device can do at best: bytes a second and floating-point operations a second. Known for a few devices from
+measurements made once, otherwise measured here, in a second or two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+# Device name, dtype: bytes a second of a pass over weights, operations a second of a large product. Both measured.
+_KNOWN = {("H200", torch.bfloat16): (4.3e12, 790e12)}
+
+
+class Ceilings(NamedTuple):
+    """bandwidth in bytes a second, operations in floating-point operations a second; `source`: known or measured."""
+
+    bandwidth: float
+    operations: float
+    source: str
+
+
+def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """The ceilings of a device for models of this dtype."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for (known, its_dtype), (bandwidth, operations) in _KNOWN.items():
+            if known in name and its_dtype == dtype:
+                return Ceilings(bandwidth, operations, "known")
+    return Ceilings(_bandwidth(device), _operations(device, dtype), "measured")
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy."""
+    size = 2**30 if device.type == "cuda" else 2**27
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / _best(lambda: target.copy_(source), device)
+
+
+def _operations(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    return 2 * size**3 / _best(lambda: left @ left, device)
+
+
+def _best(function: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of some calls."""
+    found = []
+    for _ in range(times + 1):  # the first sets up libraries; it is never the fastest
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - began)
+    return min(found)

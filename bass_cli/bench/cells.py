@@ -1,0 +1,114 @@
+"""One cell of the report, a batch size and a method, from its runs: a plain dict, ready for JSON. docs/BENCH.md explains
+every key; keys that have no meaning for a method are None.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from bass_cli.bench.ceilings import Ceilings
+from bass_cli.bench.costs import Cost, needs
+from bass_cli.bench.figures import Run, counts, finish_times, latency, most_common, round_seconds, spread, tokens_per_second
+from bass_cli.bench.parts import Parts
+
+EMPTY: dict[str, Any] = dict.fromkeys((
+    "batch", "method", "draft_length", "ms_per_token", "ms_per_token_spread", "tokens_per_second", "speedup",
+    "speedup_spread", "rounds", "acceptance_rate", "acceptance_per_trial", "mean_accepted", "parts_ms", "shares",
+    "flop_utilisation", "bandwidth_utilisation", "floor_ms_per_token", "prefill_seconds", "captures_while_measured"))
+
+
+class Costs(NamedTuple):
+    """What the floor of a method is computed from; `draft` None for lookup and plain decoding."""
+
+    target: Cost
+    draft: Cost | None
+    samples: int
+    ceilings: Ceilings
+
+
+def cell(batch: int, method: str, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts,
+         costs: Costs) -> dict[str, Any]:
+    """The figures of a method's runs beside plain decoding's in the same repeats."""
+    found = [counts(run) for run in runs]
+    round_ms = _round_ms(runs, parts.width)
+    return EMPTY | timing(batch, method, [latency(run) for run in runs], [tokens_per_second(run) for run in runs],
+                          [latency(run).mean for run in plain]) | {
+        "draft_length": parts.width,
+        "rounds": statistics.median(c.rounds for c in found),
+        "acceptance_rate": _mean([c.rate for c in found]),
+        "acceptance_per_trial": _mean([c.trials for c in found]),
+        "mean_accepted": _mean([c.mean for c in found]),
+        "parts_ms": _parts_ms(parts, round_ms),
+        "shares": _shares(parts, round_ms),
+        **_against_floor(runs, costs),
+        "prefill_seconds": statistics.median(run.prefill for run in runs),
+        "captures_while_measured": sum(run.captures for run in runs),
+    }
+
+
+def timing(batch: int, method: str, latencies: Sequence[Any], rates: Sequence[float],
+           plain: Sequence[float]) -> dict[str, Any]:
+    """What every method has, rivals too. latencies: a Latency a repeat; rates: tokens a second; plain: ms per token of
+    plain decoding's mean row in the same repeats."""
+    spreads = {key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")}
+    speedup = spread([theirs / ours.mean for ours, theirs in zip(latencies, plain, strict=True)])
+    return {
+        "batch": batch, "method": method,
+        "ms_per_token": {key: s.median for key, s in spreads.items()},
+        "ms_per_token_spread": {key: [s.least, s.greatest] for key, s in spreads.items()},
+        "tokens_per_second": statistics.median(rates),
+        "speedup": speedup.median, "speedup_spread": [speedup.least, speedup.greatest],
+    }
+
+
+def draft_length(runs: Sequence[Run]) -> int:
+    """The draft length of most rounds."""
+    return most_common(step.width for run in runs for step in run.steps)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return statistics.fmean(there) if there else None
+
+
+def _round_ms(runs: Sequence[Run], width: int) -> float | None:
+    seconds = [second for run in runs for second in round_seconds(run, width)]
+    return statistics.median(seconds) * 1000.0 if seconds else None
+
+
+def _parts_ms(parts: Parts, round_ms: float | None) -> dict[str, float | None]:
+    together = parts.draft + parts.verify + parts.accept
+    return {
+        "draft": parts.draft * 1000.0,
+        "draft_step": parts.draft * 1000.0 / parts.width if parts.width else None,
+        "verify": parts.verify * 1000.0,
+        "accept": parts.accept * 1000.0,
+        "verify_and_accept": (parts.verify + parts.accept) * 1000.0,
+        "host": None if round_ms is None else round_ms - together * 1000.0,
+        "round": round_ms,
+    }
+
+
+def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
+    if round_ms is None:
+        return None
+    shares = {key: getattr(parts, key) * 1000.0 / round_ms for key in ("draft", "verify", "accept")}
+    return shares | {"host": 1.0 - sum(shares.values())}
+
+
+def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
+    """Utilisation of the ceilings over a whole run, and what the run would have taken at them."""
+    operations, bandwidth, floors = [], [], []
+    for run in runs:
+        needed = needs(run, costs.target, costs.draft, samples=costs.samples, ceilings=costs.ceilings)
+        seconds = max(finish_times(run))
+        operations.append(needed.work.operations / seconds / costs.ceilings.operations)
+        bandwidth.append(needed.work.bytes / seconds / costs.ceilings.bandwidth)
+        floors.append(latency(run, needed.ends))
+    return {
+        "flop_utilisation": statistics.median(operations), "bandwidth_utilisation": statistics.median(bandwidth),
+        "floor_ms_per_token": {key: statistics.median(getattr(floor, key) for floor in floors)
+                               for key in ("first", "last", "mean")},
+    }

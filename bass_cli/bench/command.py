@@ -1,0 +1,40 @@
+"""The body of `bass bench`: options to Settings, the document to standard output. Nothing heavy before the checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from bass_cli.bench import plot, report
+from bass_cli.bench.settings import make_settings
+from bass_cli.job import MachineError
+from bass_cli.prompts import check_prompts, open_source
+from bass_cli.screen import Screen
+
+
+def run(given: Mapping[str, Any], screen: Screen) -> bool:
+    """Measure and print; False if a gate failed or graphs were captured inside a measured run."""
+    settings = make_settings(given)
+    if given["plot"] is not None:
+        plot.check(given["plot"])
+    if settings.prompts is not None:
+        check_prompts(open_source(settings.prompts), column="prompt", limit=None)
+
+    import torch
+
+    from bass_cli.bench.grid import measure
+
+    try:
+        document = measure(settings, screen.note)
+    except torch.cuda.OutOfMemoryError:
+        raise MachineError("the GPU is out of memory: use smaller --batch-sizes, --prompt-tokens or --shape") from None
+    if given["json_document"]:
+        print(json.dumps(document))
+    else:
+        report.show(document)
+    if given["plot"] is not None and document["cells"]:
+        plot.draw(document, given["plot"])
+    for failure in document["failures"]:
+        screen.error(failure)
+    return not document["failures"]

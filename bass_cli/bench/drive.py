@@ -1,0 +1,67 @@
+"""Drives a loop through one batch and notes what happened: fill it, decode every row to its limit, leave it empty.
+
+End of sequence is ignored and nothing is refilled, so every row generates the same number of tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import groupby
+
+import torch
+
+from bass_cli.bench.figures import Run, Step
+from bass_cli.engine.batch import Row
+from bass_cli.engine.loop import Loop
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fill(loop: Loop, rows: list[Row]) -> float:
+    """Make the rows live, each prompt stored once; returns the seconds it took."""
+    assert not len(loop.batch)
+    synchronise(loop.batch.device)
+    began = time.perf_counter()
+    for key, group in groupby(rows, key=lambda row: row.key):
+        members = list(group)
+        loop.open(key, members[0].tokens)
+        for row in members:
+            loop.admit(row)
+        loop.close(key)
+    synchronise(loop.batch.device)
+    return time.perf_counter() - began
+
+
+def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
+    """Run the live rows to their limits, timing each round. A row leaves after the round in which it has its tokens."""
+    contexts = tuple(len(row.tokens) for row in rows)
+    captures = captured(loop)
+    notes = []
+    synchronise(loop.batch.device)
+    began = time.perf_counter()
+    while len(loop.batch):
+        live = tuple(loop.batch.hosts)
+        done = loop.round()
+        notes.append((time.perf_counter() - began, done, live))
+        for index in reversed(range(len(live))):
+            if live[index].room <= 0:
+                loop.retire(index)
+    synchronise(loop.batch.device)
+    index_of = {row: index for index, row in enumerate(rows)}
+    steps = tuple(Step(ended, done.width, tuple(index_of[row] for row in live), done.accepted)
+                  for ended, done, live in notes)
+    return Run(steps, contexts, rows[0].limit, prefill, captured(loop) - captures)
+
+
+def empty(loop: Loop) -> None:
+    """End all rows."""
+    for index in reversed(range(len(loop.batch))):
+        loop.retire(index)
+
+
+def captured(loop: Loop) -> int:
+    """Graphs that the loop has captured so far."""
+    return 0 if loop.graphs is None else loop.graphs.captures

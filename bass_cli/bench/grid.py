@@ -1,0 +1,191 @@
+"""The bench itself: builds the models, checks them, then measures batch sizes x methods and returns the document.
+
+Within a repeat the methods run in turn, plain first, so that a drifting machine hits all of them alike. Not here: one
+run (drive.py), what its figures mean (figures.py, cells.py), rivals (rivals.py), how the document is shown (report.py).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bass_cli import __version__
+from bass_cli.bench import gate, pairs, rivals
+from bass_cli.bench.ceilings import Ceilings, ceilings_of
+from bass_cli.bench.cells import Costs, cell, draft_length
+from bass_cli.bench.costs import cost_of
+from bass_cli.bench.drive import decode, empty, fill
+from bass_cli.bench.figures import Run, latency
+from bass_cli.bench.parts import Parts, measure_parts
+from bass_cli.bench.settings import PLAIN, Settings
+from bass_cli.bench.texts import prompts_for, rows_for
+from bass_cli.engine.batch import Row
+from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
+
+_WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way."""
+
+    settings: Settings
+    models: pairs.Models
+    loops: pairs.Loops
+    prompts: list[list[int]]
+    ceilings: Ceilings
+    note: Note
+    failures: list[str] = field(default_factory=list)
+
+    def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None) -> list[Row]:
+        return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature)
+
+    def run(self, method: str, rows: list[Row]) -> Run:
+        """One run of these new rows, with a draft-length controller that knows nothing yet."""
+        loop = self.loops.of(method)
+        loop.lengths = self.lengths(method)
+        prefill = fill(loop, rows)
+        return decode(loop, rows, prefill=prefill)
+
+    def lengths(self, method: str) -> Lengths:
+        speculation = self.settings.job.speculation
+        if method in ("bass", "auto"):
+            return make_lengths(method, limit=speculation.max, coupling=speculation.coupling)
+        return Fixed(0 if method == PLAIN else int(method))
+
+
+def measure(settings: Settings, note: Note) -> dict[str, Any]:
+    """The whole bench as one document (docs/BENCH.md). `note` takes a line of progress. The gate comes first: if it fails,
+    there are no cells and "failures" says why."""
+    plan = pairs.plan_for(settings)
+    prompts = prompts_for(settings, plan)
+    note("making the models")
+    models = pairs.build_models(settings, plan)
+    loops = pairs.build_loops(models, settings, context=max(map(len, prompts)) + settings.new_tokens)
+    bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note)
+    _grow(bench)
+    passed = _gate(bench)
+    captures: list[dict[str, Any]] = []
+    cells, batches = [], []
+    for batch in settings.batch_sizes if passed.passed else ():
+        captures += _capture(bench, batch)
+        runs = _run_batch(bench, batch)
+        cells += [_cell(bench, batch, method, runs) for method in settings.methods]
+        batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
+    if plan is not None and batches:
+        cells += rivals.measure(plan, settings, batches, note)
+    return {
+        "machine": _machine(bench), "pair": pairs.describe(models, settings), "settings": _describe(settings),
+        "gate": passed.report(), "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
+        "failures": bench.failures,
+    }
+
+
+def _grow(bench: Bench) -> None:
+    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs would be captured anew."""
+    for loop in (bench.loops.plain, bench.loops.speculative):
+        if loop is not None:
+            fill(loop, bench.rows(max(bench.settings.batch_sizes)))
+            empty(loop)
+
+
+def _gate(bench: Bench) -> gate.Gate:
+    count = min(_GATE_ROWS, max(bench.settings.batch_sizes))
+    limit = min(_GATE_TOKENS, bench.settings.new_tokens)
+    rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
+    passed = gate.check(bench.loops, bench.models, rows, again)
+    if passed.rows is not None:
+        bench.note(f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of {passed.rows} rows, "
+                   f"{passed.tokens_equal} of {passed.tokens} tokens")
+    if not passed.passed:
+        bench.failures.append("the gate failed: nothing was timed ("
+                              + ("the tokens differ from plain decoding's)" if passed.finite else "logits are not finite)"))
+    return passed
+
+
+def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
+    """Capture all graphs that runs of this batch size can need: the seconds are those of its own row count, the rest is
+    for the time when some rows have ended."""
+    found = []
+    for name, loop, longest in ((PLAIN, bench.loops.plain, 0),
+                                ("speculative", bench.loops.speculative, bench.settings.longest)):
+        if loop is None or loop.graphs is None or not loop.graphs.enabled:
+            continue
+        before, began = loop.graphs.captures, time.perf_counter()
+        loop.prepare([batch], range(longest + 1))
+        found.append({"batch": batch, "loop": name, "graphs": loop.graphs.captures - before,
+                      "seconds": time.perf_counter() - began})
+        loop.prepare(range(1, batch), range(longest + 1))
+    return found
+
+
+def _run_batch(bench: Bench, batch: int) -> dict[str, list[Run]]:
+    """Every method's runs, in turn."""
+    settings = bench.settings
+    for method in settings.methods:
+        bench.run(method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens)))
+    runs: dict[str, list[Run]] = {method: [] for method in settings.methods}
+    for repeat in range(settings.repeats):
+        for method in settings.methods:
+            runs[method].append(bench.run(method, bench.rows(batch)))
+        figures = ", ".join(f"{method} {latency(found[-1]).mean:.3g}" for method, found in runs.items())
+        bench.note(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: ms per token {figures}")
+    return runs
+
+
+def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]]) -> dict[str, Any]:
+    drafting = bench.models.drafting if method != PLAIN else None
+    costs = Costs(cost_of(bench.models.target), None if drafting is None else cost_of(drafting),
+                  bench.settings.samples_per_prompt, bench.ceilings)
+    captures = sum(run.captures for run in runs[method])
+    if captures:
+        bench.failures.append(f"batch {batch}, {method}: {captures} graphs were captured while it was measured; "
+                              "its times are wrong")
+    return cell(batch, method, runs[method], runs[PLAIN], parts=_parts(bench, batch, method, draft_length(runs[method])),
+                costs=costs)
+
+
+def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
+    """The parts of a round in the middle of a run."""
+    loop = bench.loops.of(method)
+    rows = bench.rows(batch)
+    loop.lengths = Fixed(width)
+    fill(loop, rows)
+    while min(row.room for row in rows) > max(bench.settings.new_tokens // 2, width + 1):
+        loop.round()
+    acceptance = None if method == PLAIN else bench.settings.acceptance
+    found = measure_parts(loop, width, acceptance=acceptance, coupling=bench.settings.job.speculation.coupling)
+    empty(loop)
+    return found
+
+
+def _machine(bench: Bench) -> dict[str, Any]:
+    device = bench.models.target.device
+    cuda = device.type == "cuda"
+    return {
+        "device": device.type,
+        "name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None, "bass": __version__,
+        "bandwidth_bytes_per_second": bench.ceilings.bandwidth,
+        "operations_per_second": bench.ceilings.operations, "ceilings": bench.ceilings.source,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
+    }
+
+
+def _describe(settings: Settings) -> dict[str, Any]:
+    sampling = settings.job.sampling
+    return {
+        "batch_sizes": list(settings.batch_sizes), "methods": list(settings.methods),
+        "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "repeats": settings.repeats,
+        "samples_per_prompt": settings.samples_per_prompt, "prompts": settings.prompts, "seed": sampling.seed,
+        "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+    }

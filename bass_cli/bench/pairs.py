@@ -1,0 +1,163 @@
+"""The models of a bench: a real pair from files, or random weights of real shapes with a draft whose acceptance is set
+or comes from scaled layers. Then two loops over them, a plain one and a speculative one, that share the target's store.
+
+Not here: prompts (texts.py), what is run (grid.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bass_cli.bench.settings import Settings
+from bass_cli.bench.shapes import count_parameters, spec_of
+from bass_cli.bench.weights import random_weights, scale_layers
+from bass_cli.draft import Drafter, NoDrafter, make_drafter
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.lengths import Fixed
+from bass_cli.engine.loop import Loop
+from bass_cli.job import MachineError
+from bass_cli.machine import available_memory
+from bass_cli.model.decoder import Decoder, Spec
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load
+from bass_cli.plan import DTYPES, Plan, prepare
+
+KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft; `plan` a real pair's."""
+
+    kind: str
+    label: str
+    target: Decoder
+    drafting: Decoder | None
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Plain decoding and speculation (None without a draft) over the same target, rows and prompt store. One runs at a
+    time, from an empty batch to an empty batch."""
+
+    plain: Loop
+    speculative: Loop | None
+
+    def of(self, method: str) -> Loop:
+        """The loop that runs a method."""
+        loop = self.plain if method == "plain" else self.speculative
+        assert loop is not None
+        return loop
+
+
+def plan_for(settings: Settings) -> Plan | None:
+    """A real pair's plan: everything that can be checked without weights. None for random ones."""
+    return prepare(settings.job) if settings.shape is None else None
+
+
+def build_models(settings: Settings, plan: Plan | None) -> Models:
+    """Load or make the weights. MachineError if random ones cannot fit."""
+    return _random_models(settings) if plan is None else _real_models(plan)
+
+
+def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
+    """Loops over the largest batch size; rows hold up to `context` tokens."""
+    rows, longest, coupling = max(settings.batch_sizes), settings.longest, settings.job.speculation.coupling
+    span = settings.new_tokens + longest + 1
+    device = models.target.device
+    batch = Batch(rows=rows, context=context + longest + 1, device=device)
+    target = Runner(models.target, rows=rows, span=span, lag=1)
+
+    def loop(drafter: Drafter, acceptance: float | None) -> Loop:
+        return Loop(batch=batch, target=target, drafter=drafter, lengths=Fixed(0), coupling=coupling, clock=Clock(),
+                    acceptance=acceptance, graphs=Graphs(device))
+
+    draft = settings.job.pair.draft
+    if draft == "none" or longest == 0:
+        return Loops(loop(NoDrafter(), None), None)
+    runner = None if models.drafting is None else Runner(models.drafting, rows=rows, span=span, lag=2)
+    drafter = make_drafter(draft, runner=runner, coupling=coupling,
+                           temperature=settings.job.speculation.draft_temperature)
+    return Loops(loop(NoDrafter(), None), loop(drafter, settings.acceptance))
+
+
+def _real_models(plan: Plan) -> Models:
+    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
+    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
+    drafting = None
+    if plan.draft is not None:
+        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
+        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
+    elif plan.skipped:
+        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
+    return Models("real", f"{plan.job.pair.name}, a real pair", target, drafting, plan)
+
+
+def _random_models(settings: Settings) -> Models:
+    assert settings.shape is not None
+    device = device_of(settings.job.device)
+    dtype = dtype_of(settings.job.dtype, device)
+    seed, name = settings.job.sampling.seed, settings.job.pair.name
+    spec = spec_of(settings.shape, option="--shape")
+    draft = None
+    if settings.draft_shape is not None:
+        draft = spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
+    _check_memory([spec] if draft is None else [spec, draft], dtype)
+    weights = random_weights(spec, dtype=dtype, device=device, seed=seed)
+    if settings.depth is not None and settings.scale is not None:
+        scale_layers(weights, spec, first=settings.depth, scale=settings.scale)
+    target = Decoder(spec, weights)
+    if draft is not None:
+        drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
+        return Models("set", f"{name}, acceptance set to {settings.acceptance}", target, drafting, None)
+    if settings.depth is not None:
+        label = f"{name}, the other layers' output scaled by {settings.scale}"
+        return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
+    return Models("plain", f"{name}, random weights, no draft", target, None, None)
+
+
+def device_of(wanted: str) -> torch.device:
+    """The device that --device means here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
+    """The dtype that --dtype means on this device."""
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[wanted]
+
+
+def _check_memory(specs: list[Spec], dtype: torch.dtype) -> None:
+    needed = sum(map(count_parameters, specs)) * dtype.itemsize
+    there = available_memory()["bytes"]
+    if needed * 1.1 > there:
+        raise MachineError(f"the weights take {needed / 1e9:.1f} GB and this machine has {there / 1e9:.1f} GB; "
+                           "choose a smaller --shape or a shorter --dtype")
+
+
+def describe(models: Models, settings: Settings) -> dict[str, Any]:
+    """The "pair" of the report."""
+    return {
+        "name": settings.job.pair.name, "kind": KINDS[models.kind], "label": models.label,
+        "target": _describe_decoder(settings.job.pair.target, models.target),
+        "draft": {"name": settings.job.pair.draft} if models.drafting is None
+        else _describe_decoder(settings.job.pair.draft, models.drafting),
+        "acceptance": settings.acceptance, "depth": settings.depth, "scale": settings.scale,
+        "coupling": settings.job.speculation.coupling,
+    }
+
+
+def _describe_decoder(name: str, decoder: Decoder) -> dict[str, Any]:
+    spec = decoder.spec
+    return {"name": name, "layers": len(decoder.layers), "width": spec.width, "heads": spec.heads,
+            "kv_heads": spec.kv_heads, "inner": spec.inner, "vocab": decoder.vocab,
+            "parameters": count_parameters(spec), "dtype": str(decoder.dtype).removeprefix("torch.")}

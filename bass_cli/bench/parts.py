@@ -1,0 +1,116 @@
+"""How long the parts of a round take, each run alone: draft, verify, accept. Measured apart from the timed runs.
+
+On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a round's graph; elsewhere
+by the wall clock. What a round takes beyond its parts is the host's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_cli.bench.drive import synchronise
+from bass_cli.draft import Proposal
+from bass_cli.engine import accept
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.graphs import bucket
+from bass_cli.engine.loop import Loop
+
+_CALLS, _REPLAYS = 5, 50
+
+
+class Parts(NamedTuple):
+    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass; coupling and commit."""
+
+    width: int
+    draft: float
+    verify: float
+    accept: float
+
+
+@torch.inference_mode()
+def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling: str) -> Parts:
+    """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
+    batch, drafter, target = loop.batch, loop.drafter, loop.target
+    graphs = loop.graphs is not None and loop.graphs.enabled and coupling == "shared"
+    drafter.prepare(batch, width)
+    with _as_in_a_round(batch, graphs):
+        proposal = _for_all_rows(drafter.propose(batch, width), batch)
+        width = proposal.tokens.shape[1]
+        lengths = batch.lengths[: batch.rows].clone()
+        pending, positions = batch.last(1)
+        positions = positions + torch.arange(width + 1, device=batch.device)
+        tokens = torch.cat((pending, proposal.tokens), 1)
+        logits = target.forward(tokens, positions, batch.ends(width))
+
+        def decide() -> None:
+            verdict = _verdict(proposal, logits, batch, lengths, acceptance=acceptance, coupling=coupling)
+            batch.commit(verdict.block, verdict.accepted)
+
+        def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
+            return _replayed(part) if captured else _called(part, batch.device)
+
+        draft = seconds(lambda: drafter.propose(batch, width), graphs and drafter.on_device) if width else 0.0
+        return Parts(width, draft, seconds(lambda: target.forward(tokens, positions, batch.ends(width))), seconds(decide))
+
+
+@contextlib.contextmanager
+def _as_in_a_round(batch: Batch, graphs: bool) -> Iterator[None]:
+    """No row advances; with graphs, as many dummy rows take part as in a round's graph."""
+    if graphs:
+        batch.pad(bucket(len(batch), batch.capacity))
+    try:
+        with batch.still():
+            yield
+    finally:
+        batch.pad(None)
+
+
+def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
+    """A drafter on the host knows no dummy rows; they get drafts of 0."""
+    missing = batch.rows - len(proposal.tokens)
+    return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.probs) if missing else proposal
+
+
+def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, acceptance: float | None,
+             coupling: str) -> accept.Verdict:
+    if acceptance is not None:
+        return accept.imposed(proposal.tokens, logits, batch.laws, lengths, acceptance)
+    if coupling == "shared":
+        return accept.shared(proposal.tokens, logits, batch.laws, lengths)
+    return accept.maximal(proposal.tokens, proposal.probs, logits, batch.laws, lengths)
+
+
+def _called(part: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call by the wall clock, the median of some."""
+    found = []
+    for _ in range(_CALLS):
+        synchronise(device)
+        began = time.perf_counter()
+        part()
+        synchronise(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _replayed(part: Callable[[], object]) -> float:
+    """Seconds of a captured call, the mean of many replays in a row."""
+    part()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        part()
+    graph.replay()
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    for _ in range(_REPLAYS):
+        graph.replay()
+    after.record()
+    torch.cuda.synchronize()
+    return before.elapsed_time(after) / 1000.0 / _REPLAYS

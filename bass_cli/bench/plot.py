@@ -1,0 +1,61 @@
+"""Two charts of a document, in one PNG: ms per token and speed-up against batch size, a line a method."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from bass_cli.job import MachineError, UserError
+
+
+def check(file: str) -> None:
+    """UserError or MachineError now if `draw` could not work after the measurements."""
+    if Path(file).suffix.lower() != ".png":
+        raise UserError(f"--plot {file}: the file must end in .png")
+    if not Path(file).absolute().parent.is_dir():
+        raise UserError(f"--plot {file}: the folder {Path(file).parent} is not there")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
+
+
+def draw(document: dict[str, Any], file: str) -> None:
+    """Write the charts."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for method, cells in by_method(document).items():
+        batches = [cell["batch"] for cell in cells]
+        lows, highs = zip(*(cell["ms_per_token_spread"]["mean"] for cell in cells), strict=True)
+        drawn = axes[0].plot(batches, [cell["ms_per_token"]["mean"] for cell in cells], marker="o", label=method)
+        axes[0].fill_between(batches, lows, highs, alpha=0.15, color=drawn[0].get_color())
+        axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
+    _label(axes, document)
+    figure.tight_layout()
+    figure.savefig(file, dpi=144)
+    pyplot.close(figure)
+
+
+def by_method(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The cells of each method by batch size."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for cell in sorted(document["cells"], key=lambda cell: cell["batch"]):
+        found.setdefault(cell["method"], []).append(cell)
+    return found
+
+
+def _label(axes: Any, document: dict[str, Any]) -> None:
+    batches = document["settings"]["batch_sizes"]
+    for axis, title in zip(axes, ("ms per token of a sequence, mean row", "speed-up over plain decoding"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(batches, [str(batch) for batch in batches])
+        axis.set_xlabel("batch size")
+        axis.set_title(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[1].axhline(1.0, color="black", linewidth=0.8)
+    axes[0].legend(fontsize="small")
+    axes[0].figure.suptitle(f"{document['pair']['label']}; {document['machine']['name']}", fontsize="medium")

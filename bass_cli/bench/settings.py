@@ -1,0 +1,148 @@
+"""What one `bass bench` is asked to measure, checked before any weights exist. Sampling, device and coupling are a Job's.
+
+Not here: what the models are (pairs.py), what the figures mean (figures.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bass_cli.bench.shapes import spec_of
+from bass_cli.job import DEFAULT_PAIR, Job, Pair, UserError, load_pair, make_job, nearest
+
+PLAIN = "plain"
+RIVALS = ("transformers", "vllm")
+_BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
+_JOB_FLAGS = ("temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype")
+_LONGEST = 64  # draft length; the same bound as --draft-length
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair. `methods`: plain first,
+    then draft lengths as text, bass or auto. `acceptance`, or `depth` and `scale`, say what a random pair's draft is."""
+
+    job: Job
+    shape: str | None
+    draft_shape: str | None
+    acceptance: float | None
+    depth: int | None
+    scale: float | None
+    batch_sizes: tuple[int, ...]
+    methods: tuple[str, ...]
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+    samples_per_prompt: int
+    rivals: tuple[str, ...]
+    prompts: str | None
+
+    @property
+    def longest(self) -> int:
+        """The longest draft of any method."""
+        lengths = [int(method) for method in self.methods if method.isdigit()]
+        return max([self.job.speculation.max] * bool({"bass", "auto"} & set(self.methods)) + lengths, default=0)
+
+
+def make_settings(given: Mapping[str, Any]) -> Settings:
+    """Settings from the command line's values, None where nothing was given; UserError for the first mistake."""
+    _check_combination(given)
+    pair = load_pair(given["pair"] or DEFAULT_PAIR) if given["shape"] is None else _random_pair(given)
+    rivals = _words(given["rivals"] or "", RIVALS, "rivals")
+    if rivals and given["shape"] is not None:
+        raise UserError("--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape")
+    batch_sizes = tuple(sorted({_count(word, "batch_sizes", 1, most=1024)
+                                for word in _split(given["batch_sizes"] or _BATCH_SIZES)}))
+    if not batch_sizes:
+        raise UserError(f"{_option('batch_sizes')}: name at least one")
+    job = make_job(pair, {key: given[key] for key in _JOB_FLAGS} | {
+        "max_new_tokens": _count(given["new_tokens"], "new_tokens", 128), "batch_size": max(batch_sizes)})
+    if given["acceptance"] is not None and job.speculation.coupling != "shared":
+        raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
+    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptance=given["acceptance"],
+                    depth=given["depth"], scale=given["scale"],
+                    batch_sizes=batch_sizes, methods=_methods(given["methods"], has_draft=pair.draft != "none"),
+                    rivals=rivals, prompts=given["prompts"], new_tokens=job.sampling.max_new_tokens,
+                    prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", 300),
+                    samples_per_prompt=_count(given["samples_per_prompt"], "samples_per_prompt", 1),
+                    repeats=_count(given["repeats"], "repeats", 5))
+
+
+def _check_combination(given: Mapping[str, Any]) -> None:
+    """UserError unless the options describe one pair: a real one, or a shape with one kind of draft or none."""
+    acceptance, depth, scale = given["acceptance"], given["depth"], given["scale"]
+    if given["shape"] is None:
+        for key in ("draft_shape", "acceptance", "depth", "scale"):
+            if given[key] is not None:
+                raise UserError(f"{_option(key)}: it needs --shape NAME too")
+        return
+    for key in ("pair", "prompts"):
+        if given[key] is not None:
+            raise UserError(f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the two out")
+    if (given["draft_shape"] is None) != (acceptance is None):
+        raise UserError("--draft-shape and --acceptance are needed together: random weights never agree by themselves")
+    if (depth is None) != (scale is None):
+        raise UserError("--depth and --scale are needed together: the draft's layers, and the weight of the others")
+    if acceptance is not None and depth is not None:
+        raise UserError("--acceptance and --depth are two kinds of draft; leave one of them out")
+    if acceptance is not None and not 0 <= acceptance <= 1:
+        raise UserError(f"{_option('acceptance')}: it should be from 0 to 1 (got {acceptance})")
+    if scale is not None and not 0 <= scale < float("inf"):
+        raise UserError(f"{_option('scale')}: it should be a number from 0 on (got {scale})")
+
+
+def _random_pair(given: Mapping[str, Any]) -> Pair:
+    """A Pair that names what is made up, so that a Job can be built; nothing ever opens it."""
+    layers = spec_of(given["shape"], option=_option("shape")).layers
+    draft, depth = "none", given["depth"]
+    if given["draft_shape"] is not None:
+        spec_of(given["draft_shape"], option=_option("draft_shape"))
+        draft = given["draft_shape"]
+    elif depth is not None:
+        if not 1 <= depth < layers:
+            raise UserError(f"{_option('depth')}: it should be from 1 to {layers - 1}, since {given['shape']} has {layers} "
+                            f"layers (got {depth})")
+        draft = f"the first {depth} of {layers} layers"
+    name = given["shape"] if draft == "none" else f"{given['shape']} + {draft}"
+    return Pair(name=name, target=given["shape"], draft=draft)
+
+
+def _methods(given: str | None, *, has_draft: bool) -> tuple[str, ...]:
+    """Plain and the others in the order given, each once. Without a draft only plain is possible."""
+    words = _split(given if given is not None else _METHODS if has_draft else PLAIN)
+    for word in words:
+        number = int(word) if word.isdecimal() and word.isascii() else None
+        if number is None and word not in (PLAIN, "bass", "auto"):
+            raise UserError(f'{_option("methods")}: there is no method "{word}"; '
+                            f"{nearest(word, (PLAIN, 'bass', 'auto', 'a draft length'))}")
+        if number is not None and not 1 <= number <= _LONGEST:
+            raise UserError(f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); 0 is called plain")
+        if word != PLAIN and not has_draft:
+            raise UserError(f'{_option("methods")}: "{word}" needs a draft, and this pair has none')
+    return tuple(dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)]))
+
+
+def _words(text: str, known: tuple[str, ...], key: str) -> tuple[str, ...]:
+    for word in _split(text):
+        if word not in known:
+            raise UserError(f'{_option(key)}: there is no "{word}"; {nearest(word, known)}')
+    return tuple(dict.fromkeys(_split(text)))
+
+
+def _split(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
+    value = default if value is None else value
+    if isinstance(value, str) and value.isdecimal() and value.isascii():
+        value = int(value)
+    if not isinstance(value, int) or not 1 <= value <= most:
+        raise UserError(f"{_option(key)}: it should be a whole number from 1 to {most} (got {value!r})")
+    return value
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')} (or BASS_{key.upper()})"
