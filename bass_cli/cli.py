@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bass_cli import __version__, options
+from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def generate(
     """Draw n samples for every prompt and write them as JSON lines."""
     screen = Screen(quiet)
     goes_on = "" if out in (None, "-") else "; the same command goes on from here"
-    with _exit_codes(screen, f"interrupted{goes_on}"):
+    with exit_codes(screen, f"interrupted{goes_on}"):
         _generate(context.params, screen)
 
 
@@ -160,11 +158,48 @@ def _manifest(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
     return {"results": results, "job": job.model_dump(mode="json"), "source": source.name, "versions": versions}
 
 
+@app.command(epilog=EPILOG)
+def bench(
+    context: typer.Context,
+    pair: options.Pair = None,
+    shape: options.Shape = None,
+    draft_shape: options.DraftShape = None,
+    acceptance: options.Acceptance = None,
+    depth: options.Depth = None,
+    scale: options.Scale = None,
+    batch_sizes: options.BatchSizes = None,
+    methods: options.Methods = None,
+    prompts: options.PromptFile = None,
+    prompt_tokens: options.PromptTokens = None,
+    new_tokens: options.NewTokens = None,
+    samples_per_prompt: options.SamplesPerPrompt = None,
+    repeats: options.Repeats = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    coupling: options.Coupling = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    rivals: options.Rivals = None,
+    json_document: options.Document = False,
+    plot: options.Plot = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure speed: batch sizes x methods, on a pair or on random weights of a real model's shape."""
+    screen = Screen(quiet)
+    with exit_codes(screen, "interrupted"):
+        from bass_cli.bench.command import run
+
+        if not run(context.params, screen):
+            raise typer.Exit(1)
+
+
 @app.command()
 def pairs(json_table: options.Json = False) -> None:
     """Show which pairs are known, and which can run here."""
     screen = Screen()
-    with _exit_codes(screen, "interrupted"):
+    with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_pairs
 
         rows = describe_pairs()
@@ -179,7 +214,7 @@ def pairs(json_table: options.Json = False) -> None:
 def doctor(json_table: options.Json = False) -> None:
     """Show what this machine offers: device, versions, kernels, memory, what fits."""
     screen = Screen()
-    with _exit_codes(screen, "interrupted"):
+    with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 
         facts = describe_machine()
@@ -192,37 +227,6 @@ def doctor(json_table: options.Json = False) -> None:
             if key != "memory_bytes"
         ]
         screen.table(("what", "here"), shown)
-
-
-@contextlib.contextmanager
-def _exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
-    try:
-        yield
-    except KeyboardInterrupt:
-        screen.error(interrupted)
-        raise typer.Exit(130) from None
-    except Exception as error:
-        code = _code_of(error)
-        if code is None:
-            screen.close()
-            raise
-        screen.error(str(error))
-        raise typer.Exit(code) from None
-    finally:
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _code_of(error: Exception) -> int | None:
-    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else."""
-    from bass_cli.job import MachineError, UserError
-
-    if isinstance(error, MachineError):
-        return 3
-    return 2 if isinstance(error, UserError) else None
 
 
 if __name__ == "__main__":

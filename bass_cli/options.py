@@ -68,3 +68,43 @@ TokenIds = Annotated[
 ]
 Quiet = Annotated[bool, _Option("--quiet", envvar="BASS_QUIET", help="Nothing on stderr but errors.")]
 Json = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="A summary as JSON on standard output.")]
+
+Shape = Annotated[
+    str | None, _Option("--shape", envvar="BASS_SHAPE", help="Random weights of this model's shape, instead of a pair.")
+]
+DraftShape = Annotated[
+    str | None, _Option("--draft-shape", envvar="BASS_DRAFT_SHAPE", help="The same as draft; with --acceptance.")
+]
+Acceptance = Annotated[
+    float | None, _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft token with this chance.")
+]
+Depth = Annotated[
+    int | None, _Option("--depth", envvar="BASS_DEPTH", help="Draft with the first layers of --shape; with --scale.")
+]
+Scale = Annotated[
+    float | None, _Option("--scale", envvar="BASS_SCALE", help="Scales what the other layers add: 0 accepts every draft.")
+]
+BatchSizes = Annotated[
+    str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows decoded at once [1,2,4,8,16].")
+]
+Methods = Annotated[
+    str | None,
+    _Option("--methods", envvar="BASS_METHODS", help="plain, draft lengths, bass, auto [plain,2,4,6,8,bass,auto]."),
+]
+PromptFile = Annotated[
+    str | None, _Option("--prompts", envvar="BASS_PROMPTS", help="Prompts to use as they are [built-in].", metavar="FILE")
+]
+PromptTokens = Annotated[
+    int | None,
+    _Option("--prompt-tokens", envvar="BASS_PROMPT_TOKENS", help="Built-in prompts have this many to twice as many [300]."),
+]
+NewTokens = Annotated[int | None, _Option("--new-tokens", envvar="BASS_NEW_TOKENS", help="Tokens every row gets [128].")]
+SamplesPerPrompt = Annotated[
+    int | None, _Option("--samples-per-prompt", envvar="BASS_SAMPLES_PER_PROMPT", help="Rows that share a prompt [1].")
+]
+Repeats = Annotated[int | None, _Option("--repeats", envvar="BASS_REPEATS", help="Runs of every cell [5].")]
+Rivals = Annotated[
+    str | None, _Option("--rivals", envvar="BASS_RIVALS", help="transformers, vllm: measured too where installed.")
+]
+Document = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="One JSON document instead of the table.")]
+Plot = Annotated[str | None, _Option("--plot", envvar="BASS_PLOT", help="Charts, as .png too.", metavar="FILE")]
