@@ -198,6 +198,7 @@ def test_prompts_are_unequal_and_always_the_same() -> None:
     assert [(row.key, row.sample) for row in rows] == [("0", 0), ("0", 1), ("1", 0)]
     assert rows[0].tokens == rows[1].tokens == prompts[0]
     assert (rows[2].limit, rows[2].temperature, rows[2].top_p) == (12, 0.8, 0.95)
+    assert [rows_for(prompts, 1, wanted, repeat=repeat)[0].seed for repeat in (0, 2)] == [0, 2]
 
 
 def test_prompts_that_do_not_fit_are_refused() -> None:
@@ -243,10 +244,17 @@ def test_greedy_speculation_on_scaled_layers_is_plain_decoding() -> None:
     other = rows_for(prompts[::-1], 3, wanted, temperature=0.0)
     failed = gate.check(loops, models, rows_for(prompts, 3, wanted, temperature=0.0), other)
     assert (failed.passed, failed.rows, failed.rows_equal) == (False, 3, 1)  # the middle prompt is the same
-    for weight in models.target._weights.values():
-        if weight.layout is torch.strided:
-            weight.fill_(float("nan"))
-    assert not gate.check(loops, models, rows_for(prompts, 3, wanted), rows_for(prompts, 3, wanted)).finite
+
+
+def test_logits_that_are_no_numbers_fail_the_gate() -> None:
+    wanted = settings(shape="tiny", methods="plain")
+    prompts = prompts_for(wanted, None)
+    for broken, due in ((1.0, True), (float("nan"), False)):
+        weights = random_weights(SHAPES["tiny"](None), dtype=torch.float32, device=torch.device("cpu"), seed=0)
+        weights["layers.2.norm1.weight"][5] *= broken
+        models = Models("plain", "", Decoder(SHAPES["tiny"](None), weights), None, None)
+        found = gate.check(build_loops(models, wanted, context=60), models, rows_for(prompts, 3, wanted), [])
+        assert (found.finite, found.passed) == (due, due)
 
 
 def test_parts_leave_the_rows_as_they_are() -> None:
@@ -320,7 +328,7 @@ def test_the_document() -> None:
 
 def test_the_seed_fixes_everything_but_the_times() -> None:
     def found(seed: int) -> list[tuple[Any, ...]]:
-        cells = measured(**SET, batch_sizes="3", methods="2,bass", new_tokens=24, seed=seed)
+        cells = measured(**SET, batch_sizes="3", methods="2,bass", new_tokens=16, repeats=2, seed=seed)
         keys = ("rounds", "acceptance_rate", "mean_accepted", "draft_length")
         return [tuple(cell[key] for key in keys) for cell in cells.values()]
 

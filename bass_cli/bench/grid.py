@@ -44,13 +44,14 @@ class Bench:
     note: Note
     failures: list[str] = field(default_factory=list)
 
-    def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None) -> list[Row]:
-        return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature)
+    def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None, repeat: int = 0) -> list[Row]:
+        return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat)
 
     def run(self, method: str, rows: list[Row]) -> Run:
         """One run of these new rows, with a draft-length controller that knows nothing yet."""
         loop = self.loops.of(method)
         loop.lengths = self.lengths(method)
+        torch.manual_seed(rows[0].seed)  # acceptance that is set draws from torch's own generator
         prefill = fill(loop, rows)
         return decode(loop, rows, prefill=prefill)
 
@@ -134,7 +135,7 @@ def _run_batch(bench: Bench, batch: int) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {method: [] for method in settings.methods}
     for repeat in range(settings.repeats):
         for method in settings.methods:
-            runs[method].append(bench.run(method, bench.rows(batch)))
+            runs[method].append(bench.run(method, bench.rows(batch, repeat=repeat)))
         figures = ", ".join(f"{method} {latency(found[-1]).mean:.3g}" for method, found in runs.items())
         bench.note(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: ms per token {figures}")
     return runs

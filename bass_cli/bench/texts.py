@@ -73,11 +73,12 @@ def _real_prompts(tokenizer: Tokenizer, file: str | None, lengths: list[int]) ->
 
 
 def rows_for(prompts: list[list[int]], count: int, settings: Settings, *, limit: int | None = None,
-             temperature: float | None = None) -> list[Row]:
-    """The first `count` rows: each prompt's samples side by side. `limit`, `temperature`: other than the settings'."""
+             temperature: float | None = None, repeat: int = 0) -> list[Row]:
+    """The first `count` rows: each prompt's samples side by side. `limit`, `temperature`: other than the settings'. Every
+    repeat draws with a seed of its own."""
     sampling, samples = settings.job.sampling, settings.samples_per_prompt
-    return [Row(str(i // samples), i % samples, sampling.seed, list(prompts[i // samples]), limit or settings.new_tokens,
-                temperature=sampling.temperature if temperature is None else temperature, top_k=sampling.top_k,
+    return [Row(str(i // samples), i % samples, sampling.seed + repeat, list(prompts[i // samples]),
+                limit or settings.new_tokens, temperature=sampling.temperature if temperature is None else temperature, top_k=sampling.top_k,
                 top_p=sampling.top_p)
             for i in range(count)]
 
