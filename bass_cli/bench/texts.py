@@ -77,9 +77,9 @@ def rows_for(prompts: list[list[int]], count: int, settings: Settings, *, limit:
     """The first `count` rows: each prompt's samples side by side. `limit`, `temperature`: other than the settings'. Every
     repeat draws with a seed of its own."""
     sampling, samples = settings.job.sampling, settings.samples_per_prompt
+    warmth = sampling.temperature if temperature is None else temperature
     return [Row(str(i // samples), i % samples, sampling.seed + repeat, list(prompts[i // samples]),
-                limit or settings.new_tokens, temperature=sampling.temperature if temperature is None else temperature, top_k=sampling.top_k,
-                top_p=sampling.top_p)
+                limit or settings.new_tokens, temperature=warmth, top_k=sampling.top_k, top_p=sampling.top_p)
             for i in range(count)]
 
 
