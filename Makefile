@@ -1,12 +1,13 @@
 # make setup   a virtual environment in .venv with bass and its embedded default model
 # make demo    draw 8 samples for each of a few prompts, and show some of them
-# make test    all tests;  make lint: ruff and mypy;  make bench: speed on this CPU against transformers
+# make test    all tests;  make test-gpu: those of kernels and engine on a CUDA device
+# make lint    ruff and mypy;  make bench: speed on this CPU against transformers
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test test-gpu lint bench clean
 
 setup: $(STAMP)
 
@@ -23,6 +24,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-gpu: setup
+	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_gpu.py
 
 lint: setup
 	$(BIN)/python -m ruff check .

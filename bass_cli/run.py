@@ -15,6 +15,7 @@ import torch
 from bass_cli.draft import Drafter, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Round, make_lengths
 from bass_cli.engine.loop import Loop
 from bass_cli.job import Job, MachineError, UserError
@@ -78,10 +79,10 @@ def build(plan: Plan) -> Loop:
     runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=span, lag=2)
     drafter: Drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
                                     temperature=speculation.draft_temperature)
-    return Loop(batch=Batch(rows=plan.rows, context=1024, device=plan.device),
+    return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
                 target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
                 lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling),
-                coupling=speculation.coupling, clock=Clock())
+                coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
 
 
 class Conductor:

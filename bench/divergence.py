@@ -99,7 +99,7 @@ def compare(args):
         same += at
         if due != found:
             partings.append({"id": key[0], "sample": key[1], "token": at} |
-                            contest(loop._target.decoder, prompts[key[0]] + due[:at], (due[at], found[at]), key[1], key[0],
+                            contest(loop.target.decoder, prompts[key[0]] + due[:at], (due[at], found[at]), key[1], key[0],
                                     args))
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}

@@ -1,17 +1,29 @@
-"""The ops by name. Each is defined in plain torch (noise.py, reference.py); faster forms must give the same results.
+"""The ops by name. Each is defined in plain torch (noise, reference, sampling, acceptance); some also have a Triton form,
+which CUDA tensors take and which must give the same results.
 
 Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row, V vocabulary, H query
 heads, K key/value heads, D head size, S slots of a row's own span, T positions of the prompt store.
 """
 
+from . import reference, sampling
 from .acceptance import accept_maximal, accept_shared
+from .dispatch import by_device, kind_for, use
+from .fused import linear_add, norm_up, project
 from .linear import linear, pack
-from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, gumbel, uniform
-from .reference import Group, Segments, activation, attention, norm, rope_write
-from .sampling import draw, log_probability, process, sample
+from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
+from .reference import Group, Segments
+from .sampling import draw, log_probability, process
+
+embed = by_device(reference.embed, "bass_kernels.pointwise")
+norm = by_device(reference.norm, "bass_kernels.pointwise")
+activation = by_device(reference.activation, "bass_kernels.pointwise")
+rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
+attention = by_device(reference.attention, "bass_kernels.ragged")
+sample = by_device(sampling.sample, "bass_kernels.choice")
+sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
 
 __all__ = [
     "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Segments", "accept_maximal", "accept_shared",
-    "activation", "attention", "draw", "gumbel", "linear", "log_probability", "norm", "pack", "process", "rope_write",
-    "sample", "uniform",
+    "activation", "attention", "bits", "draw", "embed", "gumbel", "kind_for", "linear", "linear_add", "log_probability",
+    "norm", "norm_up", "pack", "process", "project", "rope_write", "sample", "sample_scored", "uniform", "use",
 ]

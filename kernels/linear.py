@@ -9,10 +9,13 @@ import functools
 import torch
 from torch import Tensor
 
+from .dispatch import kind_for
+
 
 def pack(weight: Tensor) -> Tensor:
     """The weight [N, K] in the layout that `linear` reads fastest on its device: opaque, or the same tensor."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _packing_works():
+    here = weight.device.type == "cpu" and weight.dtype == torch.float32 and kind_for(weight) == "reference"
+    if not here or not _packing_works():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 

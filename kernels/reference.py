@@ -44,6 +44,12 @@ class Segments(NamedTuple):
     extent: int
 
 
+def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    """Rows of weight [V, N] for tokens [...] int64 (those beyond V take the last), times scale: [..., N]."""
+    found = functional.embedding(tokens.clamp(max=len(weight) - 1), weight)
+    return found if scale == 1.0 else found * torch.tensor(scale, dtype=weight.dtype)
+
+
 def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
          kind: str) -> tuple[Tensor, Tensor]:
     """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in the residual's dtype."""

@@ -28,6 +28,13 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ke
     return torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
 
 
+def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor,
+                  positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`sample`'s tokens [N] with their `log_probability` [N]."""
+    tokens = sample(logits, temperature, top_k, top_p, keys, positions)
+    return tokens, log_probability(logits, tokens)
+
+
 def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The processed laws [N, V] float32 of logits [N, V]; parameters as in `sample`."""
     scaled = _scale(logits, temperature)

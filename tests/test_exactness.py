@@ -138,6 +138,8 @@ def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
 
 def test_lookup_finds_what_followed_before_and_repeats_a_repetition():
     class Stub:
+        rows = 1
+
         def __init__(self, tokens):
             self.hosts, self.tokens, self.device = [Row("p", 0, 0, tokens, 9)], torch.zeros(1, 1, dtype=torch.int64), None
 

@@ -100,7 +100,17 @@ TABLE: dict[str, set[str]] = {
     "kernels/noise.py": {"torch"},
     "kernels/sampling.py": {"torch", "bass_kernels.noise"},
     "kernels/acceptance.py": {"torch", "bass_kernels.noise", "bass_kernels.sampling"},
-    "kernels/linear.py": {"torch"},
+    "kernels/linear.py": {"torch", "bass_kernels.dispatch"},
+    "kernels/dispatch.py": {"torch"},
+    "kernels/fused.py": {
+        "torch", "bass_kernels.dispatch", "bass_kernels.linear", "bass_kernels.reference", "bass_kernels.skinny",
+    },
+    "kernels/launch.py": {"torch"},
+    "kernels/pointwise.py": {"torch", "triton"},
+    "kernels/ragged.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.reference"},
+    "kernels/skinny.py": {"torch", "triton", "bass_kernels.launch"},
+    "kernels/choice.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
+    "kernels/vocabulary.py": {"triton"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
 AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.exits", "bass_cli.options", "bass_cli.screen"}

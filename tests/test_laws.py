@@ -84,13 +84,14 @@ def admit_all(loop, rows):
     batch.hosts.extend(rows)
     batch.tokens[:, :widest] = torch.tensor([row.tokens + [0] * (widest - len(row.tokens)) for row in rows])
     batch.lengths[:] = torch.tensor([len(row.tokens) for row in rows])
+    batch._alive[:] = 1
     batch._temperature[:] = torch.tensor([row.temperature for row in rows])
     batch._top_k[:] = torch.tensor([row.top_k for row in rows])
     batch._top_p[:] = torch.tensor([row.top_p for row in rows])
     batch._keys[:] = torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
-    if hasattr(loop._drafter, "_runner"):
+    if hasattr(loop.drafter, "_runner"):
         bases = [max(len(row.tokens) - 2, 0) for row in rows]
-        loop._drafter._runner._bases, loop._drafter._fed = bases, list(bases)
+        loop.drafter._runner._bases, loop.drafter._fed = bases, list(bases)
 
 
 @pytest.mark.parametrize("lengths", [lambda: Fixed(2), Reactive], ids=["fixed", "reactive"])

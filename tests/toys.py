@@ -19,6 +19,8 @@ class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position modulo P. It has the
     interface of a Runner, for target (lag 1) and draft (lag 2)."""
 
+    version = 0
+
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
         self._bases, self._prompts = [], {}
@@ -48,9 +50,14 @@ class Markov:
         logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
         return logits if last is None else logits[:, -last:]
 
+    def feed(self, tokens, positions, ends):
+        pass
+
 
 class Guess:
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
+
+    on_device, version = True, 0
 
     def __init__(self, vocab):
         self._vocab = vocab
@@ -58,7 +65,7 @@ class Guess:
     def open(self, *_):
         pass
 
-    close = attach = detach = move = open
+    close = attach = detach = move = prepare = open
 
     def propose(self, batch, length):
         last, _ = batch.last(1)

@@ -20,7 +20,16 @@ class Proposal(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch."""
+    """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch.
+
+    `on_device`: `propose` reads and writes nothing but device tensors at addresses that only change with `version`, so
+    that it can be part of a captured graph; what the host must do before it is in `prepare`.
+    """
+
+    on_device: bool
+
+    @property
+    def version(self) -> int: ...
 
     def open(self, key: str, tokens: Sequence[int]) -> None:
         """A prompt begins: rows will attach to it."""
@@ -37,12 +46,17 @@ class Drafter(Protocol):
     def move(self, source: int, target: int, length: int) -> None:
         """Row `source`, `length` tokens long, becomes row `target`."""
 
+    def prepare(self, batch: Batch, length: int) -> None:
+        """What the host has to do before `propose(batch, length)`."""
+
     def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every live row."""
+        """Up to `length` tokens for every row of the batch."""
 
 
 class NoDrafter:
     """Proposes nothing: plain decoding."""
+
+    on_device, version = True, 0
 
     def open(self, key: str, tokens: Sequence[int]) -> None:
         pass
@@ -59,8 +73,11 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
+    def prepare(self, batch: Batch, length: int) -> None:
+        pass
+
     def propose(self, batch: Batch, length: int) -> Proposal:
-        return Proposal(batch.tokens.new_zeros(len(batch), 0), None)
+        return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
 
 
 def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:

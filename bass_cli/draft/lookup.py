@@ -41,6 +41,8 @@ class LookupDrafter:
     """Drafts by n-gram lookup. A row without a match gets its last token repeated; if no row has one, nothing is
     proposed, and the round is a plain one."""
 
+    on_device, version = False, 0
+
     def __init__(self) -> None:
         self._prompts: dict[str, _Index] = {}
         self._rows: list[tuple[_Index, _Index]] = []  # by row: its prompt's index, its own
@@ -64,10 +66,13 @@ class LookupDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         self._rows[target] = self._rows.pop()
 
+    def prepare(self, batch: Batch, length: int) -> None:
+        pass
+
     def propose(self, batch: Batch, length: int) -> Proposal:
         found = [self._continue(indexes, row, length) for indexes, row in zip(self._rows, batch.hosts, strict=True)]
         if length == 0 or not any(found):
-            return Proposal(batch.tokens.new_zeros(len(batch), 0), None)
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         filled = [f or [row.tokens[-1]] * length for f, row in zip(found, batch.hosts, strict=True)]
         return Proposal(torch.tensor(filled, device=batch.device), None)
 

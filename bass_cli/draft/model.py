@@ -1,8 +1,8 @@
 """A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
 
 The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks the last draft, and
-feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; the next first step
-is as much wider.
+feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; `prepare` feeds what
+more it missed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,13 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
+        self.on_device = True
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         self._fed: list[int] = []  # by row: how many positions the cache holds, wrong drafts included
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
 
     def open(self, key: str, tokens: Sequence[int]) -> None:
         self._runner.open(key, tokens)
@@ -48,21 +53,29 @@ class ModelDrafter:
         self._runner.move(source, target, length)
         self._fed[target] = self._fed.pop()
 
-    def propose(self, batch: Batch, length: int) -> Proposal:
-        live = len(batch)
+    def prepare(self, batch: Batch, length: int) -> None:
+        """Bring the cache to within two tokens of every row's end."""
         if length == 0:
-            return Proposal(batch.tokens.new_zeros(live, 0), None)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[:live]
+            return
         ends = [len(row.tokens) for row in batch.hosts]
-        tokens, positions = batch.last(self._missing(ends), self._runner.cache.bases(live))
+        missing = self._missing(ends)
+        if missing > 2:
+            tokens, positions = batch.last(missing, self._runner.cache.bases(batch.rows))
+            self._runner.feed(tokens[:, :-2], positions[:, :-2], batch.ends(-2))
+        self._fed = [end + length - 1 for end in ends]
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
         chosen, probs = [], []
         for step in range(length):
-            logits = self._runner.forward(tokens, positions, [end + step for end in ends], last=1)[:, 0]
+            logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
             token, law = self._choose(logits, laws, lengths + step, lengths)
             chosen.append(token)
             probs.append(law)
             tokens, positions = token[:, None], (lengths + step)[:, None]
-        self._fed = [end + length - 1 for end in ends]
         return Proposal(torch.stack(chosen, 1), None if probs[0] is None else torch.stack(probs, 1))  # type: ignore[arg-type]
 
     def _missing(self, ends: list[int]) -> int:

@@ -14,23 +14,44 @@ from .batch import Laws
 
 class Verdict(NamedTuple):
     """accepted [B]: how many drafts each row keeps. next [B]: the target's token after them. Both int64.
-    block [B, k + 1]: the tokens to append, valid up to and including place `accepted`."""
+    block [B, k + 1]: the tokens to append, valid up to and including place `accepted`; scores [B, k + 1]: their
+    log-probabilities, float32."""
 
     accepted: Tensor
     next: Tensor
     block: Tensor
+    scores: Tensor
 
 
 def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
     """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V] with the noise of
     their positions; lengths [B] is the position of the first draft."""
+    places = lengths[:, None] + torch.arange(logits.shape[1], device=lengths.device)
+    targets, scores = _choices(logits, laws, places)
+    accepted, following = ops.accept_shared(drafts, targets)
+    return Verdict(accepted, following, targets, scores)
+
+
+def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rate: float) -> Verdict:
+    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with probability
+    `rate`, by torch's own generator, whatever the target says."""
     rows, width = logits.shape[:2]
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
-    each = laws.repeat(width)
-    targets = ops.sample(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten())
-    targets = targets.view(rows, width)
-    accepted, following = ops.accept_shared(drafts, targets)
-    return Verdict(accepted, following, targets)
+    targets, scores = _choices(logits, laws, places)
+    ops.accept_shared(drafts, targets)
+    luck = torch.rand(rows, width - 1, device=logits.device)
+    accepted = (luck < rate).long().cumprod(-1).sum(-1)
+    kept = torch.arange(width, device=lengths.device) < accepted[:, None]
+    block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
+    return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)
+
+
+def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's tokens at places [B, W] under shared coupling, and their log-probabilities, [B, W] each."""
+    each = laws.repeat(places.shape[1])
+    tokens, scores = ops.sample_scored(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys,
+                                       places.flatten())
+    return tokens.view(places.shape), scores.view(places.shape)
 
 
 def maximal(drafts: Tensor, probs: Tensor | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
@@ -43,4 +64,4 @@ def maximal(drafts: Tensor, probs: Tensor | None, logits: Tensor, laws: Laws, le
         probs = torch.nn.functional.pad(probs, (0, vocab - probs.shape[-1]))
     accepted, following = ops.accept_maximal(drafts, probs, target, laws.keys, lengths)
     block = torch.cat((drafts, drafts.new_zeros(rows, 1)), dim=1).scatter(1, accepted[:, None], following[:, None])
-    return Verdict(accepted, following, block)
+    return Verdict(accepted, following, block, ops.log_probability(logits, block))

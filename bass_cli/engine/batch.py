@@ -6,7 +6,9 @@ Rows are dense: 0 to len(batch) - 1 are live; a row that ends is replaced by the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -76,25 +78,55 @@ class Laws:
 
 class Batch:
     """Up to `rows` live rows. `tokens` [rows, context] and `lengths` [rows] are int64 on the device; beyond a row's
-    length lies nothing that may be read. `hosts` lists the live Rows in order."""
+    length lies nothing that may be read. `hosts` lists the live Rows in order.
+
+    The rows after the live ones are dummies: one token long, never advanced. `pad` lets the device's operations run
+    over some of them too, so that a captured graph serves several numbers of live rows. `version` changes whenever
+    `tokens` moves to another address.
+    """
 
     def __init__(self, *, rows: int, context: int, device: torch.device):
         def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
         self.capacity, self.device = rows, device
-        self.tokens, self.lengths = column(context), column()
+        self.tokens, self.lengths = column(context), column() + 1
+        self._alive = column()  # 1 for live rows
         self._temperature, self._top_p = column(dtype=torch.float32), column(dtype=torch.float32)
         self._top_k, self._keys = column(), column(2)
         self.hosts: list[Row] = []
+        self.version = 0
+        self._padded: int | None = None
 
     def __len__(self) -> int:
         return len(self.hosts)
 
     @property
+    def rows(self) -> int:
+        """How many rows the device's operations take: the live ones, or as many as `pad` said."""
+        return len(self.hosts) if self._padded is None else self._padded
+
+    def pad(self, rows: int | None) -> None:
+        """From now on, device operations take the first `rows` rows; None: the live ones."""
+        assert rows is None or len(self.hosts) <= rows <= self.capacity
+        self._padded = rows
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """While it lasts, no row advances, whatever is committed."""
+        alive = self._alive.clone()
+        self._alive.zero_()
+        yield
+        self._alive.copy_(alive)
+
+    def ends(self, further: int) -> list[int] | None:
+        """Each live row's length plus `further`, from the host; None while padded."""
+        return None if self._padded is not None else [len(row.tokens) + further for row in self.hosts]
+
+    @property
     def laws(self) -> Laws:
-        live = len(self.hosts)
-        return Laws(self._temperature[:live], self._top_k[:live], self._top_p[:live], self._keys[:live])
+        rows = self.rows
+        return Laws(self._temperature[:rows], self._top_k[:rows], self._top_p[:rows], self._keys[:rows])
 
     def admit(self, row: Row) -> int:
         """Make `row` live; returns its index."""
@@ -105,9 +137,10 @@ class Batch:
             grown = self.tokens.new_zeros(self.capacity, max(needed + 1, 2 * self.tokens.shape[1]))
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
+            self.version += 1
         self.hosts.append(row)
         self.tokens[index, : len(row.tokens)] = torch.tensor(row.tokens, device=self.device)
-        self.lengths[index] = len(row.tokens)
+        self.lengths[index], self._alive[index] = len(row.tokens), 1
         self._temperature[index], self._top_k[index], self._top_p[index] = row.temperature, row.top_k, row.top_p
         self._keys[index] = torch.tensor(noise_key(row.seed, row.key, row.sample), device=self.device)
         return index
@@ -116,28 +149,29 @@ class Batch:
         """End row `index`. The last row takes its place: its former index is returned if it moved."""
         last = len(self.hosts) - 1
         row = self.hosts.pop()
-        if index == last:
-            return None
-        self.hosts[index] = row
-        for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys):
-            column[index] = column[last]
-        return last
+        if index != last:
+            self.hosts[index] = row
+            for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys):
+                column[index] = column[last]
+        self.lengths[last], self._alive[last], self._temperature[last] = 1, 0, 0.0
+        self._top_k[last], self._top_p[last] = 0, 1.0
+        return last if index != last else None
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
         """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a row, on the device.
 
         The whole block is written: what lies beyond a row's new length is written over by its next round.
         """
-        live, width = block.shape
-        places = self.lengths[:live, None] + torch.arange(width, device=self.device)
+        rows, width = block.shape
+        places = self.lengths[:rows, None] + torch.arange(width, device=self.device)
         places = places.clamp(max=self.tokens.shape[1] - 1)  # only a row at its end goes there, and it ends now
-        self.tokens[:live].scatter_(1, places, block)
-        self.lengths[:live] += accepted + 1
+        self.tokens[:rows].scatter_(1, places, block)
+        self.lengths[:rows] += (accepted + 1) * self._alive[:rows]
 
     def last(self, count: int, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The last `count` tokens of each live row and their positions, [B, count] each; positions below floor [B]
         (0) are raised to it: the same token is then fed more than once, which writes the same key again."""
-        live = len(self.hosts)
-        positions = self.lengths[:live, None] + torch.arange(-count, 0, device=self.device)
+        rows = self.rows
+        positions = self.lengths[:rows, None] + torch.arange(-count, 0, device=self.device)
         positions = positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
-        return self.tokens[:live].gather(1, positions), positions
+        return self.tokens[:rows].gather(1, positions), positions

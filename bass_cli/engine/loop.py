@@ -5,18 +5,19 @@ Not here: which rows, when they end, what becomes of them (run.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-import bass_kernels as ops
 from bass_cli.draft import Drafter, Proposal
 
 from . import accept
 from .batch import Batch, Row
 from .clock import Clock
+from .graphs import WIDTHS, Graphs, bucket, step_down
 from .lengths import Lengths, Round
 
 
@@ -28,40 +29,54 @@ class Target(Protocol):
     def attach(self, row: int, key: str) -> None: ...
     def detach(self, row: int) -> None: ...
     def move(self, source: int, target: int, length: int) -> None: ...
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int], *, last: int | None = None) -> Tensor: ...
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *,
+                last: int | None = None) -> Tensor: ...
+
+    @property
+    def version(self) -> int: ...
 
 
 class Loop:
-    """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal"."""
+    """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal".
 
-    def __init__(self, *, batch: Batch, target: Target, drafter: Drafter, lengths: Lengths, coupling: str, clock: Clock):
+    With `graphs`, a round is captured once for each (rows bucket, draft length) and replayed. `acceptance` is for
+    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing.
+    """
+
+    def __init__(self, *, batch: Batch, target: Target, drafter: Drafter, lengths: Lengths, coupling: str, clock: Clock,
+                 acceptance: float | None = None, graphs: Graphs | None = None):
         assert coupling in ("shared", "maximal")
-        self.batch, self.clock = batch, clock
-        self._target, self._drafter, self._lengths, self._coupling = target, drafter, lengths, coupling
+        assert acceptance is None or coupling == "shared"
+        self.batch, self.clock, self.graphs = batch, clock, graphs
+        self.target, self.drafter, self.lengths = target, drafter, lengths
+        self._coupling, self._acceptance = coupling, acceptance
+        # Under maximal coupling the kernels still ask the host.
+        self._captured = graphs is not None and graphs.enabled and coupling == "shared"
+        self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int]) -> None:
         """A prompt begins: it is stored once for all rows that attach to it."""
-        self._target.open(key, tokens)
-        self._drafter.open(key, tokens)
+        self.target.open(key, tokens)
+        self.drafter.open(key, tokens)
 
     def close(self, key: str) -> None:
         """No further row of this prompt will come."""
-        self._target.close(key)
-        self._drafter.close(key)
+        self.target.close(key)
+        self.drafter.close(key)
 
     @torch.inference_mode()
     def admit(self, row: Row) -> None:
         """Make a row of an open prompt live."""
         index = self.batch.admit(row)
-        self._target.attach(index, row.key)
-        self._drafter.attach(index, row.key)
+        self.target.attach(index, row.key)
+        self.drafter.attach(index, row.key)
 
     @torch.inference_mode()
     def retire(self, index: int) -> None:
         """End row `index`; the last row takes its place."""
         moved = self.batch.retire(index)
-        for part in (self._target, self._drafter):
+        for part in (self.target, self.drafter):
             part.detach(index)
             if moved is not None:
                 part.move(moved, index, len(self.batch.hosts[index].tokens))
@@ -72,47 +87,92 @@ class Loop:
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
         batch, began = self.batch, self.clock.now()
         width = self.clock.longest_in_time(self._width(), deadline)
-        proposal = self._drafter.propose(batch, width)
-        width = proposal.tokens.shape[1]
-        block, accepted, scores = self._verify(proposal)
-        kept = self._to_host(block, accepted, scores, width)
+        self.drafter.prepare(batch, width)
+        packed, width = self._replay(width) if self._captured else self._run(width)
+        kept = self._to_host(packed, width)
         seconds = self.clock.now() - began
         self.clock.observe(width, seconds)
         done = Round(width, kept, seconds)
-        self._lengths.observe(done)
+        self.lengths.observe(done)
         return done
+
+    @torch.inference_mode()
+    def prepare(self, rows: Iterable[int], widths: Iterable[int]) -> None:
+        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met."""
+        if not self._captured:
+            return
+        for count, width in itertools.product(rows, widths):
+            self._capture(bucket(count, self.batch.capacity), step_down(width))
 
     def _width(self) -> int:
         """The controller's draft length, capped by the room of the row that has most of it: no other row decides."""
-        wanted = self._lengths.next(len(self.batch))
-        return max(0, min(wanted, max(row.room for row in self.batch.hosts) - 1))
+        wanted = self.lengths.next(len(self.batch))
+        width = max(0, min(wanted, max(row.room for row in self.batch.hosts) - 1))
+        return step_down(width) if self._captured else width
 
-    def _verify(self, proposal: Proposal) -> tuple[Tensor, Tensor, Tensor]:
-        """The target's pass over the pending tokens and the drafts; commits. Returns the blocks [B, k + 1] to append,
-        accepted [B], and the target's log-probabilities of the blocks' tokens [B, k + 1]."""
+    def _run(self, width: int) -> tuple[Tensor, int]:
+        proposal = self.drafter.propose(self.batch, width)
+        return self._verify(proposal).cpu(), proposal.tokens.shape[1]
+
+    def _replay(self, width: int) -> tuple[Tensor, int]:
+        """The same round by a captured graph, which may take some dummy rows too."""
+        live = len(self.batch)
+        if not self.drafter.on_device:
+            tokens = self.drafter.propose(self.batch, width).tokens
+            width = tokens.shape[1]
+            self._drafts[:live, :width] = tokens
+        rows = bucket(live, self.batch.capacity)
+        self._capture(rows, width)
+        assert self.graphs is not None
+        return self.graphs.replay((rows, width)), width
+
+    def _capture(self, rows: int, width: int) -> None:
+        """See to it that there is a graph of this shape."""
+        batch, graphs = self.batch, self.graphs
+        assert graphs is not None
+        graphs.renew((batch.version, self.target.version, self.drafter.version))
+        if graphs.holds((rows, width)):
+            return
+        batch.pad(rows)
+        with batch.still():
+            graphs.capture((rows, width), lambda: self._verify(self._proposal(rows, width)))
+        batch.pad(None)
+
+    def _proposal(self, rows: int, width: int) -> Proposal:
+        if self.drafter.on_device:
+            return self.drafter.propose(self.batch, width)
+        return Proposal(self._drafts[:rows, :width], None)
+
+    def _verify(self, proposal: Proposal) -> Tensor:
+        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know,
+        [B, 2k + 3] int64: how many drafts were accepted; the block of k + 1 tokens, valid up to and including that
+        place; and the bits of their log-probabilities."""
         batch = self.batch
-        lengths = batch.lengths[: len(batch)].clone()
+        lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
-        width = proposal.tokens.shape[1]
+        drafts, probs = proposal
+        width = drafts.shape[1]
         positions = positions + torch.arange(width + 1, device=batch.device)
-        ends = [len(row.tokens) + width for row in batch.hosts]
-        logits = self._target.forward(torch.cat((pending, proposal.tokens), 1), positions, ends)
-        if self._coupling == "shared":
-            verdict = accept.shared(proposal.tokens, logits, batch.laws, lengths)
+        logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
+        if self._acceptance is not None:
+            verdict = accept.imposed(drafts, logits, batch.laws, lengths, self._acceptance)
+        elif self._coupling == "shared":
+            verdict = accept.shared(drafts, logits, batch.laws, lengths)
         else:
-            verdict = accept.maximal(proposal.tokens, proposal.probs, logits, batch.laws, lengths)
+            verdict = accept.maximal(drafts, probs, logits, batch.laws, lengths)
         batch.commit(verdict.block, verdict.accepted)
-        return verdict.block, verdict.accepted, ops.log_probability(logits, verdict.block)
+        return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
 
-    def _to_host(self, block: Tensor, accepted: Tensor, scores: Tensor, width: int) -> tuple[int, ...]:
-        """The round's only copy to the host: extends the Rows; returns accepted by row."""
-        packed = torch.cat((accepted[:, None], block, scores.view(torch.int32).long()), dim=1).cpu()
+    def _to_host(self, packed: Tensor, width: int) -> tuple[int, ...]:
+        """Extends the Rows by what a round gave (on the host); returns accepted by row."""
+        packed = packed[: len(self.batch)]
         values = packed[:, width + 2 :].to(torch.int32).view(torch.float32).tolist()
-        for row, line, score in zip(self.batch.hosts, packed[:, : width + 2].tolist(), values, strict=True):
+        lines = packed[:, : width + 2].tolist()
+        for row, line, score in zip(self.batch.hosts, lines, values, strict=True):
             count = line[0] + 1
             row.tokens += line[1 : 1 + count]
             row.log_probabilities += score[:count]
             row.rounds += 1
             row.drafted += width
             row.accepted += line[0]
-        return tuple(packed[:, 0].tolist())
+        return tuple(line[0] for line in lines)

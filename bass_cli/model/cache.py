@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bass_kernels import Group, Segments
 
-_ARENA = 1024  # positions that the prompt store starts with; it doubles as needed
+_ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class KVCache:
     """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they share.
 
     Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer;
-    `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing. A prompt span that no row reads and that is closed is
-    free again.
+    `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing; `version` changes when they move to another address. A
+    prompt span that no row reads and that is closed is free again. Rows that are not live are at base 0.
     """
 
     def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
@@ -65,8 +65,10 @@ class KVCache:
             return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
 
         self.own_keys, self.own_values = zeros(rows, kv_heads, span, head_size), zeros(rows, kv_heads, span, head_size)
-        self.prompt_keys, self.prompt_values = zeros(kv_heads, _ARENA, head_size), zeros(kv_heads, _ARENA, head_size)
+        arena = _ARENA.get(device.type, 1024)
+        self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
         self.span = span
+        self.version = 0
         self._base = torch.zeros(rows, dtype=torch.int64, device=device)
         self._start = torch.zeros(rows, dtype=torch.int64, device=device)
         self._of_row: list[Span | None] = [None] * rows
@@ -103,6 +105,7 @@ class KVCache:
         span = self._of_row[row]
         assert span is not None
         self._of_row[row] = None
+        self._base[row] = self._start[row] = 0
         span.rows.discard(row)
         self._groups = None
         self._collect(span)
@@ -117,6 +120,7 @@ class KVCache:
                 layer[target, :, :used] = layer[source, :, :used]
         span.rows.discard(source)
         self._of_row[source] = None
+        self._base[source] = self._start[source] = 0
         self._place(target, span)
 
     def base(self, row: int) -> int:
@@ -129,13 +133,18 @@ class KVCache:
         """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""
         return self._base[:rows]
 
-    def decode(self, positions: Tensor, ends: Sequence[int]) -> Pass:
-        """A pass of rows 0 to B - 1 at positions [B, W]; ends: each row's last position + 1, on the host."""
-        rows = len(ends)
-        extent = max(end - self.base(row) for row, end in enumerate(ends))
-        assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+    def decode(self, positions: Tensor, ends: Sequence[int] | None) -> Pass:
+        """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on the host; None if the
+        host is not to take part (a captured graph): the kernels then go by what is on the device alone."""
+        rows = len(positions)
+        groups: tuple[Group, ...] = ()
+        extent = self.span
+        if ends is not None:
+            extent = max(end - self.base(row) for row, end in enumerate(ends))
+            assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+            groups = self._rows_by_span(rows)
         base = self._base[:rows]
-        segments = Segments(positions, base, self._start[:rows], self._rows_by_span(rows), extent)
+        segments = Segments(positions, base, self._start[:rows], groups, extent)
         # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
         return Pass(positions, positions - base[:, None], segments, self, None)
 
@@ -166,6 +175,7 @@ class KVCache:
         if needed <= have:
             return
         size = max(needed, 2 * have)
+        self.version += 1
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
                 store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])

@@ -148,60 +148,48 @@ class Decoder:
         Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last` positions of each row (all by
         default), or None for last = 0 (prefill: only the cache is wanted).
         """
-        residual = functional.embedding(tokens.clamp(max=self.spec.vocab - 1), self._weights["embed.weight"])
-        if self.spec.embed_scale != 1.0:
-            residual = residual * torch.tensor(self.spec.embed_scale, dtype=self.dtype)
+        residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(max=self.spec.context - 1)
             residual = residual + functional.embedding(places, self._weights["positions.weight"])
         angles = tuple(_angles(step.positions, f) for f in self._frequencies)
-        x: Tensor | None = None
         for slot, i in enumerate(self.layers):
-            x, residual = self._block(i, slot, x, residual, step, angles)
+            residual = self._block(i, slot, residual, step, angles)
         if last == 0:
             return None
         if last is not None:
-            x, residual = None if x is None else x[:, -last:], residual[:, -last:]
-        h, _ = self._norm("norm", x, residual)
-        return ops.linear(h, *self._head)
+            residual = residual[:, -last:]
+        return ops.linear(self._norm("norm", residual), *self._head)
 
-    def _block(self, i: int, slot: int, x: Tensor | None, residual: Tensor, step: Pass,
-               angles: tuple) -> tuple[Tensor, Tensor]:
-        """Layer i with cache layer `slot`: what it adds [B, W, width], and the residual stream before that."""
-        at = f"layers.{i}."
-        h, residual = self._norm(at + "norm1", x, residual)
-        attended = self._attend(i, slot, h, step, angles)
-        if self.spec.parallel:
-            return attended + self._feed_forward(at, h), residual
-        if self.spec.norm.sandwich:
-            attended, _ = self._norm(at + "post1", None, attended)
-        h, residual = self._norm(at + "norm2", attended, residual)
-        x = self._feed_forward(at, h)
-        if self.spec.norm.sandwich:
-            x, _ = self._norm(at + "post2", None, x)
-        return x, residual
-
-    def _attend(self, i: int, slot: int, h: Tensor, step: Pass, angles: tuple) -> Tensor:
+    def _block(self, i: int, slot: int, residual: Tensor, step: Pass, angles: tuple) -> Tensor:
+        """The residual stream [B, W, width] after layer i with cache layer `slot`."""
         spec, at = self.spec, f"layers.{i}."
-        window = spec.windows[i]
-        own = step.own(slot)
-        q = ops.rope_write(
-            self._linear(at + "qkv", h), angles[1 if window and spec.local_rope else 0], step.slots, own,
-            heads=spec.heads, eps=spec.norm.eps,
+        window, own = spec.windows[i], step.own(slot)
+        q = ops.project(
+            residual, self._affine(at + "norm1"), self._affine(at + "qkv"),
+            angles[1 if window and spec.local_rope else 0], step.slots, own, heads=spec.heads, eps=spec.norm.eps,
+            kind=spec.norm.kind,
             norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"]) if spec.norm.qk else None)
         mixed = ops.attention(q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window)
-        return self._linear(at + "o", mixed)
+        if spec.norm.sandwich:
+            residual = residual + self._norm(at + "post1", ops.linear(mixed, *self._affine(at + "o")))
+            return residual + self._norm(at + "post2", ops.linear(self._up(at, residual), *self._affine(at + "down")))
+        inner = self._up(at, residual) if spec.parallel else None
+        residual = ops.linear_add(mixed, *self._affine(at + "o"), residual)
+        return ops.linear_add(self._up(at, residual) if inner is None else inner, *self._affine(at + "down"), residual)
 
-    def _feed_forward(self, at: str, h: Tensor) -> Tensor:
-        up = self._linear(at + "up", h)
-        return self._linear(at + "down", ops.activation(up, self.spec.activation, gated=self.spec.gated))
+    def _up(self, at: str, residual: Tensor) -> Tensor:
+        """The feed-forward's inner values [B, W, inner] from the residual stream."""
+        spec = self.spec
+        norm = self._affine(at + ("norm1" if spec.parallel else "norm2"))
+        return ops.norm_up(residual, norm, self._affine(at + "up"), eps=spec.norm.eps, kind=spec.norm.kind,
+                           activation=spec.activation, gated=spec.gated)
 
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return ops.linear(x, self._weights[name + ".weight"], self._weights.get(name + ".bias"))
+    def _affine(self, name: str) -> tuple[Tensor, Tensor | None]:
+        return self._weights[name + ".weight"], self._weights.get(name + ".bias")
 
-    def _norm(self, name: str, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.norm(x, residual, self._weights[name + ".weight"], self._weights.get(name + ".bias"),
-                        eps=self.spec.norm.eps, kind=self.spec.norm.kind)
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        return ops.norm(None, x, *self._affine(name), eps=self.spec.norm.eps, kind=self.spec.norm.kind)[0]
 
 
 def _inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:

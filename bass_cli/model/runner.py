@@ -54,8 +54,18 @@ class Runner:
         """Row `source`, `length` tokens long, becomes row `target`."""
         self.cache.move(source, target, max(length - self.cache.base(source), 0))
 
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int], *, last: int | None = None) -> Tensor:
-        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]; ends: each row's last position + 1."""
+    @property
+    def version(self) -> int:
+        """Changes when what a captured graph reads has moved."""
+        return self.cache.version
+
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *, last: int | None = None) -> Tensor:
+        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]. ends: each row's last position + 1;
+        None: rows up to B may be dummies, and only what is on the device counts (KVCache.decode)."""
         logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
         assert logits is not None
         return logits
+
+    def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
+        """Only write the keys and values of tokens [B, W] at positions [B, W]."""
+        self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)

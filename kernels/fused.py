@@ -1,0 +1,40 @@
+"""Linear maps with what stands around them in a transformer block: the library's products and the other ops, or one launch
+of skinny.py where that is faster."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import dispatch, reference
+from .linear import linear
+
+_norm = dispatch.by_device(reference.norm, "bass_kernels.pointwise")
+_activation = dispatch.by_device(reference.activation, "bass_kernels.pointwise")
+_rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
+
+Affine = tuple[Tensor, Tensor | None]  # weight and bias
+
+
+def project(residual: Tensor, norm: Affine, qkv: Affine, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
+            own: tuple[Tensor, Tensor], *, heads: int, norms: tuple[Tensor, Tensor] | None, eps: float,
+            kind: str) -> Tensor:
+    """Norm of the residual stream [B, W, K], the product to queries, keys and values, and `rope_write`: q [B, W, H, D]."""
+    return _rope_write(linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv), angles, slots, own, heads=heads,
+                       norms=norms, eps=eps)
+
+
+def norm_up(residual: Tensor, norm: Affine, up: Affine, *, eps: float, kind: str, activation: str, gated: bool) -> Tensor:
+    """Norm of the residual stream [..., K], the product with `up` and its activation: [..., inner]."""
+    return _activation(linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *up), activation, gated=gated)
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """residual + x W^T + bias: [..., N]; may be written in place of the residual."""
+    if dispatch.kind_for(x) == "reference":
+        return residual + linear(x, weight, bias)
+    from . import skinny
+
+    if x.numel() // x.shape[-1] <= skinny.MOST_ROWS:
+        return skinny.stream(x, weight, bias, residual)
+    residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+    return residual if bias is None else residual.add_(bias)

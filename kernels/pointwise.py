@@ -1,0 +1,167 @@
+"""Triton: residual + norm, rope with the write into the cache, gated activation. Definitions: reference.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+
+
+def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
+    """As reference.embed."""
+    size = weight.shape[1]
+    out = weight.new_empty(*tokens.shape, size)
+    rounded = torch.tensor(scale, dtype=weight.dtype).item()
+    _embed[(tokens.numel(), triton.cdiv(size, 1024))](tokens.contiguous(), weight, out, size, len(weight) - 1, rounded,
+                                                      SCALED=scale != 1.0, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _embed(tokens_ptr, weight_ptr, out_ptr, size, last, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.minimum(tl.load(tokens_ptr + row), last)
+    value = tl.load(weight_ptr + token * size + at, mask=at < size, other=0.0)
+    if SCALED:
+        value = (value.to(tl.float32) * scale).to(value.dtype)
+    tl.store(out_ptr + row * size + at, value, mask=at < size)
+
+
+def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
+         kind: str) -> tuple[Tensor, Tensor]:
+    """As reference.norm; one program a row."""
+    residual = residual.contiguous()
+    size = residual.shape[-1]
+    normed = torch.empty_like(residual)
+    total = residual if x is None else torch.empty_like(residual)
+    block = triton.next_power_of_2(size)
+    _norm[(residual.numel() // size,)](
+        residual if x is None else x.contiguous(), residual, weight, weight if bias is None else bias, normed, total, eps,
+        size, ADD=x is not None, LAYER=kind == "layer", BIAS=bias is not None, BLOCK=block,
+        num_warps=min(16, max(1, block // 512)))
+    return normed, total
+
+
+@triton.jit
+def _norm(x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, total_ptr, eps, size,
+          ADD: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * size
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(residual_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(x_ptr + row + at, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row + at, value, mask=inside)
+        value = value.to(tl.float32)
+    if LAYER:
+        value = tl.where(inside, value - tl.sum(value, 0) / size, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    out = value * scale * tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        out += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + row + at, out.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
+    """As reference.activation."""
+    x = x.contiguous()
+    size = x.shape[-1] // 2 if gated else x.shape[-1]
+    out = x.new_empty(*x.shape[:-1], size)
+    block = min(1024, triton.next_power_of_2(size))
+    _activation[(out.numel() // size, triton.cdiv(size, block))](x, out, size, KIND=KINDS[kind], GATED=gated, BLOCK=block,
+                                                                 num_warps=4)
+    return out
+
+
+@triton.jit
+def activate(value, KIND: tl.constexpr):
+    """The activation of KINDS of float32 values."""
+    if KIND == 0:
+        value = value * tl.sigmoid(value)
+    elif KIND == 1:
+        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    elif KIND == 2:
+        value = value * tl.sigmoid(1.5957691216057308 * (value + 0.044715 * value * value * value))
+    else:
+        value = tl.maximum(value, 0.0)
+    return value
+
+
+@triton.jit
+def _activation(x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    start = row * size * (2 if GATED else 1)
+    gate = tl.load(x_ptr + start + at, mask=inside, other=0.0)
+    value = gate.to(tl.float32)
+    value = activate(value, KIND)
+    if GATED:
+        value = value.to(gate.dtype).to(tl.float32)
+        value *= tl.load(x_ptr + start + size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + at, value.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, own: tuple[Tensor, Tensor], *,
+               heads: int, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
+    """As reference.rope_write; one program a token and head."""
+    keys, values = own
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    rows, width = slots.shape
+    qkv = qkv.contiguous()
+    q = qkv.new_empty(rows, width, heads, size)
+    cos, sin = angles if angles is not None else (qkv, qkv)
+    half = cos.shape[-1] if angles is not None else 0
+    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
+    _rope_write[(rows * width, heads + 2 * kv_heads)](
+        qkv, cos, sin, slots, q_norm, k_norm, q, keys, values, eps, width, slots.stride(0), slots.stride(1),
+        keys.stride(0), keys.stride(1), keys.stride(2), H=heads, K=kv_heads, D=size, HALF=half, NORM=norms is not None,
+        BLOCK=triton.next_power_of_2(size), num_warps=1)
+    return q
+
+
+@triton.jit
+def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, keys_ptr, values_ptr, eps, width,
+                slot_row, slot_place, key_row, key_head, key_slot, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+                HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
+    token, head = tl.program_id(0), tl.program_id(1)
+    row, place = token // width, token % width
+    at = tl.arange(0, BLOCK)
+    inside = at < D
+    source = qkv_ptr + token.to(tl.int64) * (H + 2 * K) * D + head * D
+    raw = tl.load(source + at, mask=inside, other=0.0)
+    if head < H + K:
+        value = raw.to(tl.float32)
+        scale = 1.0
+        weights = q_norm_ptr
+        if NORM:
+            scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+            weights = q_norm_ptr if head < H else k_norm_ptr
+            value *= scale * tl.load(weights + at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(raw.dtype).to(tl.float32)
+        if HALF > 0:
+            turned = at < 2 * HALF
+            partner = tl.where(at < HALF, at + HALF, at - HALF)
+            other = tl.load(source + partner, mask=turned, other=0.0)
+            far = other.to(tl.float32)
+            if NORM:
+                far *= scale * tl.load(weights + partner, mask=turned, other=0.0).to(tl.float32)
+                far = far.to(raw.dtype).to(tl.float32)
+            angle = token * HALF + tl.where(at < HALF, at, at - HALF)
+            cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
+            sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
+            value = tl.where(turned, value * cos + tl.where(at < HALF, -far, far) * sin, value)
+        result = value.to(raw.dtype)
+    else:
+        result = raw
+    slot = tl.load(slots_ptr + row * slot_row + place * slot_place)
+    target = row.to(tl.int64) * key_row + ((head + K * H - H) % K) * key_head + slot * key_slot + at
+    if head < H:
+        tl.store(q_ptr + (token.to(tl.int64) * H + head) * D + at, result, mask=inside)
+    elif head < H + K:
+        tl.store(keys_ptr + target, result, mask=inside)
+    else:
+        tl.store(values_ptr + target, result, mask=inside)

@@ -1,0 +1,124 @@
+"""Triton: passes of one program over a part of a row's vocabulary, for choice.py."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gumbel(first, key_0, key_1, position, BLOCK: tl.constexpr):
+    """Gumbel noise of the SHARED stream for tokens first to first + BLOCK; first is a multiple of 4 (noise.py)."""
+    c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    c1, c2, c3 = c0 * 0 + position, c0 * 0, c0 * 0
+    for _ in tl.static_range(10):
+        low_0, high_0 = c0 * 0xD2511F53, tl.umulhi(c0, c0 * 0 + 0xD2511F53)
+        low_1, high_1 = c2 * 0xCD9E8D57, tl.umulhi(c2, c2 * 0 + 0xCD9E8D57)
+        c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
+        key_0 += 0x9E3779B9
+        key_1 += 0xBB67AE85
+    words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK])
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
+    series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
+    return -tl.log(tl.where(v < 0.0625, series, -tl.log(1.0 - v)))
+
+
+@triton.jit
+def law(row, temperature_ptr, key_ptr, position_ptr):
+    """A row's temperature, its divisor, and the words that address its noise."""
+    temperature = tl.load(temperature_ptr + row)
+    divisor = tl.where(temperature > 0, temperature, 1.0)
+    key_0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
+    key_1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
+    return temperature, divisor, key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
+
+
+@triton.jit
+def nobody():
+    """No candidate: its score, token and scaled logit."""
+    nothing = tl.full([], -float("inf"), tl.float32)
+    return nothing, tl.full([], 16777216, tl.int32), nothing
+
+
+@triton.jit
+def better(score, token, x, scores, tokens, xs):
+    """The better of a candidate and a block of others; the first token on ties."""
+    top = tl.max(scores, 0)
+    first = tl.min(tl.where(scores == top, tokens, 16777216), 0)
+    value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
+    wins = (top > score) | ((top == score) & (first < token))
+    return tl.where(wins, top, score), tl.where(wins, first, token), tl.where(wins, value, x)
+
+
+@triton.jit
+def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
+    """A block of a row's tokens, and their logits scaled and as they are; -inf beyond the vocabulary."""
+    tokens = first + tl.arange(0, BLOCK)
+    raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    return tokens, raw / divisor, raw
+
+
+@triton.jit
+def everything(logits_ptr, row, start, end, vocab, temperature, divisor, key_0, key_1, position, BLOCK: tl.constexpr):
+    """The best candidate of tokens start to end, their peak, and their mass relative to that, processed and raw."""
+    score, token, best_x = nobody()
+    peak, mass, raw_mass = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    for first in range(start, end, BLOCK):
+        tokens, x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        most = tl.max(x, 0)
+        top = tl.maximum(peak, most)
+        mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
+        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(tl.exp(raw - top * divisor), 0)
+        peak = top
+        scores = x
+        if temperature > 0:
+            if most + 23.0 > score:  # no noise is larger
+                scores = x + gumbel(first, key_0, key_1, position, BLOCK)
+        score, token, best_x = better(score, token, best_x, scores, tokens, x)
+    return score, token, best_x, peak, mass, raw_mass
+
+
+@triton.jit
+def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.constexpr):
+    """Mass and count of those of the tokens start to end whose scaled logit is larger than x."""
+    mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    for first in range(start, end, BLOCK):
+        _, values, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        mass += tl.sum(tl.where(values > x, tl.exp(values - peak), 0.0), 0)
+        count += tl.sum((values > x).to(tl.float32), 0)
+    return mass, count
+
+
+@triton.jit
+def best_above(logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr):
+    """The best candidate among those of the tokens start to end whose scaled logit is larger than x."""
+    score, token, best_x = nobody()
+    for first in range(start, end, BLOCK):
+        tokens, values, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        if tl.max(values, 0) > x:
+            noisy = tl.where(values > x, values + gumbel(first, key_0, key_1, position, BLOCK), -float("inf"))
+            score, token, best_x = better(score, token, best_x, noisy, tokens, values)
+    return score, token, best_x
+
+
+@triton.jit
+def order(x):
+    """Float32 to int32 such that the order is kept."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
+    """The mass of the top_k largest and of what ties with the last of them, by bisection on the bits."""
+    low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
+    for _ in range(32):  # the largest value that at least top_k reach
+        middle = (low + high + 1) >> 1
+        count = tl.full([], 0, tl.int32)
+        for first in range(0, vocab, BLOCK):
+            tokens, x, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+            count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
+        low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle - 1)
+    mass = tl.full([], 0.0, tl.float32)
+    for first in range(0, vocab, BLOCK):
+        _, x, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
+    return mass

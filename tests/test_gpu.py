@@ -1,0 +1,122 @@
+"""The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured decoding gives. Float32."""
+
+import functools
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint
+from test_exactness import rows
+from toys import SPAN, drive
+
+from bass_cli.draft import make_drafter
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.lengths import Bass, Fixed
+from bass_cli.engine.loop import Loop
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load, open_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    """From a family's name to (target, draft) on the device; the draft is the target with some noise."""
+
+    @functools.cache
+    def pair(family):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(family, folder)
+        checkpoint = open_checkpoint(folder)
+        both = []
+        for noise in (0.0, 0.2):
+            weights = load(checkpoint, dtype=torch.float32, device=CUDA)
+            generator = torch.Generator(CUDA).manual_seed(1)
+            if checkpoint.spec.tied:
+                weights["head.weight"] = torch.randn(weights["embed.weight"].shape, generator=generator, device=CUDA)
+            for w in weights.values():
+                if w.dim() > 1:
+                    w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
+            both.append(Decoder(checkpoint.spec, weights))
+        return tuple(both)
+
+    return pair
+
+
+def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
+    name = draft if isinstance(draft, str) else "model"
+    runner = None if isinstance(draft, str) else Runner(draft, rows=batch, span=SPAN, lag=2)
+    return Loop(batch=Batch(rows=batch, context=64, device=CUDA), target=Runner(target, rows=batch, span=SPAN, lag=1),
+                drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None), lengths=lengths,
+                coupling=coupling, clock=Clock(), graphs=Graphs(CUDA) if graphs else None, acceptance=acceptance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    kept = 0
+    for drafter in (draft, "lookup", "none"):
+        for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
+            lengths = Fixed(0) if drafter == "none" else lengths
+            loop, live = loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True), rows()
+            assert drive(loop, live) == due, f"batch {batch}, {drafter}"
+            assert loop.graphs.captures > 0
+            kept += sum(row.accepted for row in live)
+    assert kept > 0
+
+
+def test_the_target_drafting_for_itself_accepts_everything(decoders):
+    target, _ = decoders("llama")
+    live = rows()
+    drive(loop_for(target, target, batch=5, lengths=Fixed(4), graphs=True), live)
+    # What is drafted beyond a row's limit is not counted against it: full acceptance is k + 1 tokens a round.
+    assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
+
+
+def test_prepared_graphs_are_all_that_a_run_needs(decoders):
+    target, draft = decoders("qwen2")
+    loop = loop_for(target, draft, batch=4, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 5), range(8))
+    before = loop.graphs.captures
+    drive(loop, rows())
+    assert loop.graphs.captures == before > 0
+
+
+def test_sampling_parameters_are_not_baked_in(decoders):
+    """One graph serves rows of any temperature: greedy rows first, sampled ones after them in the same places."""
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 4), range(4))
+    greedy = [row for row in rows() if row.sample == 0]
+    sampled = [row for row in rows() if row.sample == 1]
+    first = drive(loop, greedy)
+    captures = loop.graphs.captures
+    assert first | drive(loop, sampled) == due
+    assert loop.graphs.captures == captures
+
+
+def test_a_store_that_moves_is_captured_again(decoders):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    drive(loop, rows())
+    loop.target.cache._grow(10_000)
+    loop.drafter._runner.cache._grow(10_000)
+    assert drive(loop, rows()) == due
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_imposed_acceptance(decoders, rate):
+    target, draft = decoders("llama")
+    loop, live = loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=rate), rows()
+    drive(loop, live)
+    drafted, kept, rounds = (sum(getattr(row, name) for row in live) for name in ("drafted", "accepted", "rounds"))
+    if rate in (0.0, 1.0):
+        assert kept == rate * drafted
+    else:
+        assert 0.5 < kept / rounds < 2.2  # 1.3 expected
