@@ -111,7 +111,7 @@ def _conclude(logits_ptr, row, vocab, at, state, token_ptr, score_ptr, chunks, t
         tokens = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
         xs = tl.load(here + 2, mask=inside, other=-float("inf"), cache_modifier=".cg")
         score, token, x = nobody()
-        _, token, x = better(score, token, x, scores, tokens, xs)
+        score, token, x = better(score, token, x, scores, tokens, xs)
         tl.store(state, token.to(tl.float32))
         tl.store(state + 1, x)
     if LOOK == 0:
@@ -154,12 +154,12 @@ def _decide(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position
     if now != 1:
         token, x = tl.load(state).to(tl.int32), tl.load(state + 1)
         mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
-        _, divisor, key_0, key_1, position = law(row, temperature_ptr, key_ptr, position_ptr)
+        _temperature, divisor, key_0, key_1, position = law(row, temperature_ptr, key_ptr, position_ptr)
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)
         above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
         while (_within(above, count, top_k, top_p, mass) | (count == 0)) == 0:
-            _, token, x = best_above(logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, BLOCK)
+            _score, token, x = best_above(logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, BLOCK)
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
         _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)

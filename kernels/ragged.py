@@ -14,7 +14,6 @@ from .launch import counters, processors
 from .reference import Segments
 
 _BLOCK_M = 64
-_MOST_SPLITS = 16
 
 
 def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tensor], segments: Segments, *,
@@ -30,7 +29,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     tiles = triton.cdiv(width * group, block_m)
     units = rows * kv_heads * tiles
     if splits is None:
-        splits = max(1, min(_MOST_SPLITS, processors(q.device) // units))
+        splits = max(1, min(8 if units <= 16 else 4, 2 * processors(q.device) // units))
     block_n, warps, stages = tile or _tile(block_m, size)
     out = q.new_empty(rows, width, heads * size)
     block_d = max(16, triton.next_power_of_2(size))

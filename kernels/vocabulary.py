@@ -81,7 +81,7 @@ def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.c
     """Mass and count of those of the tokens start to end whose scaled logit is larger than x."""
     mass, count = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
-        _, values, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        _tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         mass += tl.sum(tl.where(values > x, tl.exp(values - peak), 0.0), 0)
         count += tl.sum((values > x).to(tl.float32), 0)
     return mass, count
@@ -92,7 +92,7 @@ def best_above(logits_ptr, row, start, end, vocab, divisor, key_0, key_1, positi
     """The best candidate among those of the tokens start to end whose scaled logit is larger than x."""
     score, token, best_x = nobody()
     for first in range(start, end, BLOCK):
-        tokens, values, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
             noisy = tl.where(values > x, values + gumbel(first, key_0, key_1, position, BLOCK), -float("inf"))
             score, token, best_x = better(score, token, best_x, noisy, tokens, values)
@@ -110,15 +110,15 @@ def order(x):
 def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
     """The mass of the top_k largest and of what ties with the last of them, by bisection on the bits."""
     low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
-    for _ in range(32):  # the largest value that at least top_k reach
+    for _step in range(32):  # the largest value that at least top_k reach
         middle = (low + high + 1) >> 1
         count = tl.full([], 0, tl.int32)
         for first in range(0, vocab, BLOCK):
-            tokens, x, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+            tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
             count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
         low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle - 1)
     mass = tl.full([], 0.0, tl.float32)
     for first in range(0, vocab, BLOCK):
-        _, x, _ = read(logits_ptr, row, first, vocab, divisor, BLOCK)
+        _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
     return mass

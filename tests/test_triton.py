@@ -5,6 +5,9 @@ and choices must be equal, floats close by relative RMS error.
 """
 
 import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -239,3 +242,12 @@ def test_a_whole_decoder(family, tmp_path):
         rest = runner.forward(tokens[:, 1:], places + torch.arange(1, 4, device=DEVICE), None if kind == "triton" else ends)
         logits[kind] = torch.cat((first, rest), 1)
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
+
+
+def test_all_kernels_compile_for_hopper(tmp_path):
+    script = pathlib.Path(__file__).parent / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 12

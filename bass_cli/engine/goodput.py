@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from .lengths import Round
 
-_MEMORY = 0.12  # weight of the newest round in the moving estimate of what is kept
+_MEMORY = 0.05  # weight of the newest round in the moving estimate of what is kept, once there were many
 _MEMORY_PROBE = 0.5  # the same for a probe after many plain rounds: what was known is old
 _FORGET = 0.97  # what a round later an observation of cost still weighs
-_OPENING = (3, 0, 6)  # draft lengths of the first rounds, from which cost is learnt
+_OPENING = (4, 0, 6, 2)  # draft lengths of the first rounds, from which cost is learnt
 _PATIENCE = (16, 512)  # plain rounds before a probe: at first, and at most
 
 
@@ -21,6 +21,8 @@ class Goodput:
     def __init__(self, *, limit: int):
         self._limit = limit
         self._survival = [0.7**i for i in range(limit + 1)]  # chance that a row keeps at least i drafts
+        self._seen = [1] * (limit + 1)  # rounds that told of it, the guess above counted as one
+        self._first = True
         self._cost = _Cost()
         self._opening = [min(k, limit) for k in reversed(_OPENING)]
         self._plain, self._patience = 0, _PATIENCE[0]
@@ -42,7 +44,9 @@ class Goodput:
         if self._opening:
             self._opening.pop()
         rows, width = len(done.accepted), done.width
-        self._cost.learn(rows, width, done.seconds)
+        if not self._first:  # the first round is slower than any other: caches, libraries
+            self._cost.learn(rows, width, done.seconds)
+        self._first = False
         if width == 0:
             self._plain += 1
             return
@@ -57,7 +61,8 @@ class Goodput:
     def _learn_survival(self, accepted: tuple[int, ...], width: int, memory: float) -> None:
         for i in range(1, width + 1):
             kept = sum(a >= i for a in accepted) / len(accepted)
-            self._survival[i] += memory * (kept - self._survival[i])
+            self._seen[i] += 1
+            self._survival[i] += max(memory, 1 / self._seen[i]) * (kept - self._survival[i])
         ratio = self._survival[width] ** (1 / width)
         for i in range(width + 1, self._limit + 1):
             self._survival[i] = self._survival[i - 1] * ratio

@@ -52,6 +52,7 @@ class Loop:
         self._coupling, self._acceptance = coupling, acceptance
         # Under maximal coupling the kernels still ask the host.
         self._captured = graphs is not None and graphs.enabled and coupling == "shared"
+        self._capturing = 0.0  # seconds of this round that went into capturing: no round will take them again
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
     @torch.inference_mode()
@@ -90,7 +91,8 @@ class Loop:
         self.drafter.prepare(batch, width)
         packed, width = self._replay(width) if self._captured else self._run(width)
         kept = self._to_host(packed, width)
-        seconds = self.clock.now() - began
+        seconds = self.clock.now() - began - self._capturing
+        self._capturing = 0.0
         self.clock.observe(width, seconds)
         done = Round(width, kept, seconds)
         self.lengths.observe(done)
@@ -103,6 +105,7 @@ class Loop:
             return
         for count, width in itertools.product(rows, widths):
             self._capture(bucket(count, self.batch.capacity), step_down(width))
+        self._capturing = 0.0
 
     def _width(self) -> int:
         """The controller's draft length, capped by the room of the row that has most of it: no other row decides."""
@@ -133,10 +136,12 @@ class Loop:
         graphs.renew((batch.version, self.target.version, self.drafter.version))
         if graphs.holds((rows, width)):
             return
+        began = self.clock.now()
         batch.pad(rows)
         with batch.still():
             graphs.capture((rows, width), lambda: self._verify(self._proposal(rows, width)))
         batch.pad(None)
+        self._capturing += self.clock.now() - began
 
     def _proposal(self, rows: int, width: int) -> Proposal:
         if self.drafter.on_device:

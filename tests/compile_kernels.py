@@ -1,0 +1,47 @@
+"""Compile every Triton kernel for a Hopper GPU, which needs none: what the interpreter runs may still not compile.
+
+Run as a script, without the interpreter: prints a line a kernel.
+"""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bass_kernels import choice, pointwise, ragged, skinny
+
+FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr", "top_p_ptr"}
+LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr"}
+
+
+def kind(name, kernel):
+    if name == "arrived_ptr":
+        return "*i32"
+    if name in LONGS or (name == "key_ptr" and kernel.__name__ in ("_look", "_decide")):
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32" if name in FLOATS else "*bf16"
+    return "fp32" if name in ("eps", "scale") else "i32"
+
+
+def compile_one(kernel, **constants):
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    print(kernel.__name__, constants)
+
+
+if __name__ == "__main__":
+    for look in (0, 1, 2):
+        compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
+    compile_one(choice._decide, BLOCK=1024, FIELDS=8)
+    for splits, block in ((1, 16), (4, 64)):
+        compile_one(ragged._attention, H=28, K=4, D=128, SPLITS=splits, BLOCK_M=block, BLOCK_N=32, BLOCK_D=128,
+                    WIDE="tf32")
+    for splits in (1, 2):
+        compile_one(skinny._stream, BIAS=True, SPLITS=splits, BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, EVEN=splits == 1,
+                    WIDE="tf32")
+    compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
+    compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
+    compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
+    compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64)
