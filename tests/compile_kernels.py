@@ -9,7 +9,8 @@ from triton.compiler import ASTSource
 
 from bass_kernels import choice, pointwise, ragged, skinny
 
-FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr", "top_p_ptr"}
+FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
+          "top_p_ptr"}  # fmt: skip
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr"}
 
 
