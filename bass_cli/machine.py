@@ -123,7 +123,7 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": memory["bytes"],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "kernels": "reference",
+        "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
         "fits": [pair["name"] for pair in pairs if pair["fits"]],
         "ready": [pair["name"] for pair in pairs if pair["ready"]],
     }

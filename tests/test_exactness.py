@@ -172,3 +172,16 @@ def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
         loop.round()
         found.append(live[0].log_probabilities[0])
     assert abs(found[0] - found[1]) < 1e-5
+
+
+def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
+    """Whatever the controller wants, a round without a drafter is a plain one, counts none and scores every token."""
+    target, _ = decoders("llama")
+    live, asked = rows(), []
+    loop = loop_for(target, "none", rows=3, lengths=Fixed(5))
+    propose = loop.drafter.propose
+    loop.drafter.propose = lambda batch, length: asked.append(length) or propose(batch, length)
+    drive(loop, live)
+    assert set(asked) == {0}
+    assert sum(row.drafted for row in live) == 0
+    assert all(len(row.log_probabilities) == row.generated for row in live)

@@ -61,11 +61,12 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
     kept = 0
     for drafter in (draft, "lookup", "none"):
         for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
-            lengths = Fixed(0) if drafter == "none" else lengths
             loop, live = loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True), rows()
             assert drive(loop, live) == due, f"batch {batch}, {drafter}"
             assert loop.graphs.captures > 0
             kept += sum(row.accepted for row in live)
+            assert drafter != "none" or sum(row.drafted for row in live) == 0
+            assert all(len(row.log_probabilities) >= row.limit for row in live)
     assert kept > 0
 
 

@@ -57,7 +57,7 @@ class Markov:
 class Guess:
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
 
-    on_device, version = True, 0
+    on_device, longest, version = True, 1000, 0
 
     def __init__(self, vocab):
         self._vocab = vocab

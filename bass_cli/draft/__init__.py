@@ -23,10 +23,12 @@ class Drafter(Protocol):
     """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch.
 
     `on_device`: `propose` reads and writes nothing but device tensors at addresses that only change with `version`, so
-    that it can be part of a captured graph; what the host must do before it is in `prepare`.
+    that it can be part of a captured graph; what the host must do before it is in `prepare`. `longest`: the most tokens
+    it ever proposes.
     """
 
     on_device: bool
+    longest: int
 
     @property
     def version(self) -> int: ...
@@ -56,7 +58,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    on_device, version = True, 0
+    on_device, longest, version = True, 0, 0
 
     def open(self, key: str, tokens: Sequence[int]) -> None:
         pass

@@ -5,6 +5,7 @@ No model and no laws: each proposal is a point mass. Works on the host; an index
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -41,7 +42,7 @@ class LookupDrafter:
     """Drafts by n-gram lookup. A row without a match gets its last token repeated; if no row has one, nothing is
     proposed, and the round is a plain one."""
 
-    on_device, version = False, 0
+    on_device, longest, version = False, sys.maxsize, 0
 
     def __init__(self) -> None:
         self._prompts: dict[str, _Index] = {}

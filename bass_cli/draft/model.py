@@ -7,6 +7,7 @@ more it missed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,7 @@ class ModelDrafter:
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
-        self.on_device = True
+        self.on_device, self.longest = True, sys.maxsize
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         self._fed: list[int] = []  # by row: how many positions the cache holds, wrong drafts included
 

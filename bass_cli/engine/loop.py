@@ -86,9 +86,9 @@ class Loop:
     def round(self, deadline: float | None = None) -> Round:
         """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
-        batch, began = self.batch, self.clock.now()
         width = self.clock.longest_in_time(self._width(), deadline)
-        self.drafter.prepare(batch, width)
+        self.drafter.prepare(self.batch, width)  # catching up after plain rounds is not what a round of this width costs
+        began = self.clock.now()
         packed, width = self._replay(width) if self._captured else self._run(width)
         kept = self._to_host(packed, width)
         seconds = self.clock.now() - began - self._capturing
@@ -104,13 +104,14 @@ class Loop:
         if not self._captured:
             return
         for count, width in itertools.product(rows, widths):
-            self._capture(bucket(count, self.batch.capacity), step_down(width))
+            self._capture(bucket(count, self.batch.capacity), step_down(min(width, self.drafter.longest)))
         self._capturing = 0.0
 
     def _width(self) -> int:
-        """The controller's draft length, capped by the room of the row that has most of it: no other row decides."""
+        """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
+        no other row decides."""
         wanted = self.lengths.next(len(self.batch))
-        width = max(0, min(wanted, max(row.room for row in self.batch.hosts) - 1))
+        width = max(0, min(wanted, self.drafter.longest, max(row.room for row in self.batch.hosts) - 1))
         return step_down(width) if self._captured else width
 
     def _run(self, width: int) -> tuple[Tensor, int]:
