@@ -1,4 +1,4 @@
-"""Without a CUDA device, Triton kernels run through its interpreter, which must be chosen before triton is first imported."""
+"""Without a CUDA device, Triton kernels run through its interpreter: chosen before anything imports triton."""
 
 import os
 
