@@ -111,7 +111,7 @@ def widened(q, own, prompt, segments):
     return q.float(), tuple(t.float() for t in own), tuple(t.float() for t in prompt), segments
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[1:])  # float32: the shapes below, and whole decoders
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("width", "window"), [(1, 0), (3, 0), (9, 0), (33, 0), (1, 20), (9, 75), (4, 1)])
 def test_ragged_attention(dtype, splits, width, window):
