@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _COUNTERS: dict[torch.device, Tensor] = {}
@@ -16,6 +19,23 @@ def counters(device: torch.device, count: int) -> Tensor:
     if held is None or len(held) < count:
         held = _COUNTERS[device] = torch.zeros(max(65536, count), dtype=torch.int32, device=device)
     return held
+
+
+@functools.cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Launch options with which a kernel may begin before the one ahead of it is done (programmatic dependent launch): it
+    must call `after` before it reads what others wrote."""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    able = hopper and hasattr(tl.extra.cuda, "gdc_wait")
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@triton.jit
+def after(EARLY: tl.constexpr):
+    """Let the next kernel begin, and wait for the one before."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
 
 
 @functools.cache

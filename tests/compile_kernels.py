@@ -7,10 +7,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bass_kernels import choice, pointwise, ragged, skinny
+from bass_kernels import choice, mixing, pointwise, products, ragged, skinny
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
-          "top_p_ptr"}  # fmt: skip
+          "top_p_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr", "inverse_ptr"}  # fmt: skip
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr"}
 
 
@@ -46,3 +46,12 @@ if __name__ == "__main__":
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
     compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64)
+    narrow = {"M": 16, "EARLY": True}
+    tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", **narrow}
+    compile_one(products._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
+    compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
+    compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
+    compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
+    compile_one(products._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
+    compile_one(mixing._mix, H=14, K=2, D=64, HALF=32, NORMS=True, NEW=16, BLOCK_Q=16, BLOCK_D=64, KEYS=64, SPLITS=8,
+                WIDE="tf32", EARLY=True)

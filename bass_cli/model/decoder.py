@@ -17,6 +17,7 @@ from torch.nn import functional
 
 import bass_kernels as ops
 
+from . import narrow
 from .cache import Pass
 
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
@@ -148,6 +149,14 @@ class Decoder:
         Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last` positions of each row (all by
         default), or None for last = 0 (prefill: only the cache is wanted).
         """
+        normed = self._normed(tokens, step, last)
+        return None if normed is None else ops.linear(normed, *self._head)
+
+    def _normed(self, tokens: Tensor, step: Pass, last: int | None) -> Tensor | None:
+        """The final norm's output [B, min(last, W), width], or None for last = 0."""
+        if self._frequencies[0] is not None and narrow.serves(self.spec, tokens, self._weights["embed.weight"], step):
+            normed = narrow.run(self.spec, self._weights, self.layers, self._frequencies[0], tokens, step)
+            return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
         residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(max=self.spec.context - 1)
@@ -159,7 +168,7 @@ class Decoder:
             return None
         if last is not None:
             residual = residual[:, -last:]
-        return ops.linear(self._norm("norm", residual), *self._head)
+        return self._norm("norm", residual)
 
     def _block(self, i: int, slot: int, residual: Tensor, step: Pass, angles: tuple) -> Tensor:
         """The residual stream [B, W, width] after layer i with cache layer `slot`."""
