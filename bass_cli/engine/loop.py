@@ -53,6 +53,7 @@ class Loop:
         # Under maximal coupling the kernels still ask the host.
         self._captured = graphs is not None and graphs.enabled and coupling == "shared"
         self._capturing = 0.0  # seconds of this round that went into capturing: no round will take them again
+        self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
     @torch.inference_mode()
@@ -87,7 +88,7 @@ class Loop:
         """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
         width = self.clock.longest_in_time(self._width(), deadline)
-        self.drafter.prepare(self.batch, width)  # catching up after plain rounds is not what a round of this width costs
+        self.catch_up(width)  # after plain rounds; it is not what a round of this width costs
         began = self.clock.now()
         packed, width = self._replay(width) if self._captured else self._run(width)
         kept = self._to_host(packed, width)
@@ -106,6 +107,13 @@ class Loop:
         for count, width in itertools.product(rows, widths):
             self._capture(bucket(count, self.batch.capacity), step_down(min(width, self.drafter.longest)))
         self._capturing = 0.0
+
+    @torch.inference_mode()
+    def catch_up(self, width: int) -> None:
+        """Let the drafter do what it must before it drafts `width` tokens."""
+        missing = self.drafter.prepare(self.batch, width)
+        if missing:
+            self.drafter.catch_up(self.batch, self._behind.fill_(missing + 2), missing)
 
     def _width(self) -> int:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
