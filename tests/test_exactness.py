@@ -111,7 +111,7 @@ def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
             super().__init__(3)
             self.plan = iter([3, 0, 0, 0, 0, 3, 0, 3, 3])
 
-        def next(self, rows):
+        def next(self, rows, outlook=None):
             return next(self.plan)
 
     seen, live = [], [Row("0", s, 1, [5, 6, 7, 8], 60) for s in range(2)]
@@ -192,7 +192,7 @@ def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders)
     target, draft = decoders(FAMILIES[0])
     plan = iter([6, 0, 0, 0, 6, 0, 5])
     lengths = Fixed(0)
-    lengths.next = lambda rows: next(plan)
+    lengths.next = lambda *_: next(plan)
     live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
     loop = loop_for(target, draft, rows=3, lengths=lengths)
     loop.open("0", live[0].tokens)

@@ -5,7 +5,7 @@ A first version of what arXiv 2406.14066 does with a profile: here the cost of a
 
 from __future__ import annotations
 
-from .lengths import Round
+from .lengths import NOTHING_KNOWN, Outlook, Round
 
 _MEMORY = 0.05  # weight of the newest round in the moving estimate of what is kept, once there were many
 _MEMORY_PROBE = 0.5  # the same for a probe after many plain rounds: what was known is old
@@ -27,7 +27,7 @@ class Goodput:
         self._opening = [min(k, limit) for k in reversed(_OPENING)]
         self._plain, self._patience = 0, _PATIENCE[0]
 
-    def next(self, rows: int) -> int:
+    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         if self._opening:
             return self._opening[-1]
         best, value, expected = 0, 0.0, 1.0

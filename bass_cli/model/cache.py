@@ -142,6 +142,7 @@ class KVCache:
         if ends is not None:
             extent = max(end - self.base(row) for row, end in enumerate(ends))
             assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+        if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
         base = self._base[:rows]
         segments = Segments(positions, base, self._start[:rows], groups, extent)
