@@ -93,6 +93,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/graphs.py": {"torch"},
+    "bass_cli/engine/forecast.py": set(),
     "bass_cli/engine/ladder.py": {"bass_cli.engine.graphs"},
     "bass_cli/engine/captured.py": {"torch", "bass_cli.engine"},
     "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput"},

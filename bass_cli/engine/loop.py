@@ -6,6 +6,7 @@ Not here: which rows, when they end, what becomes of them (run.py).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -54,7 +55,8 @@ class Loop:
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
         self._coupling, self._acceptance = coupling, acceptance
-        self.backlog = 0  # tokens that samples which wait for a row may generate, as far as is known
+        # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
+        self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled and coupling == "shared":  # under maximal the kernels still ask the host
             self._captured = Captured(graphs, batch, clock, self._function, exact=coupling == "maximal",
@@ -166,7 +168,8 @@ class Loop:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
         rooms = [row.room for row in self.batch.hosts]
-        outlook = Outlook((sum(rooms) + self.backlog) / len(rooms), self._captured.entries() if self._captured else (),
+        left = sum(min(room, self.typical) for room in rooms) + self.backlog
+        outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
                           self._catching if self._idle else 0.0)
         return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
 
