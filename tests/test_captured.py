@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint
 from fakes import FakeGraphs, Ticks
+from simulated import Simulated
 from toys import SPAN, Guess, drive, loop_for, plain
 
 from bass_cli.draft import make_drafter
@@ -157,20 +158,19 @@ def test_the_clock_and_the_controller_are_told_of_steady_rounds_only(pair):
         assert loop.clock.predict(width) == pytest.approx(0.0021 + 0.00045 * width)
 
 
-def test_a_budget_starts_no_capture_that_will_not_fit(pair):
-    """Capturing takes 0.13 s, and 0.1 s is left: rounds go on by what there is, and end in time."""
-    loop = captured(*pair, batch=2, lengths=Fixed(3))
-    live = Row("0", 0, 1, [5, 6, 7, 8], 70)
-    loop.open("0", live.tokens)
-    loop.admit(live)
+def test_a_budget_starts_no_capture_that_will_not_fit():
+    """Plain rounds were wanted, and served by 4 drafts, long enough to be captured; but that takes longer than is left."""
+    loop = Simulated(Fixed(4), 0.0)
+    loop.admit(Row("0", 0, 0, [1], 900))
     for _ in range(3):
         loop.round()
+    loop.lengths = Fixed(0)
+    for _ in range(150):
+        assert loop.round(deadline=loop.clock.now() + 0.01).steady
     assert loop.graphs.captures == 1
-    loop.lengths, deadline = Fixed(32), loop.clock.now() + 0.1
-    for _ in range(6):
-        assert loop.round(deadline).steady
-    assert loop.clock.now() < deadline
-    assert loop.graphs.captures == 1
+    assert not loop.round(deadline=loop.clock.now() + 0.5).steady
+    loop.round(deadline=loop.clock.now() + 0.5)
+    assert loop.graphs.captures == 2
 
 
 def test_a_store_that_moves_is_captured_again(pair):
