@@ -108,7 +108,8 @@ def _generate(given: dict[str, Any], screen: Screen) -> None:
         prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
         screen.start(None if count is None else count * job.n - len(writer.done))
         done = set(writer.done)
-        for completion in run.generate(plan, prompts, done=done, on_round=lambda it: _show_round(screen, it)):
+        for completion in run.generate(plan, prompts, done=done, count=count,
+                                       on_round=lambda it: _show_round(screen, it)):
             writer.write(completion)
             screen.advance(completion)
     summary = screen.summary(writer.name)

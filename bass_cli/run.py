@@ -15,6 +15,7 @@ import torch
 from bass_cli.draft import Drafter, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Round, make_lengths
 from bass_cli.engine.loop import Loop
@@ -50,15 +51,16 @@ class _Live:
 
 
 def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
-             on_round: Callable[[Round], None] | None = None) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt, but those in `done`, in the order in which they end.
+             count: int | None = None, on_round: Callable[[Round], None] | None = None) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
+    they end.
 
     Loads the models at the first step. A prompt that cannot run yields one Completion with finish_reason "error".
     """
     try:
         loop = build(plan)
         yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
-                             on_round=on_round).run(prompts, done)
+                             count=count, on_round=on_round).run(prompts, done)
     except torch.cuda.OutOfMemoryError:
         raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
 
@@ -89,21 +91,21 @@ class Conductor:
     """Feeds prompts to a loop and takes finished rows from it. `context`: the most positions the target knows."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, loop: Loop, *, context: int, eos_ids: Collection[int],
-                 on_round: Callable[[Round], None] | None = None):
+                 count: int | None = None, on_round: Callable[[Round], None] | None = None):
         self._job, self._tokenizer, self._loop = job, tokenizer, loop
         self._context, self._eos, self._on_round = context, frozenset(eos_ids), on_round
         # With a budget, prompts run one at a time unless a batch size was asked for.
         self._alone = job.budget is not None and job.batch_size == "auto"
         self._tasks: list[_Task] = []
         self._live: dict[Row, _Live] = {}
+        self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> Iterator[Completion]:
         """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as rows become free."""
-        ended = False
-        while not ended or self._live:
-            while not ended and self._wants_prompt():
+        while not self._ended or self._live:
+            while not self._ended and self._wants_prompt():
                 prompt = next(prompts, None)
-                ended = prompt is None
+                self._ended = prompt is None
                 if prompt is not None:
                     yield from self._begin(prompt, done)
             self._admit()
@@ -120,6 +122,7 @@ class Conductor:
     def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
         """Tokenise a prompt and store its keys and values; an unusable one ends here, with an error."""
         waiting = deque(i for i in range(self._job.n) if (prompt.id, i) not in done)
+        self._forecast.begin(self._job.n)
         if not waiting:
             return
         clock = self._loop.clock
@@ -162,8 +165,12 @@ class Conductor:
                 self._loop.close(task.prompt.id)
 
     def _round(self) -> None:
+        loop, rows = self._loop, self._loop.batch.hosts
+        loop.typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
+        waiting = self._forecast.waiting(sum(len(task.waiting) for task in self._tasks), ended=self._ended)
+        loop.backlog = waiting * min(loop.typical, self._job.sampling.max_new_tokens)
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
-        done = self._loop.round(min(deadlines, default=None))
+        done = loop.round(min(deadlines, default=None))
         if self._on_round is not None:
             self._on_round(done)
 
@@ -211,6 +218,7 @@ class Conductor:
     def _retire(self, index: int, reason: str, text: str) -> Completion:
         row = self._loop.batch.hosts[index]
         self._loop.retire(index)
+        self._forecast.end(row.generated)
         task = self._live.pop(row).task
         self._forget(task)
         return self._completion(task, row.sample, row, reason, text)

@@ -28,7 +28,8 @@ def prepare(job: Any) -> Any:
     return types.SimpleNamespace(job=job, identity=lambda: dict(identity))
 
 
-def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), on_round: Any = None) -> Iterator[Completion]:
+def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,
+                 on_round: Any = None) -> Iterator[Completion]:
     """One sample after the other, its text fixed by the seed; FAIL and SLOW in a prompt do as they say."""
     loaded.append(plan.job)
     seed = plan.job.sampling.seed

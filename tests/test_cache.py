@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bass_cli.engine.batch import Batch, Row, noise_key
 from bass_cli.model.cache import KVCache
@@ -58,6 +59,37 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
     assert step.slots.tolist() == [[1], [2], [1]]
     assert step.segments.extent == 3
     assert (cache.own_keys[1][1, :, :2] == 9).all()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies between tensors of more than one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function is torch.ops.aten.copy_.default and arguments[0].numel() > 1
+        return function(*arguments, **(options or {}))
+
+
+def test_a_row_moves_in_one_copy_and_its_views_are_plain_tensors():
+    cache = store(rows=3, span=6)
+    for row in (0, 2):
+        cache.attach(row, cache.reserve(4 + row))
+    before = [torch.randn(3, 2, 6, 4) for _ in range(4)]
+    for layer, value in zip((*cache.own_keys, *cache.own_values), before, strict=True):
+        assert layer.is_contiguous()
+        assert layer.shape == (3, 2, 6, 4)
+        layer.copy_(value)
+    with Copies() as copies:
+        cache.move(2, 1, 5)
+    assert copies.count == 1
+    for layer, old in zip((*cache.own_keys, *cache.own_values), before, strict=True):
+        assert layer[1, :, :5].equal(old[2, :, :5])
+        assert layer[1, :, 5:].equal(old[1, :, 5:])
+        assert layer[[0, 2]].equal(old[[0, 2]])
+    assert cache.bytes() == 4 * (4 * 3 * 2 * 6 * 4 + 4 * 2 * 1024 * 4)
 
 
 def test_a_row_that_outgrows_its_span_is_our_own_mistake():

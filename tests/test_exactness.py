@@ -111,7 +111,7 @@ def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
             super().__init__(3)
             self.plan = iter([3, 0, 0, 0, 0, 3, 0, 3, 3])
 
-        def next(self, rows):
+        def next(self, rows, outlook=None):
             return next(self.plan)
 
     seen, live = [], [Row("0", s, 1, [5, 6, 7, 8], 60) for s in range(2)]
@@ -185,3 +185,30 @@ def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
     assert set(asked) == {0}
     assert sum(row.drafted for row in live) == 0
     assert all(len(row.log_probabilities) == row.generated for row in live)
+
+
+def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders):
+    """Wrong drafts' keys lie where plain rounds then put other tokens: the draft's cache must hold these in the end."""
+    target, draft = decoders(FAMILIES[0])
+    plan = iter([6, 0, 0, 0, 6, 0, 5])
+    lengths = Fixed(0)
+    lengths.next = lambda *_: next(plan)
+    live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
+    loop = loop_for(target, draft, rows=3, lengths=lengths)
+    loop.open("0", live[0].tokens)
+    for row in live:
+        loop.admit(row)
+    wrong = sum(done.width - kept for done in (loop.round() for _ in range(7)) for kept in done.accepted)
+    assert wrong > 10, "hardly a wrong draft: this run showed nothing"
+    loop.drafter.propose(loop.batch, 1)
+    fresh = loop_for(target, draft, rows=3, lengths=Fixed(1))
+    for row in live:  # the same sequences, as prompts
+        fresh.open(str(row.sample), row.tokens)
+        fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
+    for row, line in enumerate(live):
+        span = fresh.drafter._runner.cache._of_row[row]
+        fed, base = span.length, loop.drafter._runner.cache.base(row)
+        for found, due in zip(loop.drafter._runner.cache.own_keys, fresh.drafter._runner.cache.prompt_keys, strict=True):
+            due = due[:, span.start + base : span.start + fed]
+            torch.testing.assert_close(found[row, :, : fed - base], due, rtol=1e-4, atol=1e-4)
+        assert fed == len(line.tokens) - 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint
 from test_exactness import rows
-from toys import SPAN, drive
+from toys import SPAN, Reactive, drive
 
 from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Batch
@@ -84,6 +84,18 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
     loop.prepare(range(1, 5), range(8))
     before = loop.graphs.captures
     drive(loop, rows())
+    assert loop.graphs.captures == before > 0
+
+
+def test_catching_up_by_graphs_leaves_nothing_out(decoders):
+    """Plain rounds between: the target, drafting for itself, keeps all of its drafts only if it has caught up."""
+    target, _ = decoders("llama")
+    loop, live = loop_for(target, target, batch=5, lengths=Reactive(), graphs=True), rows()
+    loop.prepare(range(1, 6), range(8))
+    before = loop.graphs.captures
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    assert drive(loop, live) == due
+    assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
     assert loop.graphs.captures == before > 0
 
 

@@ -180,3 +180,21 @@ def test_prompts_are_taken_as_rows_become_free_not_all_at_once():
     first = next(Conductor(settings, Letters(), loop, context=100, eos_ids={EOS}).run(stream(), ()))
     assert first.id in ("p0", "p1")
     assert len(taken) <= 4
+
+
+def test_the_controller_is_told_how_much_is_still_to_come():
+    seen = []
+
+    class Listener(Fixed):
+        def next(self, rows, outlook):
+            seen.append((rows, outlook.left))
+            return super().next(rows, outlook)
+
+    loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Listener(0))
+    settings = job(n=2, max_new_tokens=10)
+    conductor = Conductor(settings, Letters(), loop, context=100, eos_ids={EOS}, count=6)
+    assert len(list(conductor.run(iter(prompts(*TEXTS, "q")), ()))) == 12
+    assert seen[0] == (4, (4 * 1 + 8 * 1) / 4), "nothing is known yet: as much again as there is"
+    assert seen[5] == (4, (4 * 5 + 8 * 10) / 4), "samples are taken to become twice as long as they are"
+    assert seen[10] == (4, (4 * 10 + 4 * 10) / 4), "ten tokens, as those that have ended"
+    assert seen[-1] == (4, 1)

@@ -39,7 +39,7 @@ def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling:
     """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled and coupling == "shared"
-    drafter.prepare(batch, width)
+    loop.catch_up(width)
     with _as_in_a_round(batch, graphs):
         proposal = _for_all_rows(drafter.propose(batch, width), batch)
         width = proposal.tokens.shape[1]

@@ -22,9 +22,9 @@ class Proposal(NamedTuple):
 class Drafter(Protocol):
     """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch.
 
-    `on_device`: `propose` reads and writes nothing but device tensors at addresses that only change with `version`, so
-    that it can be part of a captured graph; what the host must do before it is in `prepare`. `longest`: the most tokens
-    it ever proposes.
+    `on_device`: `propose` and `catch_up` read and write nothing but device tensors at addresses that only change with
+    `version`, so that they can be captured; what the host must do before is in `prepare`. `longest`: the most tokens it
+    ever proposes.
     """
 
     on_device: bool
@@ -48,8 +48,13 @@ class Drafter(Protocol):
     def move(self, source: int, target: int, length: int) -> None:
         """Row `source`, `length` tokens long, becomes row `target`."""
 
-    def prepare(self, batch: Batch, length: int) -> None:
-        """What the host has to do before `propose(batch, length)`."""
+    def prepare(self, batch: Batch, length: int) -> int:
+        """What the host has to do before every `propose(batch, length)`. Returns how many tokens, right before each row's
+        last two, `catch_up` has to take in first."""
+
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
+        """Take in the `count` tokens of every row that begin `behind` ([] int64) tokens before its end; any that are
+        known already do no harm, if those before them are known."""
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         """Up to `length` tokens for every row of the batch."""
@@ -75,7 +80,10 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
-    def prepare(self, batch: Batch, length: int) -> None:
+    def prepare(self, batch: Batch, length: int) -> int:
+        return 0
+
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
         pass
 
     def propose(self, batch: Batch, length: int) -> Proposal:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from bass_cli.engine.batch import Batch, Row
 
@@ -67,7 +68,10 @@ class LookupDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         self._rows[target] = self._rows.pop()
 
-    def prepare(self, batch: Batch, length: int) -> None:
+    def prepare(self, batch: Batch, length: int) -> int:
+        return 0
+
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
         pass
 
     def propose(self, batch: Batch, length: int) -> Proposal:

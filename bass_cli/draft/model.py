@@ -1,7 +1,7 @@
 """A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
 
 The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks the last draft, and
-feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; `prepare` feeds what
+feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; `catch_up` feeds what
 more it missed.
 """
 
@@ -28,7 +28,7 @@ class ModelDrafter:
         assert runner.lag == 2
         self.on_device, self.longest = True, sys.maxsize
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
-        self._fed: list[int] = []  # by row: how many positions the cache holds, wrong drafts included
+        self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
     @property
     def version(self) -> int:
@@ -54,16 +54,19 @@ class ModelDrafter:
         self._runner.move(source, target, length)
         self._fed[target] = self._fed.pop()
 
-    def prepare(self, batch: Batch, length: int) -> None:
-        """Bring the cache to within two tokens of every row's end."""
-        if length == 0:
-            return
+    def prepare(self, batch: Batch, length: int) -> int:
         ends = [len(row.tokens) for row in batch.hosts]
-        missing = self._missing(ends)
-        if missing > 2:
-            tokens, positions = batch.last(missing, self._runner.cache.bases(batch.rows))
-            self._runner.feed(tokens[:, :-2], positions[:, :-2], batch.ends(-2))
+        # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache lacks, drafting or not.
+        self._fed = [min(fed, end - 1) for fed, end in zip(self._fed, ends, strict=True)]
+        if length == 0:
+            return 0
+        missing = max(end - fed for end, fed in zip(ends, self._fed, strict=True)) - 2
         self._fed = [end + length - 1 for end in ends]
+        return max(missing, 0)
+
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
+        tokens, positions = batch.last(count, self._runner.cache.bases(batch.rows), behind=behind)
+        self._runner.feed(tokens, positions, batch.ends(-2))
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         if length == 0:
@@ -78,10 +81,6 @@ class ModelDrafter:
             probs.append(law)
             tokens, positions = token[:, None], (lengths + step)[:, None]
         return Proposal(torch.stack(chosen, 1), None if probs[0] is None else torch.stack(probs, 1))  # type: ignore[arg-type]
-
-    def _missing(self, ends: list[int]) -> int:
-        """How many tokens at the rows' ends the cache may lack; at least two."""
-        return max(2, *(end - min(fed, end - 1) for end, fed in zip(ends, self._fed, strict=True)))
 
     def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._coupling == "shared":

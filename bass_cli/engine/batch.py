@@ -168,10 +168,14 @@ class Batch:
         self.tokens[:rows].scatter_(1, places, block)
         self.lengths[:rows] += (accepted + 1) * self._alive[:rows]
 
-    def last(self, count: int, floor: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The last `count` tokens of each live row and their positions, [B, count] each; positions below floor [B]
-        (0) are raised to it: the same token is then fed more than once, which writes the same key again."""
+    def last(self, count: int, floor: Tensor | None = None, *, behind: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The last `count` tokens of each row and their positions, [B, count] each; with `behind` (a number on the
+        device, int64) the `count` tokens that begin so far before the row's end. Positions below floor [B] (0) are
+        raised to it: the same token is then fed more than once, which writes the same key again."""
         rows = self.rows
-        positions = self.lengths[:rows, None] + torch.arange(-count, 0, device=self.device)
+        if behind is None:
+            positions = self.lengths[:rows, None] + torch.arange(-count, 0, device=self.device)
+        else:
+            positions = self.lengths[:rows, None] - behind + torch.arange(count, device=self.device)
         positions = positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
         return self.tokens[:rows].gather(1, positions), positions

@@ -28,11 +28,12 @@ class Clock:
         longer = [w for w in self._seconds if w >= width]
         return self._seconds[min(longer) if longer else max(self._seconds)]
 
-    def longest_in_time(self, width: int, deadline: float | None) -> int:
+    def longest_in_time(self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None) -> int:
         """The largest draft length up to `width` whose round should end by `deadline`; 0 if none should: a plain round
-        is the shortest there is, and whether to start even that is the caller's question (`predict(0)`)."""
+        is the shortest there is, and whether to start even that is the caller's question (`predict(0)`). `predict`
+        stands in for the method of that name: a round that has to be captured first takes longer."""
         if deadline is None:
             return width
         left = deadline - self.now()
-        fitting = [w for w in range(width, 0, -1) if self.predict(w) <= left]
-        return fitting[0] if fitting else 0
+        fitting = (w for w in range(width, 0, -1) if (predict or self.predict)(w) <= left)
+        return next(fitting, 0)

@@ -1,52 +1,70 @@
-"""Draft length by goodput: the one that should commit most tokens a second, from what past rounds kept and took.
+"""Draft length by goodput: the one that should end the job first, from what past rounds kept and took.
 
-A first version of what arXiv 2406.14066 does with a profile: here the cost of a round is fitted while it runs.
+A first version of what arXiv 2406.14066 does with a profile: here the cost of a round is fitted while it runs. What a new
+draft length costs once (on CUDA a captured graph) counts against what it should save in the rest of the job.
 """
 
 from __future__ import annotations
 
-from .lengths import Round
+from .lengths import NOTHING_KNOWN, Outlook, Round
 
 _MEMORY = 0.05  # weight of the newest round in the moving estimate of what is kept, once there were many
 _MEMORY_PROBE = 0.5  # the same for a probe after many plain rounds: what was known is old
+_GUESS = 2.0  # rows of one round that the guess of what is kept counts as
 _FORGET = 0.97  # what a round later an observation of cost still weighs
-_OPENING = (4, 0, 6, 2)  # draft lengths of the first rounds, from which cost is learnt
+_OPENING = (4, 0, 6, 2)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
 _PATIENCE = (16, 512)  # plain rounds before a probe: at first, and at most
+_TRIAL = 0.02  # share of the time that may go into trying
+_CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 
 
 class Goodput:
-    """Chooses k to maximise (1 + expected drafts kept) / predicted seconds; 0 where drafting does not pay, with a short
-    probe now and then, ever more rarely, so that it comes back after a bad stretch. It sees past rounds only."""
+    """Chooses k to minimise the seconds until every row has the tokens that are left: what k costs once, and a round's
+    predicted seconds for each 1 + expected drafts kept. 0 where drafting does not pay, with a short probe now and then,
+    ever more rarely, so that it comes back after a bad stretch. It sees past rounds only."""
 
     def __init__(self, *, limit: int):
         self._limit = limit
         self._survival = [0.7**i for i in range(limit + 1)]  # chance that a row keeps at least i drafts
-        self._seen = [1] * (limit + 1)  # rounds that told of it, the guess above counted as one
+        self._seen = [_GUESS] * (limit + 1)  # rows that told of it
         self._first = True
         self._cost = _Cost()
         self._opening = [min(k, limit) for k in reversed(_OPENING)]
         self._plain, self._patience = 0, _PATIENCE[0]
 
-    def next(self, rows: int) -> int:
+    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+        plain = self._cost.predict(rows, 0) if self._cost.known else 0.0  # seconds a round
         if self._opening:
-            return self._opening[-1]
-        best, value, expected = 0, 0.0, 1.0
+            if outlook.entry(self._opening[-1]) <= _TRIAL * (plain and plain * outlook.left):
+                return self._opening[-1]
+            self._opening = []
+        if not plain:
+            return 0
+        best = self._best(rows, outlook)
+        if best == 0 and self._plain >= self._patience:
+            probe = min(range(min(1, self._limit), min(4, self._limit) + 1), key=lambda k: (outlook.entry(k), abs(k - 2)))
+            if outlook.entry(probe) <= _TRIAL * plain * min(self._plain, outlook.left):
+                return probe
+        return best
+
+    def _best(self, rows: int, outlook: Outlook) -> int:
+        """The length with the fewest seconds a token that is left."""
+        best, least, expected = 0, 0.0, 1.0
         for k in range(self._limit + 1):
             expected += self._survival[k] if k else 0.0
-            worth = expected / self._cost.predict(rows, k)
-            if worth > value * (1.02 if k else 1.0):  # a longer draft must be worth it
-                best, value = k, worth
-        if best == 0 and self._plain >= self._patience:
-            return min(2, self._limit)
+            found = _CAUTION * outlook.entry(k) / outlook.left + self._cost.predict(rows, k) / expected
+            if k == 0 or found * 1.02 < least:  # a longer draft must be worth it
+                best, least = k, found
         return best
 
     def observe(self, done: Round) -> None:
         if self._opening:
             self._opening.pop()
         rows, width = len(done.accepted), done.width
-        if not self._first:  # the first round is slower than any other: caches, libraries
-            self._cost.learn(rows, width, done.seconds)
-        self._first = False
+        if done.steady:
+            if not self._first:  # the first round is slower than any other: caches, libraries
+                self._cost.learn(rows, width, done.seconds)
+            self._first = False
         if width == 0:
             self._plain += 1
             return
@@ -59,22 +77,33 @@ class Goodput:
         self._plain = 0
 
     def _learn_survival(self, accepted: tuple[int, ...], width: int, memory: float) -> None:
+        rows = len(accepted)
         for i in range(1, width + 1):
-            kept = sum(a >= i for a in accepted) / len(accepted)
-            self._seen[i] += 1
-            self._survival[i] += max(memory, 1 / self._seen[i]) * (kept - self._survival[i])
+            kept = sum(a >= i for a in accepted) / rows
+            self._seen[i] += rows
+            self._survival[i] += max(memory, rows / self._seen[i]) * (kept - self._survival[i])
         ratio = self._survival[width] ** (1 / width)
         for i in range(width + 1, self._limit + 1):
             self._survival[i] = self._survival[i - 1] * ratio
 
 
+_GUESSED = (1.0, 0.03, 0.8)  # of the cost's three weights, before anything was seen, in passes
+_DOUBT = 1e4  # how little that guess weighs against what is seen
+
+
 class _Cost:
-    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with forgetting."""
+    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with forgetting. Where only one
+    width was seen, a guess says what others cost: a fifth of a pass for each draft, and next to nothing for a row."""
 
     def __init__(self) -> None:
         self._weights = [0.0, 0.0, 0.0]
-        self._spread = [[1e4 if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._spread = [[_DOUBT if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._typical = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether any round was seen."""
+        return self._typical > 0
 
     def predict(self, rows: int, width: int) -> float:
         """Never less than a tenth of a typical round: a fit may be wrong far from what it has seen."""
@@ -84,13 +113,16 @@ class _Cost:
     def learn(self, rows: int, width: int, seconds: float) -> None:
         if self._typical:
             seconds = min(seconds, 4 * self.predict(rows, width) + self._typical)  # a stumble of the machine
-        self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
         x = _features(rows, width)
+        if not self._typical:
+            unit = seconds / sum(g * f for g, f in zip(_GUESSED, x, strict=True))
+            self._weights = [unit * g for g in _GUESSED]
+        self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
         ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
         scale = _FORGET + sum(a * b for a, b in zip(x, ahead, strict=True))
         wrong = seconds - sum(w * f for w, f in zip(self._weights, x, strict=True))
         self._weights = [w + a / scale * wrong for w, a in zip(self._weights, ahead, strict=True)]
-        forget = _FORGET if max(self._spread[i][i] for i in range(3)) < 1e4 else 1.0
+        forget = _FORGET if max(self._spread[i][i] for i in range(3)) < _DOUBT else 1.0
         self._spread = [[(self._spread[i][j] - ahead[i] * ahead[j] / scale) / forget for j in range(3)] for i in range(3)]
 
 

@@ -1,12 +1,12 @@
 """Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply called.
 
-Not here: what is in a round (loop.py), which keys there are (Ladder rounds rows and draft lengths to a few).
+Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py).
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def step_down(width: int) -> int:
 
 
 class Graphs:
-    """Captured functions of no arguments, each with a result that is copied to the host.
+    """Captured functions of no arguments, each with a result that is copied to the host, or None.
 
     `captures` counts how many were captured so far: a measured run should add none. Memory of intermediate results is
     shared by all graphs: they run one after the other.
@@ -36,31 +36,52 @@ class Graphs:
     def __init__(self, device: torch.device):
         self.enabled = device.type == "cuda"
         self.captures = 0
-        self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
-    def renew(self, version: Hashable) -> None:
-        """Forget all graphs if `version` is another than last time: what they read has moved."""
-        if version != self._version:
-            self._held.clear()
-            self._version = version
+    def renew(self, version: Hashable) -> bool:
+        """Forget all graphs if `version` is another than last time (what they read has moved); says whether it was."""
+        if version == self._version:
+            return False
+        self._held.clear()
+        self._warm.clear()
+        self._version = version
+        return True
 
     def holds(self, key: Hashable) -> bool:
         return key in self._held
 
-    def capture(self, key: Hashable, function: Callable[[], Tensor]) -> None:
-        """Run `function` once, to compile kernels and set up libraries, then capture it."""
-        warm = function()
-        host = torch.empty(warm.shape, dtype=warm.dtype, pin_memory=True)
+    def held(self) -> Iterable[Hashable]:
+        """The keys of all graphs."""
+        return self._held.keys()
+
+    def is_warm(self, key: Hashable) -> bool:
+        """Whether `key` has run uncaptured: its kernels are compiled, its libraries set up."""
+        return key in self._warm
+
+    def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
+        """Run `function` uncaptured; returns its result on the host."""
+        found = function()
+        self._warm[key] = None if found is None else found.cpu()
+        torch.cuda.synchronize()
+        return self._warm[key]
+
+    def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
+        """Capture `function`, which must be warm (see `run`): compiling and loading cannot be captured."""
+        like = self._warm[key]
+        host = None if like is None else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            host.copy_(function(), non_blocking=True)
+            found = function()
+            if host is not None and found is not None:
+                host.copy_(found, non_blocking=True)
         self._held[key] = graph, host
         self.captures += 1
 
-    def replay(self, key: Hashable) -> Tensor:
+    def replay(self, key: Hashable) -> Tensor | None:
         """Run what was captured under `key`; returns its result on the host, which the next replay overwrites."""
         graph, host = self._held[key]
         graph.replay()

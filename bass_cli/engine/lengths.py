@@ -7,19 +7,38 @@ from typing import NamedTuple, Protocol
 
 
 class Round(NamedTuple):
-    """What a round did: `width` drafts in each row (at most what was asked for), `accepted` of them by live row, in
-    `seconds` of wall clock."""
+    """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds` of wall clock, without
+    what capturing took. `steady`: the time is what later rounds of that width will take too."""
 
     width: int
     accepted: tuple[int, ...]
     seconds: float
+    steady: bool = True
+
+
+class Outlook(NamedTuple):
+    """What lies before a controller: `left` tokens that each row of the batch may still generate, its share of those of
+    waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
+    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds."""
+
+    left: float = math.inf
+    entries: tuple[float, ...] = ()
+    catch_up: float = 0.0
+
+    def entry(self, length: int) -> float:
+        """Seconds that a draft length costs once."""
+        return (self.entries[length] if length < len(self.entries) else 0.0) + (self.catch_up if length else 0.0)
+
+
+NOTHING_KNOWN = Outlook()
 
 
 class Lengths(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling."""
 
-    def next(self, rows: int) -> int:
-        """Draft length for the next round of `rows` live rows; 0 means plain decoding."""
+    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook depends on timings:
+        a controller that is used under maximal coupling must not look at it."""
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
@@ -31,7 +50,7 @@ class Fixed:
     def __init__(self, length: int):
         self._length = length
 
-    def next(self, rows: int) -> int:
+    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
 
     def observe(self, done: Round) -> None:
@@ -47,7 +66,7 @@ class Bass:
         self._length = min(start, limit)
         self._shrank = 0
 
-    def next(self, rows: int) -> int:
+    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
 
     def observe(self, done: Round) -> None:

@@ -6,7 +6,8 @@ Not here: which rows, when they end, what becomes of them (run.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,9 +17,13 @@ from bass_cli.draft import Drafter, Proposal
 
 from . import accept
 from .batch import Batch, Row
+from .captured import Captured
 from .clock import Clock
-from .graphs import WIDTHS, Graphs, bucket, step_down
-from .lengths import Lengths, Round
+from .graphs import WIDTHS, Graphs, step_down
+from .ladder import Shape, Step
+from .lengths import Lengths, Outlook, Round
+
+_CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
 
 
 class Target(Protocol):
@@ -39,7 +44,7 @@ class Target(Protocol):
 class Loop:
     """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal".
 
-    With `graphs`, a round is captured once for each (rows bucket, draft length) and replayed. `acceptance` is for
+    With `graphs`, rounds are captured and replayed by shape (ladder.py says which). `acceptance` is for
     benchmarks of random weights: each draft is accepted with that probability, and the output means nothing.
     """
 
@@ -50,9 +55,14 @@ class Loop:
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
         self._coupling, self._acceptance = coupling, acceptance
-        # Under maximal coupling the kernels still ask the host.
-        self._captured = graphs is not None and graphs.enabled and coupling == "shared"
-        self._capturing = 0.0  # seconds of this round that went into capturing: no round will take them again
+        # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
+        self.backlog, self.typical = 0.0, math.inf
+        self._captured: Captured | None = None
+        if graphs is not None and graphs.enabled and coupling == "shared":  # under maximal the kernels still ask the host
+            self._captured = Captured(graphs, batch, clock, self._function, exact=coupling == "maximal",
+                                      longest=drafter.longest)
+        self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
+        self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
     @torch.inference_mode()
@@ -86,63 +96,112 @@ class Loop:
     def round(self, deadline: float | None = None) -> Round:
         """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
-        width = self.clock.longest_in_time(self._width(), deadline)
-        self.drafter.prepare(self.batch, width)  # catching up after plain rounds is not what a round of this width costs
-        began = self.clock.now()
-        packed, width = self._replay(width) if self._captured else self._run(width)
+        captured = self._captured
+        if captured is None:
+            width = self.clock.longest_in_time(self._width(), deadline)
+            self.catch_up(width)
+            began = self.clock.now()
+            packed, width = self._run(width)
+        else:
+            captured.renew(self._version)
+            wish = captured.wish("round", self._width_in_time(captured, deadline))
+            step = captured.choose(wish, left=self._left, deadline=deadline)
+            self.catch_up(step.shape.width)
+            began = captured.start()
+            packed, width = self._replay(captured, wish, step)
         kept = self._to_host(packed, width)
-        seconds = self.clock.now() - began - self._capturing
-        self._capturing = 0.0
-        self.clock.observe(width, seconds)
-        done = Round(width, kept, seconds)
+        seconds = self.clock.now() - began
+        done = Round(width, kept, seconds) if captured is None else Round(width, kept, seconds - captured.capturing,
+                                                                          captured.steady)
+        if done.steady:
+            self.clock.observe(width, done.seconds)
+        self._idle = 0 if width else self._idle + 1
         self.lengths.observe(done)
         return done
 
     @torch.inference_mode()
     def prepare(self, rows: Iterable[int], widths: Iterable[int]) -> None:
         """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met."""
-        if not self._captured:
+        captured = self._captured
+        if captured is None:
             return
-        for count, width in itertools.product(rows, widths):
-            self._capture(bucket(count, self.batch.capacity), step_down(min(width, self.drafter.longest)))
-        self._capturing = 0.0
+        captured.renew(self._version)
+        self._behind.fill_(_CATCH_UP[-1] + 2)  # what runs now must not read beyond a row's end
+        for count, width in itertools.product(sorted({captured.bucket(n) for n in rows}), sorted(widths)):
+            width = step_down(min(width, self.drafter.longest))
+            captured.capture(Shape("round", count, width))
+            for tokens in _CATCH_UP if width and self.drafter.on_device else ():
+                captured.capture(Shape("catch up", count, tokens))
+
+    @torch.inference_mode()
+    def catch_up(self, width: int) -> None:
+        """Let the drafter take in what it must before it drafts `width` tokens. It is due to plain rounds before, and not
+        counted as what a round of this width takes."""
+        captured, missing = self._captured, self.drafter.prepare(self.batch, width)
+        if not missing:
+            return
+        if captured is None:
+            began = self.clock.now()
+            self.drafter.catch_up(self.batch, self._behind.fill_(missing + 2), missing)
+            self._catching = self.clock.now() - began
+            return
+        began = captured.start()
+        while missing > 0:
+            wish = captured.wish("catch up", next((count for count in _CATCH_UP if count >= missing), _CATCH_UP[-1]))
+            step = captured.choose(wish, left=self._left)
+            self._behind.fill_(max(missing, step.shape.width) + 2)
+            captured.perform(wish, step)
+            missing -= step.shape.width
+        self._catching = self.clock.now() - began - captured.capturing
+
+    @property
+    def _version(self) -> tuple[int, int, int]:
+        """Changes when what graphs read has moved."""
+        return self.batch.version, self.target.version, self.drafter.version
+
+    @property
+    def _left(self) -> float:
+        """How many rounds there may still be, at most."""
+        return max(row.room for row in self.batch.hosts) + self.backlog / self.batch.capacity
 
     def _width(self) -> int:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
-        wanted = self.lengths.next(len(self.batch))
-        width = max(0, min(wanted, self.drafter.longest, max(row.room for row in self.batch.hosts) - 1))
-        return step_down(width) if self._captured else width
+        rooms = [row.room for row in self.batch.hosts]
+        left = sum(min(room, self.typical) for room in rooms) + self.backlog
+        outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
+                          self._catching if self._idle else 0.0)
+        return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
+
+    def _width_in_time(self, captured: Captured, deadline: float | None) -> int:
+        """The draft length that graphs are made for, and whose round should end by `deadline`, capturing included."""
+        def predict(width: int) -> float:
+            step = captured.choose(captured.wish("round", step_down(width)), left=self._left, deadline=deadline)
+            return self.clock.predict(step.shape.width) + captured.delay(step)
+
+        return step_down(self.clock.longest_in_time(step_down(self._width()), deadline, predict))
 
     def _run(self, width: int) -> tuple[Tensor, int]:
         proposal = self.drafter.propose(self.batch, width)
         return self._verify(proposal).cpu(), proposal.tokens.shape[1]
 
-    def _replay(self, width: int) -> tuple[Tensor, int]:
-        """The same round by a captured graph, which may take some dummy rows too."""
-        live = len(self.batch)
+    def _replay(self, captured: Captured, wish: Shape, step: Step) -> tuple[Tensor, int]:
+        """The same round as a graph, which may take some dummy rows too."""
         if not self.drafter.on_device:
-            tokens = self.drafter.propose(self.batch, width).tokens
-            width = tokens.shape[1]
-            self._drafts[:live, :width] = tokens
-        rows = bucket(live, self.batch.capacity)
-        self._capture(rows, width)
-        assert self.graphs is not None
-        return self.graphs.replay((rows, width)), width
+            tokens = self.drafter.propose(self.batch, step.shape.width).tokens
+            self._drafts[: len(self.batch), : tokens.shape[1]] = tokens
+            if tokens.shape[1] != step.shape.width:
+                wish = wish._replace(width=tokens.shape[1])
+                step = captured.choose(wish, left=self._left, exact=True)
+        packed = captured.perform(wish, step)
+        assert packed is not None
+        return packed, step.shape.width
 
-    def _capture(self, rows: int, width: int) -> None:
-        """See to it that there is a graph of this shape."""
-        batch, graphs = self.batch, self.graphs
-        assert graphs is not None
-        graphs.renew((batch.version, self.target.version, self.drafter.version))
-        if graphs.holds((rows, width)):
-            return
-        began = self.clock.now()
-        batch.pad(rows)
-        with batch.still():
-            graphs.capture((rows, width), lambda: self._verify(self._proposal(rows, width)))
-        batch.pad(None)
-        self._capturing += self.clock.now() - began
+    def _function(self, shape: Shape) -> Callable[[], Tensor | None]:
+        """What a graph of this shape does."""
+        if shape.kind == "round":
+            return lambda: self._verify(self._proposal(shape.rows, shape.width))
+        return lambda: self.drafter.catch_up(self.batch, self._behind, shape.width)
 
     def _proposal(self, rows: int, width: int) -> Proposal:
         if self.drafter.on_device:

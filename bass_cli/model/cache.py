@@ -54,9 +54,10 @@ class Pass(NamedTuple):
 class KVCache:
     """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they share.
 
-    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer;
-    `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing; `version` changes when they move to another address. A
-    prompt span that no row reads and that is closed is free again. Rows that are not live are at base 0.
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer, all of them
+    views of one block [layers, 2, rows, K, span, D], so that a row moves in one copy; `prompt_keys`, `prompt_values`:
+    [K, T, D] a layer, T growing; `version` changes when they move to another address. A prompt span that no row reads
+    and that is closed is free again. Rows that are not live are at base 0.
     """
 
     def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
@@ -64,7 +65,8 @@ class KVCache:
         def zeros(*shape: int) -> list[Tensor]:
             return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
 
-        self.own_keys, self.own_values = zeros(rows, kv_heads, span, head_size), zeros(rows, kv_heads, span, head_size)
+        self._own = torch.zeros(layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device)
+        self.own_keys, self.own_values = list(self._own[:, 0]), list(self._own[:, 1])
         arena = _ARENA.get(device.type, 1024)
         self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
         self.span = span
@@ -115,9 +117,7 @@ class KVCache:
         span = self._of_row[source]
         assert span is not None
         assert self._of_row[target] is None
-        for store in (self.own_keys, self.own_values):
-            for layer in store:
-                layer[target, :, :used] = layer[source, :, :used]
+        self._own[:, :, target, :, :used] = self._own[:, :, source, :, :used]
         span.rows.discard(source)
         self._of_row[source] = None
         self._base[source] = self._start[source] = 0
@@ -142,6 +142,7 @@ class KVCache:
         if ends is not None:
             extent = max(end - self.base(row) for row, end in enumerate(ends))
             assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+        if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
         base = self._base[:rows]
         segments = Segments(positions, base, self._start[:rows], groups, extent)

@@ -1,0 +1,98 @@
+"""Runs a loop's rounds, and its drafter's catching up, as captured graphs over a padded batch.
+
+Not here: what is in them (loop.py), which shapes are worth a graph (ladder.py), CUDA itself (graphs.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Literal
+
+from torch import Tensor
+
+from .batch import Batch
+from .clock import Clock
+from .graphs import Graphs, bucket
+from .ladder import Ladder, Shape, Step
+
+
+class Captured:
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact` and
+    `longest` as for Ladder.
+
+    `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
+    all since then was replayed.
+    """
+
+    def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
+                 *, exact: bool, longest: int):
+        self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
+        self._ladder = Ladder(graphs, exact=exact, longest=longest)
+        self.capturing, self.steady = 0.0, True
+
+    def start(self) -> float:
+        """From now on `capturing` and `steady` count; returns the time."""
+        self.capturing, self.steady = 0.0, True
+        return self._clock.now()
+
+    def renew(self, version: Hashable) -> None:
+        """Drop all graphs if something that they read has moved, as `version` tells."""
+        if self._graphs.renew(version):
+            self._ladder.forget()
+
+    def wish(self, kind: Literal["round", "catch up"], width: int) -> Shape:
+        """The shape made for the live rows."""
+        return Shape(kind, self.bucket(len(self._batch)), width)
+
+    def bucket(self, rows: int) -> int:
+        """So many rows with the dummies that a graph takes."""
+        return bucket(rows, self._batch.capacity)
+
+    def choose(self, wish: Shape, *, left: float, deadline: float | None = None, exact: bool = False) -> Step:
+        """Ladder.choose, but nothing that takes longer than until `deadline`, if there is another way."""
+        step = self._ladder.choose(wish, left=left, exact=exact)
+        if deadline is not None and self._clock.now() + self._ladder.delay(step) > deadline:
+            return self._ladder.choose(wish, left=0, exact=exact)
+        return step
+
+    def delay(self, step: Step) -> float:
+        """Seconds that `step` is likely to take beyond those of a replay."""
+        return self._ladder.delay(step)
+
+    def entries(self) -> tuple[float, ...]:
+        """Ladder.entries for the live rows."""
+        return self._ladder.entries(self.bucket(len(self._batch)))
+
+    def perform(self, wish: Shape, step: Step) -> Tensor | None:
+        """Run a shape as `step` says, for what was wished; its result on the host."""
+        began = self._clock.now()
+        self._ladder.served(wish, step)
+        if step.how == "run":
+            self.steady = False
+            with self._padded(step.shape.rows):
+                found = self._graphs.run(step.shape, self._function(step.shape))
+            self._ladder.took(step, self._clock.now() - began)
+            return found
+        if step.how == "capture":
+            self.capture(step.shape)
+            self._ladder.took(step, self._clock.now() - began)
+            self.capturing += self._clock.now() - began
+        with self._padded(step.shape.rows):
+            return self._graphs.replay(step.shape)
+
+    def capture(self, shape: Shape) -> None:
+        """See to it that there is a graph of this shape."""
+        if self._graphs.holds(shape):
+            return
+        function = self._function(shape)
+        with self._padded(shape.rows), self._batch.still():
+            if not self._graphs.is_warm(shape):
+                self._graphs.run(shape, function)
+            self._graphs.capture(shape, function)
+
+    @contextlib.contextmanager
+    def _padded(self, rows: int) -> Iterator[None]:
+        self._batch.pad(rows)
+        yield
+        self._batch.pad(None)

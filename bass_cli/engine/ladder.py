@@ -1,0 +1,123 @@
+"""Which captured graph serves a round, and when a new one is worth its capture.
+
+A capture takes as long as some fifty plain rounds. So a shape that is asked for is served by the nearest one that is
+captured, until what this lost comes to a capture (the ski-rental rule); a shape that nothing serves runs uncaptured once,
+which compiles and loads all that the capture then needs. All this counts passes, not seconds: two runs of a job choose the
+same shapes. Seconds are measured only to say what a new shape would cost (`entry`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from .graphs import WIDTHS, Graphs, step_down
+
+_CAPTURE = 50.0  # plain passes that a capture takes
+_FEW = 3  # rounds left for which it is not worth capturing anything
+_STEP = 0.2  # what a draft step costs of a pass on the device
+_ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
+_STEP_LAUNCHES = 0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
+_SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
+
+
+class Shape(NamedTuple):
+    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row; in catching up (of a
+    drafter after plain rounds) `width` tokens a row."""
+
+    kind: Literal["round", "catch up"]
+    rows: int
+    width: int
+
+
+class Step(NamedTuple):
+    """A shape, and how to run it: by replaying its graph, uncaptured ("run"), or capturing and then replaying it."""
+
+    shape: Shape
+    how: Literal["replay", "run", "capture"]
+
+
+class Ladder:
+    """The policy for one loop's graphs. `exact`: a round must have the very draft length that was asked for (maximal
+    coupling, where lengths reach the output and must not depend on what happens to be captured). `longest`: the most
+    that the drafter proposes."""
+
+    def __init__(self, graphs: Graphs, *, exact: bool, longest: int):
+        self._graphs, self._exact = graphs, exact
+        self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
+        self._lost: dict[Shape, tuple[int, float]] = {}  # by wish: times another shape served, and passes lost by that
+        self._unit: dict[tuple[str, str], float] = {}  # by kind and how: seconds on the host for a pass
+        self._entries: dict[int, tuple[float, ...]] = {}
+
+    def choose(self, wish: Shape, *, left: float, exact: bool = False) -> Step:
+        """What to run for `wish`, of which at most `left` more may come. `exact`: not another width, this time."""
+        if self._graphs.holds(wish):
+            return Step(wish, "replay")
+        near = self._near(wish, exact=exact)
+        if near is not None:
+            times, lost = self._lost.get(wish, (0, 0.0))
+            if lost < _CAPTURE or left * lost < _CAPTURE * times:
+                return Step(near, "replay")
+        if left < _FEW or not self._graphs.is_warm(wish):
+            return Step(wish, "run")
+        return Step(wish, "capture")
+
+    def served(self, wish: Shape, step: Step) -> None:
+        """`step` was run for `wish`."""
+        if step.shape != wish:
+            times, lost = self._lost.get(wish, (0, 0.0))
+            self._lost[wish] = times + 1, lost + abs(_price(step.shape) - _price(wish))
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Running or capturing a shape kept the host for `seconds`."""
+        key = (step.shape.kind, step.how)
+        self._unit[key] = min(self._unit.get(key, _SECONDS), seconds / _launches(step.shape))
+        self._entries.clear()
+
+    def delay(self, step: Step) -> float:
+        """Seconds that `step` is likely to take beyond those of a replay."""
+        if step.how == "replay":
+            return 0.0
+        return self._unit.get((step.shape.kind, step.how), _SECONDS) * _launches(step.shape)
+
+    def entries(self, rows: int) -> tuple[float, ...]:
+        """For each draft length from 0 the seconds that it takes, once, until rounds of so many rows (dummies included)
+        run at their usual speed: 0 if a graph is there, or one near."""
+        if rows not in self._entries:
+            self._entries[rows] = tuple(self._entry(Shape("round", rows, width)) for width in self._widths)
+        return self._entries[rows]
+
+    def forget(self) -> None:
+        """The graphs have been dropped."""
+        self._entries.clear()
+
+    def _entry(self, wish: Shape) -> float:
+        if self._graphs.holds(wish) or self._near(wish) is not None:
+            return 0.0
+        cold = 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
+        return cold + self.delay(Step(wish, "capture"))
+
+    def _near(self, wish: Shape, *, exact: bool = False) -> Shape | None:
+        """The captured shape that serves instead at the least loss."""
+        fitting = [shape for shape in self._graphs.held() if isinstance(shape, Shape) and shape.kind == wish.kind
+                   and shape.rows >= wish.rows and _serves(shape, wish, self._exact or exact)]
+        return min(fitting, key=lambda shape: abs(_price(shape) - _price(wish)), default=None)
+
+
+def _serves(shape: Shape, wish: Shape, exact: bool) -> bool:
+    """Whether the width will do. Tokens that are known already may be taken in again. Drafts may be more or fewer than
+    asked for, but not none: then nothing would be learnt of them."""
+    if wish.kind == "catch up":
+        return shape.width >= wish.width
+    return shape.width == wish.width or not (exact or (wish.width and not shape.width))
+
+
+def _price(shape: Shape) -> float:
+    """What it costs on the device, in plain passes."""
+    if shape.kind == "catch up":
+        return 1 + shape.rows * shape.width / _ARITHMETIC
+    return 1 + _STEP * shape.width + shape.rows * (shape.width + 1) / _ARITHMETIC
+
+
+def _launches(shape: Shape) -> float:
+    """What it costs on the host, in passes."""
+    return 1 + (_STEP_LAUNCHES * shape.width if shape.kind == "round" else 0.0)

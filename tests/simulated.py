@@ -1,0 +1,65 @@
+"""A whole job without models or a GPU: the real loop, ladder and controllers on a fake clock, chance in place of tensors.
+No tests."""
+
+import random
+
+import torch
+from fakes import FakeGraphs, Ticks
+
+from bass_cli.draft import NoDrafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.lengths import Fixed
+from bass_cli.engine.loop import Loop
+
+
+class Forgetful(NoDrafter):
+    """A draft model as the loop sees it: after plain rounds it lacks a token for each."""
+
+    longest = 1000
+
+    def __init__(self):
+        self._lacks = 0
+
+    def prepare(self, batch, length):
+        lacks = self._lacks
+        self._lacks = 0 if length else lacks + 1
+        return lacks if length else 0
+
+
+class Simulated(Loop):
+    """Each draft stands with chance `rate`; see FakeGraphs for what things take."""
+
+    def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
+        graphs = graphs or FakeGraphs(Ticks())
+        self._chance, self._rate = random.Random(0), rate
+        batch = Batch(rows=rows, context=1024, device=torch.device("cpu"))
+        super().__init__(batch=batch, target=NoDrafter(), drafter=drafter or Forgetful(), lengths=lengths,
+                         coupling="shared", clock=Clock(graphs.ticks), graphs=graphs)
+
+    def _function(self, shape):
+        return lambda: self._result(shape.width) if shape.kind == "round" else None
+
+    def _result(self, width):
+        kept = [next((i for i in range(width) if self._chance.random() > self._rate), width)
+                for _ in range(self.batch.rows)]
+        return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * width + 2, dtype=torch.int64)), 1)
+
+
+def seconds_of(loop, *, prompts=16, n=8, limit=128):
+    """Run a job of prompts x n samples of `limit` tokens; returns its seconds, prefill left out."""
+    waiting = [Row(str(p), s, 0, [1] * 20, limit) for p in range(prompts) for s in range(n)]
+    while waiting or len(loop.batch):
+        while waiting and len(loop.batch) < loop.batch.capacity:
+            loop.admit(waiting.pop(0))
+        loop.backlog = len(waiting) * limit
+        loop.round()
+        for index in reversed(range(len(loop.batch))):
+            if loop.batch.hosts[index].room <= 0:
+                loop.retire(index)
+    return loop.clock.now()
+
+
+def plain_seconds(**job):
+    """The same by plain decoding."""
+    return seconds_of(Simulated(Fixed(0), 0.0, drafter=NoDrafter()), **job)

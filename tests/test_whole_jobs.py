@@ -1,0 +1,105 @@
+"""What whole jobs take, captures included, on a simulated device: `auto` must not be slower than plain decoding."""
+
+import pytest
+from simulated import Simulated, plain_seconds, seconds_of
+
+from bass_cli.engine.forecast import Forecast
+from bass_cli.engine.goodput import Goodput
+from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round
+
+
+def auto_seconds(rate, **job):
+    return seconds_of(Simulated(Goodput(limit=32), rate), **job)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_auto_costs_at_most_a_tenth_where_drafts_fail(rate):
+    assert auto_seconds(rate) <= 1.1 * plain_seconds()
+
+
+def test_auto_wins_where_drafts_stand_and_the_job_is_long():
+    plain = plain_seconds()
+    assert auto_seconds(0.8) < 0.75 * plain
+    assert seconds_of(Simulated(Fixed(4), 0.8)) < 0.65 * plain, "auto could win no more than this"
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_auto_is_plain_decoding_where_the_job_is_too_short_to_win(rate):
+    loop = Simulated(Goodput(limit=32), rate)
+    assert seconds_of(loop, prompts=1, limit=64) <= 1.02 * plain_seconds(prompts=1, limit=64)
+    assert loop.graphs.captures == 1
+
+
+def test_the_last_rows_of_a_batch_are_no_reason_to_capture():
+    """Rows leave one by one: fewer rows and all the shorter last drafts are served by what is there."""
+    loop = Simulated(Fixed(5), 0.7)
+    seconds_of(loop, prompts=3)
+    assert loop.graphs.captures == 1
+    loop = Simulated(Bass(limit=32), 0.7)
+    seconds_of(loop, prompts=3)
+    assert loop.graphs.captures <= 4
+
+
+def taught(controller, *, rate, plain=0.002, step=0.0005, rows=8, most=4):
+    """Rounds of 0 and `most` drafts, of which so many stand on average."""
+    for width in (0, 0, most, 0, most, most):
+        kept = tuple(round(rate * width) for _ in range(rows))
+        controller.observe(Round(width, kept, plain + step * width))
+    controller._opening = []
+    return controller
+
+
+def test_a_length_must_save_more_than_it_costs():
+    controller = taught(Goodput(limit=8), rate=1.0)
+    assert controller.next(8, Outlook(left=1e6, entries=(0.0,) + (0.3,) * 8)) >= 4
+    assert controller.next(8, Outlook(left=50, entries=(0.0,) + (0.3,) * 8)) == 0
+    assert controller.next(8, Outlook(left=50, entries=(0.0,) * 9)) >= 4
+    held = (0.0, 0.3, 0.3, 0.0, 0.3, 0.3, 0.3, 0.3, 0.3)
+    assert controller.next(8, Outlook(left=200, entries=held)) == 3, "what is captured already is better than plain"
+    assert controller.next(8, Outlook(left=50, catch_up=0.3)) == 0
+
+
+def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
+    def rounds_before_a_probe(outlook):
+        controller = taught(Goodput(limit=8), rate=0.0)
+        for number in range(3000):
+            if controller.next(8, outlook):
+                return number
+            controller.observe(Round(0, (0,) * 8, 0.002))
+        return 3000
+
+    assert rounds_before_a_probe(Outlook()) < 40
+    assert 400 < rounds_before_a_probe(Outlook(1e6, (0.0,) + (0.02,) * 8)) < 600
+    assert rounds_before_a_probe(Outlook(100, (0.0,) + (0.02,) * 8)) == 3000, "it could not pay"
+    assert rounds_before_a_probe(Outlook(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 40, "one that is captured can"
+
+
+def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
+    one, other = taught(Goodput(limit=8), rate=1.0), taught(Goodput(limit=8), rate=1.0)
+    one.observe(Round(4, (0,) * 8, 0.9, steady=False))
+    assert one._survival[1] < other._survival[1]
+    assert [one._cost.predict(8, k) for k in range(9)] == [other._cost.predict(8, k) for k in range(9)]
+
+
+def test_one_round_of_many_rows_outweighs_the_first_guess():
+    controller = Goodput(limit=8)
+    controller.observe(Round(4, (0,) * 8, 0.05, steady=False))
+    assert controller._survival[1] < 0.2
+    alone = Goodput(limit=8)
+    alone.observe(Round(4, (0,), 0.05, steady=False))
+    assert alone._survival[1] > 0.4
+
+
+def test_a_forecast_learns_how_long_samples_become():
+    forecast = Forecast(20)
+    forecast.begin(8)
+    assert forecast.length(10) == 21
+    forecast.end(40)
+    forecast.end(60)
+    assert forecast.length(10) == 50
+    assert forecast.waiting(3, ended=False) == 3 + 12
+    assert forecast.waiting(3, ended=True) == 3
+    unknown = Forecast(None)
+    unknown.begin(8)
+    unknown.begin(8)
+    assert unknown.waiting(0, ended=False) == 16
