@@ -50,8 +50,7 @@ class Loop:
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
         self._coupling, self._acceptance = coupling, acceptance
-        # Under maximal coupling the kernels still ask the host.
-        self._captured = graphs is not None and graphs.enabled and coupling == "shared"
+        self._captured = graphs is not None and graphs.enabled
         self._capturing = 0.0  # seconds of this round that went into capturing: no round will take them again
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
@@ -156,7 +155,7 @@ class Loop:
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
-        drafts, probs = proposal
+        drafts, law = proposal
         width = drafts.shape[1]
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
@@ -165,7 +164,7 @@ class Loop:
         elif self._coupling == "shared":
             verdict = accept.shared(drafts, logits, batch.laws, lengths)
         else:
-            verdict = accept.maximal(drafts, probs, logits, batch.laws, lengths)
+            verdict = accept.maximal(drafts, law, logits, batch.laws, lengths)
         batch.commit(verdict.block, verdict.accepted)
         return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
 
