@@ -8,9 +8,10 @@ import triton.language as tl
 @triton.jit
 def philox(c0, c1, c2, c3, key_0, key_1):
     """Philox4x32-10 (noise.py): four words for each counter, all uint32."""
+    factor_0, factor_1 = c0 * 0 + 0xD2511F53, c2 * 0 + 0xCD9E8D57
     for _ in tl.static_range(10):
-        low_0, high_0 = c0 * 0xD2511F53, tl.umulhi(c0, c0 * 0 + 0xD2511F53)
-        low_1, high_1 = c2 * 0xCD9E8D57, tl.umulhi(c2, c2 * 0 + 0xCD9E8D57)
+        low_0, high_0 = c0 * factor_0, tl.umulhi(c0, factor_0)
+        low_1, high_1 = c2 * factor_1, tl.umulhi(c2, factor_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
         key_0 += 0x9E3779B9
         key_1 += 0xBB67AE85
