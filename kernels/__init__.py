@@ -5,14 +5,14 @@ Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W 
 heads, K key/value heads, D head size, S slots of a row's own span, T positions of the prompt store.
 """
 
-from . import reference, sampling
+from . import acceptance, reference, sampling
 from .acceptance import accept_maximal, accept_shared
 from .dispatch import by_device, kind_for, use
 from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
 from .reference import Group, Segments
-from .sampling import draw, log_probability, process
+from .sampling import Law, draw, log_probability
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -21,9 +21,13 @@ rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
 attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.choice")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
+process = by_device(sampling.process, "bass_kernels.truncation")
+draft_sample = by_device(acceptance.draft_sample, "bass_kernels.rejection")
+rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
-    "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Segments", "accept_maximal", "accept_shared",
-    "activation", "attention", "bits", "draw", "embed", "gumbel", "kind_for", "linear", "linear_add", "log_probability",
-    "norm", "norm_up", "pack", "process", "project", "rope_write", "sample", "sample_scored", "uniform", "use",
+    "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Law", "Segments", "accept_maximal", "accept_shared",
+    "activation", "attention", "bits", "draft_sample", "draw", "embed", "gumbel", "kind_for", "linear", "linear_add",
+    "log_probability", "norm", "norm_up", "pack", "process", "project", "rejection_sample", "rope_write", "sample",
+    "sample_scored", "uniform", "use",
 ]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .noise import BONUS, RESIDUAL, TEST, bits, uniform
-from .sampling import draw
+from .noise import BONUS, DRAFT, RESIDUAL, TEST, bits, uniform
+from .sampling import Law, draw, log_probability, process
 
 
 def accept_shared(drafts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,3 +53,31 @@ def accept_maximal(drafts: Tensor, draft_laws: Tensor | None, laws: Tensor, keys
     stream = torch.where(complete, BONUS, RESIDUAL)
     assert target.shape == (rows, vocab)
     return accepted, draw(residual, keys, lengths + accepted, stream=stream, origin=lengths)
+
+
+def draft_sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor,
+                 origins: Tensor) -> tuple[Tensor, Law]:
+    """The draft's side of maximal coupling: tokens [N] int64 drawn from the processed laws of logits [N, V] by noise of the
+    DRAFT stream, and those laws. origins [N] int64: the lengths at the start of the round; the rest as in `sample`."""
+    law = process(logits, temperature, top_k, top_p)
+    return draw(law, keys, positions, stream=DRAFT, origin=origins), Law(law)
+
+
+def rejection_sample(drafts: Tensor, draft_law: Law | None, logits: Tensor, temperature: Tensor, top_k: Tensor,
+                     top_p: Tensor, keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The target's side of maximal coupling: drafts [B, k] int64 drawn from draft_law [B, k, U] (None: point masses), U at
+    most V, against the processed laws of logits [B, k + 1, V]; temperature, top_k, top_p, keys, lengths as in `sample`
+    and `accept_maximal`, [B] each.
+
+    Returns accepted [B] and next [B] as `accept_maximal`; block [B, k + 1] int64: the drafts with next at place
+    `accepted`, valid up to it; and the block's `log_probability` [B, k + 1] float32.
+    """
+    rows, places, vocab = logits.shape
+    laws = [parameter.repeat_interleave(places) for parameter in (temperature, top_k, top_p)]
+    target = process(logits.flatten(0, 1), *laws).view(rows, places, vocab)
+    probabilities = None if draft_law is None else draft_law.values
+    if probabilities is not None and probabilities.shape[-1] < vocab:
+        probabilities = torch.nn.functional.pad(probabilities, (0, vocab - probabilities.shape[-1]))
+    accepted, following = accept_maximal(drafts, probabilities, target, keys, lengths)
+    block = torch.cat((drafts, drafts.new_zeros(rows, 1)), dim=1).scatter(1, accepted[:, None], following[:, None])
+    return accepted, following, block, log_probability(logits, block)

@@ -4,10 +4,21 @@ The processed law of a row: softmax(logits / T) over the tokens kept by top-k, t
 maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does not depend on a sort's order.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .noise import SHARED, bits, bits_all, gumbel
+
+
+class Law(NamedTuple):
+    """Processed laws over V tokens as an op leaves them for another one. values [..., V]: the probabilities, float32; or
+    with edges [..., FIELDS] (truncation.py) the logits from which any of them can be computed."""
+
+    values: Tensor
+    edges: Tensor | None = None
+
 
 _FIRST_LOOK = 128  # how many of the largest logits are sorted before more are
 

@@ -1,20 +1,29 @@
-"""Triton: passes of one program over a part of a row's vocabulary, for choice.py."""
+"""Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py
+and rejection.py."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def gumbel(first, key_0, key_1, position, BLOCK: tl.constexpr):
-    """Gumbel noise of the SHARED stream for tokens first to first + BLOCK; first is a multiple of 4 (noise.py)."""
-    c0 = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    c1, c2, c3 = c0 * 0 + position, c0 * 0, c0 * 0
+def philox(c0, c1, c2, c3, key_0, key_1):
+    """Philox4x32-10 (noise.py): four words for each counter, all uint32."""
+    factor_0, factor_1 = c0 * 0 + 0xD2511F53, c2 * 0 + 0xCD9E8D57
     for _ in tl.static_range(10):
-        low_0, high_0 = c0 * 0xD2511F53, tl.umulhi(c0, c0 * 0 + 0xD2511F53)
-        low_1, high_1 = c2 * 0xCD9E8D57, tl.umulhi(c2, c2 * 0 + 0xCD9E8D57)
+        low_0, high_0 = c0 * factor_0, tl.umulhi(c0, factor_0)
+        low_1, high_1 = c2 * factor_1, tl.umulhi(c2, factor_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ key_0, low_1, high_0 ^ c3 ^ key_1, low_0
         key_0 += 0x9E3779B9
         key_1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
+    """Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4 (noise.py)."""
+    block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    zero = block * 0
+    c0, c1, c2, c3 = philox(block, zero + position, zero + origin, zero + stream, key_0, key_1)
     words = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [BLOCK])
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v / 6)))))
@@ -71,7 +80,7 @@ def everything(logits_ptr, row, start, end, vocab, temperature, divisor, key_0, 
         scores = x
         if temperature > 0:
             if most + 23.0 > score:  # no noise is larger
-                scores = x + gumbel(first, key_0, key_1, position, BLOCK)
+                scores = x + gumbel(first, key_0, key_1, position, 0, 0, BLOCK)
         score, token, best_x = better(score, token, best_x, scores, tokens, x)
     return score, token, best_x, peak, mass, raw_mass
 
@@ -94,7 +103,7 @@ def best_above(logits_ptr, row, start, end, vocab, divisor, key_0, key_1, positi
     for first in range(start, end, BLOCK):
         tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
-            noisy = tl.where(values > x, values + gumbel(first, key_0, key_1, position, BLOCK), -float("inf"))
+            noisy = tl.where(values > x, values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK), -float("inf"))
             score, token, best_x = better(score, token, best_x, noisy, tokens, values)
     return score, token, best_x
 
@@ -122,3 +131,20 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
         _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         mass += tl.sum(tl.where(order(x) >= low, tl.exp(x - peak), 0.0), 0)
     return mass
+
+
+@triton.jit
+def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
+    """What `probability` needs to know of a law, by row(s): divisor, threshold, peak, mass, the only token or -1."""
+    at = edges_ptr + row * FIELDS
+    divisor, threshold = tl.load(at, mask=inside, other=1.0), tl.load(at + 1, mask=inside, other=0.0)
+    peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
+    return divisor, threshold, peak, mass, tl.load(at + 4, mask=inside, other=-1.0).to(tl.int32)
+
+
+@triton.jit
+def probability(raw, tokens, divisor, threshold, peak, mass, only):
+    """The processed law of tokens with these logits: the one arithmetic for draws, tests and residuals."""
+    x = raw / divisor
+    kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
+    return tl.where(only < 0, kept, (tokens == only).to(tl.float32))

@@ -7,17 +7,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bass_kernels import choice, mixing, pointwise, products, ragged, skinny
+from bass_kernels import choice, mixing, pointwise, products, ragged, rejection, skinny, truncation
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
-          "top_p_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr", "inverse_ptr"}  # fmt: skip
-LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr"}
+          "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
+          "inverse_ptr"}  # fmt: skip
+LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
+         "search_ptr", "draft_ptr", "length_ptr", "origin_ptr", "accepted_ptr", "next_ptr", "block_ptr"}  # fmt: skip
+NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
 
 
 def kind(name, kernel):
     if name == "arrived_ptr":
         return "*i32"
-    if name in LONGS or (name == "key_ptr" and kernel.__name__ in ("_look", "_decide")):
+    if name in LONGS or (name == "key_ptr" and kernel.__name__ in NOISY):
         return "*i64"
     if name.endswith("_ptr"):
         return "*fp32" if name in FLOATS else "*bf16"
@@ -36,6 +39,15 @@ if __name__ == "__main__":
     for look in (0, 1, 2):
         compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
     compile_one(choice._decide, BLOCK=1024, FIELDS=8)
+    search = {"SHIFT": 16, "PIVOTS": 16, "CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 20}
+    compile_one(truncation._survey, **search, BLOCK=1024)
+    for last in (False, True):
+        compile_one(truncation._narrow, **search, BLOCK=512, LAST=last)
+    compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
+    spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
+    compile_one(rejection._draw, **spread)
+    for point in (False, True):
+        compile_one(rejection._judge, POINT=point, PLACES=8, **spread)
     for splits, block in ((1, 16), (4, 64)):
         compile_one(ragged._attention, H=28, K=4, D=128, SPLITS=splits, BLOCK_M=block, BLOCK_N=32, BLOCK_D=128,
                     WIDE="tf32")

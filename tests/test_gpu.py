@@ -8,6 +8,7 @@ from checkpoints import FAMILIES, write_checkpoint
 from test_exactness import rows
 from toys import SPAN, Reactive, drive
 
+import bass_kernels as ops
 from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
@@ -68,6 +69,29 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
             assert drafter != "none" or sum(row.drafted for row in live) == 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)
     assert kept > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
+    """With draft lengths that do not depend on time: the same batches uncaptured, and all in plain torch."""
+    target, draft = decoders(family)
+    kept = drafted = 0
+    for drafter in (draft, target, "lookup", "none"):
+        for batch, length in ((1, 3), (2, 6), (5, 4)):
+            ops.use("reference")
+            try:
+                due = drive(loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=False, coupling="maximal"),
+                            rows())
+            finally:
+                ops.use(None)
+            loop = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True, coupling="maximal")
+            live = rows()
+            assert drive(loop, live) == due, f"batch {batch}, {drafter}"
+            assert loop.graphs.captures > 0
+            assert all(len(row.log_probabilities) >= row.limit for row in live)
+            if drafter is draft:
+                kept, drafted = kept + sum(row.accepted for row in live), drafted + sum(row.drafted for row in live)
+    assert 0 < kept < drafted, "all or nothing accepted: this showed little"
 
 
 def test_the_target_drafting_for_itself_accepts_everything(decoders):

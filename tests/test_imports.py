@@ -81,10 +81,11 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/model/tokenizer.py": {"bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
     "bass_cli/draft/__init__.py": {
-        "torch", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.lookup", "bass_cli.draft.model",
+        "torch", "bass_kernels", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.lookup",
+        "bass_cli.draft.model",
     },
     "bass_cli/draft/model.py": {
-        "torch", "bass_cli.draft", MODEL, "bass_cli.engine.sampling", "bass_cli.engine.batch",
+        "torch", "bass_kernels", "bass_cli.draft", MODEL, "bass_cli.engine.sampling", "bass_cli.engine.batch",
     },
     "bass_cli/draft/lookup.py": {"torch", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/__init__.py": set(),
@@ -113,6 +114,11 @@ TABLE: dict[str, set[str]] = {
     "kernels/ragged.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.reference"},
     "kernels/skinny.py": {"torch", "triton", "bass_kernels.launch"},
     "kernels/choice.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
+    "kernels/truncation.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
+    "kernels/rejection.py": {
+        "torch", "triton", "bass_kernels.launch", "bass_kernels.noise", "bass_kernels.sampling", "bass_kernels.truncation",
+        "bass_kernels.vocabulary",
+    },
     "kernels/vocabulary.py": {"triton"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip

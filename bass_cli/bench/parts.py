@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling: str) -> Parts:
     """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
-    graphs = loop.graphs is not None and loop.graphs.enabled and coupling == "shared"
+    graphs = loop.graphs is not None and loop.graphs.enabled
     loop.catch_up(width)
     with _as_in_a_round(batch, graphs):
         proposal = _for_all_rows(drafter.propose(batch, width), batch)
@@ -75,7 +75,7 @@ def _as_in_a_round(batch: Batch, graphs: bool) -> Iterator[None]:
 def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     """A drafter on the host knows no dummy rows; they get drafts of 0."""
     missing = batch.rows - len(proposal.tokens)
-    return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.probs) if missing else proposal
+    return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law) if missing else proposal
 
 
 def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, acceptance: float | None,
@@ -84,7 +84,7 @@ def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, 
         return accept.imposed(proposal.tokens, logits, batch.laws, lengths, acceptance)
     if coupling == "shared":
         return accept.shared(proposal.tokens, logits, batch.laws, lengths)
-    return accept.maximal(proposal.tokens, proposal.probs, logits, batch.laws, lengths)
+    return accept.maximal(proposal.tokens, proposal.law, logits, batch.laws, lengths)
 
 
 def _called(part: Callable[[], object], device: torch.device) -> float:

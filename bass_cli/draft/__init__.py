@@ -7,16 +7,17 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+import bass_kernels as ops
 from bass_cli.engine.batch import Batch
 from bass_cli.model.runner import Runner
 
 
 class Proposal(NamedTuple):
-    """tokens [B, k] int64: k may be smaller than asked for, 0 too. probs [B, k, V]: the laws they were drawn from,
+    """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were drawn from,
     under maximal coupling with a draft model; None means point masses, or shared coupling, which needs no laws."""
 
     tokens: Tensor
-    probs: Tensor | None
+    law: ops.Law | None
 
 
 class Drafter(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Laws
 from bass_cli.engine.sampling import propose_maximal, propose_shared
 from bass_cli.model.runner import Runner
@@ -73,16 +74,24 @@ class ModelDrafter:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
         tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
-        chosen, probs = [], []
+        chosen: list[Tensor] = []
+        drawn_from: list[ops.Law] = []
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
             token, law = self._choose(logits, laws, lengths + step, lengths)
             chosen.append(token)
-            probs.append(law)
+            if law is not None:
+                drawn_from.append(law)
             tokens, positions = token[:, None], (lengths + step)[:, None]
-        return Proposal(torch.stack(chosen, 1), None if probs[0] is None else torch.stack(probs, 1))  # type: ignore[arg-type]
+        return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 
-    def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:
         if self._coupling == "shared":
             return propose_shared(logits, laws, places), None
         return propose_maximal(logits, laws, places, lengths)
+
+
+def _stacked(laws: list[ops.Law]) -> ops.Law:
+    """The laws [B, V] of a round's steps as one, [B, k, V]."""
+    values, edges = zip(*laws, strict=True)
+    return ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))

@@ -54,14 +54,7 @@ def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor
     return tokens.view(places.shape), scores.view(places.shape)
 
 
-def maximal(drafts: Tensor, probs: Tensor | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
-    """Maximal coupling: drafts [B, k] drawn from probs [B, k, U] (None: point masses), U at most V, against the
-    processed laws of logits [B, k + 1, V]; lengths [B] is the position of the first draft."""
-    rows, width, vocab = logits.shape
-    each = laws.repeat(width)
-    target = ops.process(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p).view(rows, width, vocab)
-    if probs is not None and probs.shape[-1] < vocab:
-        probs = torch.nn.functional.pad(probs, (0, vocab - probs.shape[-1]))
-    accepted, following = ops.accept_maximal(drafts, probs, target, laws.keys, lengths)
-    block = torch.cat((drafts, drafts.new_zeros(rows, 1)), dim=1).scatter(1, accepted[:, None], following[:, None])
-    return Verdict(accepted, following, block, ops.log_probability(logits, block))
+def maximal(drafts: Tensor, law: ops.Law | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
+    """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most V, against the processed
+    laws of logits [B, k + 1, V]; lengths [B] is the position of the first draft."""
+    return Verdict(*ops.rejection_sample(drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths))

@@ -58,7 +58,7 @@ class Loop:
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
-        if graphs is not None and graphs.enabled and coupling == "shared":  # under maximal the kernels still ask the host
+        if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self._function, exact=coupling == "maximal",
                                       longest=drafter.longest)
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
@@ -215,7 +215,7 @@ class Loop:
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
-        drafts, probs = proposal
+        drafts, law = proposal
         width = drafts.shape[1]
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
@@ -224,7 +224,7 @@ class Loop:
         elif self._coupling == "shared":
             verdict = accept.shared(drafts, logits, batch.laws, lengths)
         else:
-            verdict = accept.maximal(drafts, probs, logits, batch.laws, lengths)
+            verdict = accept.maximal(drafts, law, logits, batch.laws, lengths)
         batch.commit(verdict.block, verdict.accepted)
         return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
 

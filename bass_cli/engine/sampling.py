@@ -14,8 +14,7 @@ def propose_shared(logits: Tensor, laws: Laws, places: Tensor) -> Tensor:
     return ops.sample(logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places)
 
 
-def propose_maximal(logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+def propose_maximal(logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law]:
     """Tokens [B] and the laws [B, V] they were drawn from, with noise of the draft's own stream; lengths [B] tells
     this round's noise from every other round's."""
-    law = ops.process(logits, laws.temperature, laws.top_k, laws.top_p)
-    return ops.draw(law, laws.keys, places, stream=ops.DRAFT, origin=lengths), law
+    return ops.draft_sample(logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places, lengths)
