@@ -7,11 +7,11 @@ heads, K key/value heads, D head size, S slots of a row's own span, T positions 
 
 from . import reference, sampling
 from .acceptance import accept_maximal, accept_shared
-from .dispatch import by_device, kind_for, use
+from .dispatch import SCHEDULES, attention_schedule, by_device, kind_for, use
 from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .reference import Group, Segments
+from .reference import Group, Segments, Teams
 from .sampling import draw, log_probability, process
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
@@ -23,7 +23,8 @@ sample = by_device(sampling.sample, "bass_kernels.choice")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
 
 __all__ = [
-    "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Segments", "accept_maximal", "accept_shared",
-    "activation", "attention", "bits", "draw", "embed", "gumbel", "kind_for", "linear", "linear_add", "log_probability",
-    "norm", "norm_up", "pack", "process", "project", "rope_write", "sample", "sample_scored", "uniform", "use",
+    "BONUS", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Segments", "Teams", "accept_maximal",
+    "accept_shared", "activation", "attention", "attention_schedule", "bits", "draw", "embed", "gumbel", "kind_for",
+    "linear", "linear_add", "log_probability", "norm", "norm_up", "pack", "process", "project", "rope_write", "sample",
+    "sample_scored", "uniform", "use",
 ]
