@@ -102,12 +102,12 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
         least_splits, most_splits = tl.where(in_team, team_few, few), tl.where(in_team, team_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
-        place = entry * SIZE + line // lines
-        row = tl.load(table_ptr + place, mask=in_team & (line // lines < SIZE), other=-1)
+        taken = tl.where(in_team, SIZE, 0)  # members that the table tells
+        row = tl.load(table_ptr + entry * SIZE + line // lines, mask=line // lines < taken, other=-1)
         row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
-        teamed = tl.load(teamed_ptr + first_row, mask=first_row >= 0, other=0)
+        teamed = tl.load(teamed_ptr + tl.maximum(first_row, 0))
     else:
         least_splits, most_splits = few, splits
         unit, split = program % units, program // units
@@ -182,7 +182,7 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
                 due = splits + tl.where(teamed > 0, team_splits, 0)
                 if SIZE > 1:
                     member = tl.arange(0, SIZE)
-                    counted = tl.load(table_ptr + entry * SIZE + member, mask=in_team, other=-1)
+                    counted = tl.load(table_ptr + entry * SIZE + member, mask=member < taken, other=-1)
                     counted = tl.where(in_team, counted, tl.where(member == 0, entry, -1))
                     counter = arrived_ptr + counted * K + kv
                     state = tl.atomic_add(counter, tl.full([SIZE], 0, tl.int32) + came, mask=counted >= 0) + came

@@ -7,15 +7,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bass_kernels import choice, pointwise, ragged, skinny
+from bass_kernels import choice, pointwise, ragged_kernel, skinny
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr"}  # fmt: skip
+INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr"}
 
 
 def kind(name, kernel):
-    if name == "arrived_ptr":
+    if name in INTEGERS:
         return "*i32"
     if name in LONGS or (name == "key_ptr" and kernel.__name__ in ("_look", "_decide")):
         return "*i64"
@@ -36,9 +37,9 @@ if __name__ == "__main__":
     for look in (0, 1, 2):
         compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
     compile_one(choice._decide, BLOCK=1024, FIELDS=8)
-    for splits, block in ((1, 16), (4, 64)):
-        compile_one(ragged._attention, H=28, K=4, D=128, SPLITS=splits, BLOCK_M=block, BLOCK_N=32, BLOCK_D=128,
-                    WIDE="tf32")
+    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 4, 64, 64), (2, 16, 0, 128), (8, 16, 0, 64)):
+        compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
+                    BLOCK_D=128, WIDE="tf32")
     for splits in (1, 2):
         compile_one(skinny._stream, BIAS=True, SPLITS=splits, BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, EVEN=splits == 1,
                     WIDE="tf32")
