@@ -18,7 +18,6 @@ from .ragged_kernel import attend
 from .reference import Segments
 
 _BLOCK_M = 64
-_TEAM_M = 128  # lines of a team at most
 _FIRST, _FURTHER, _MOST = 2, 4, 64  # programs a processor: whatever the length, for long rows; pieces a row at most
 _KEYS = 256  # keys that make a further piece worth its merge
 
@@ -47,7 +46,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     if dispatch.schedule() != "ragged" or segments.teams is None:
         members = 1
     elif members is None:
-        members = _members(lines)
+        members = _members(lines, rows)
     block_m = max(16, triton.next_power_of_2(lines * members))
     if members == 1:
         block_m = min(_BLOCK_M, block_m)
@@ -74,7 +73,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
         masses, arrived, scale * 1.4426950408889634, window, rows, width, positions.stride(0), positions.stride(1),
         keys.stride(0), keys.stride(1), keys.stride(2), prompt[0].stride(0), prompt[0].stride(1), keys.shape[2], tiles,
         cut.few, max(1, _KEYS // block_n), cut.most, team.few, team.most, team_units, H=heads, K=kv_heads, D=size,
-        SIZE=members, PIECES=triton.next_power_of_2(pieces),
+        SIZE=members, PIECES=1 if pieces == 1 else max(16, triton.next_power_of_2(pieces)),
         PAD=triton.next_power_of_2(rows * width) if dispatch.schedule() == "pad" else 0, BLOCK_M=block_m, BLOCK_N=block_n,
         BLOCK_D=max(16, triton.next_power_of_2(size)), WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=warps, num_stages=stages)
@@ -87,10 +86,10 @@ def _rows(segments: Segments, rows: slice) -> Segments:
                              groups=(), teams=None)
 
 
-def _members(lines: int) -> int:
-    """Rows in a team whose `lines` lines each fill a tile."""
-    fitting = _TEAM_M // lines
-    return 1 if fitting < 2 else min(32, 1 << (fitting.bit_length() - 1))
+def _members(lines: int, rows: int) -> int:
+    """Rows in a team whose `lines` lines each fill a tile; a tile of twice the size if only one row fits."""
+    fitting = min(rows, 32, _BLOCK_M // lines if 2 * lines <= _BLOCK_M else 2 * _BLOCK_M // lines)
+    return 1 << (max(1, fitting).bit_length() - 1)
 
 
 def _cut(wanted: int | Cut | None, units: int, reach: int, device: torch.device) -> Cut:

@@ -76,7 +76,8 @@ def _merge(part_ptr, peak_ptr, mass_ptr, out_ptr, places, cell, height, state, s
                  mask=(state > 0)[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "width", "position_row", "position_place", "span", "tiles", "few", "many", "splits",
+                               "team_few", "team_splits", "team_units"])
 def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position_ptr, base_ptr, start_ptr, teamed_ptr,
            table_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, arrived_ptr, scale, window, rows, width, position_row,
            position_place, key_row, key_head, key_step, prompt_head, prompt_step, span, tiles, few, many, splits,

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     for look in (0, 1, 2):
         compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
     compile_one(choice._decide, BLOCK=1024, FIELDS=8)
-    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 4, 64, 64), (2, 16, 0, 128), (8, 16, 0, 64)):
+    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 16, 64, 64), (2, 16, 0, 128), (8, 32, 0, 64)):
         compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
                     BLOCK_D=128, WIDE="tf32")
     for splits in (1, 2):

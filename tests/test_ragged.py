@@ -150,15 +150,15 @@ def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
 
     monkeypatch.setattr(ragged, "attend", Launch())
     given = case(3)
-    for schedule, count, padded, members in (("ragged", 1, False, 8), ("pad", 1, True, 1), ("split", 8, False, 1)):
+    for schedule, count, padded, members in (("ragged", 1, False, 4), ("pad", 1, True, 1), ("split", 8, False, 1)):
         ops.attention_schedule(schedule)
         launches.clear()
         run(given)
         assert len(launches) == count
         assert all((constants["PAD"] > 0) == padded and constants["SIZE"] == members for _, constants in launches)
-    assert ragged._members(1) == 32
-    assert ragged._members(56) == 2
-    assert ragged._members(65) == 1
+    found = [ragged._members(lines, 64) for lines in (1, 7, 14, 28, 35, 56, 64, 65, 500)]
+    assert found == [32, 8, 4, 2, 2, 2, 2, 1, 1]
+    assert ragged._members(7, 6) == 4
 
 
 def test_long_rows_are_cut_into_more_pieces_and_short_ones_are_not():
