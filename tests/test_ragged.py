@@ -8,6 +8,7 @@ import torch
 from test_triton import DEVICE, DTYPES, close, randn
 
 import bass_kernels as ops
+from bass_cli.model.cache import KVCache
 from bass_cli.model.teams import SIZES, TeamTable, most_tiles
 from bass_kernels import reference
 
@@ -168,6 +169,27 @@ def test_long_rows_are_cut_into_more_pieces_and_short_ones_are_not():
     assert _cut(None, 1, 8192, DEVICE).most > _cut(None, 1, 600, DEVICE).few or DEVICE.type == "cpu"
     given = case(1, kv_heads=1, spans=SPANS[:5], used=USED[:5])
     close(run(given, splits=Cut(1, 8), tile=(16, 4, 2), members=1), due(given, 0), torch.float32)
+
+
+def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
+    """What the store says to a captured pass, against what it says to one that the host takes part in."""
+    monkeypatch.setattr("bass_cli.model.cache._TEAMED", 30)
+    cache = KVCache(layers=1, kv_heads=1, head_size=16, rows=6, span=20, dtype=torch.float32, device=DEVICE)
+    for i, store in enumerate((cache.own_keys, cache.own_values, cache.prompt_keys, cache.prompt_values)):
+        store[0].copy_(randn(*store[0].shape, seed=i))
+    spans = [cache.reserve(length) for length in (40, 70, 10)]
+    for row, which in enumerate((0, 1, 0, 0, 1, 2)):
+        cache.attach(row, spans[which])
+    q, places = randn(6, 1, 3, 16, seed=9), torch.tensor([[9], [0], [5], [3], [11], [7]], device=DEVICE)
+    for rows in (6, 5):
+        positions = places[:rows] + cache.bases(rows)[:, None]
+        ends = (positions[:, 0] + 1).tolist()
+        captured, told = cache.decode(positions, None), cache.decode(positions, ends)
+        wanted = reference.attention(q[:rows], told.own(0), told.prompt(0), told.segments, scale=0.25)
+        close(ops.attention(q[:rows], captured.own(0), captured.prompt(0), captured.segments, scale=0.25), wanted,
+              torch.float32)
+        cache.detach(0)
+        cache.move(rows - 1, 0, 12)
 
 
 def test_tables_of_teams():
