@@ -183,6 +183,7 @@ def bench(
     device: options.Device = None,
     dtype: options.Dtype = None,
     rivals: options.Rivals = None,
+    attention: options.AttentionSchedule = None,
     json_document: options.Document = False,
     plot: options.Plot = None,
     quiet: options.Quiet = False,

@@ -106,5 +106,9 @@ Repeats = Annotated[int | None, _Option("--repeats", envvar="BASS_REPEATS", help
 Rivals = Annotated[
     str | None, _Option("--rivals", envvar="BASS_RIVALS", help="transformers, vllm: measured too where installed.")
 ]
+AttentionSchedule = Annotated[
+    str | None,
+    _Option("--attention", envvar="BASS_ATTENTION", help="How a GPU runs unequal rows: ragged, pad or split [ragged]."),
+]
 Document = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="One JSON document instead of the table.")]
 Plot = Annotated[str | None, _Option("--plot", envvar="BASS_PLOT", help="Charts, as .png too.", metavar="FILE")]

@@ -7,11 +7,11 @@ heads, K key/value heads, D head size, S slots of a row's own span, T positions 
 
 from . import acceptance, reference, sampling
 from .acceptance import accept_maximal, accept_shared
-from .dispatch import by_device, kind_for, use
+from .dispatch import SCHEDULES, attention_schedule, by_device, kind_for, use
 from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .reference import Group, Segments
+from .reference import Group, Segments, Teams
 from .sampling import Law, draw, log_probability
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
@@ -26,8 +26,9 @@ draft_sample = by_device(acceptance.draft_sample, "bass_kernels.rejection")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
-    "BONUS", "DRAFT", "RESIDUAL", "SHARED", "TEST", "Group", "Law", "Segments", "accept_maximal", "accept_shared",
-    "activation", "attention", "bits", "draft_sample", "draw", "embed", "gumbel", "kind_for", "linear", "linear_add",
-    "log_probability", "norm", "norm_up", "pack", "process", "project", "rejection_sample", "rope_write", "sample",
+    "BONUS", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Law", "Segments", "Teams", "accept_maximal",
+    "accept_shared", "activation", "attention", "attention_schedule", "bits", "draft_sample", "draw", "embed", "gumbel",
+    "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack", "process", "project",
+    "rejection_sample", "rope_write", "sample",
     "sample_scored", "uniform", "use",
 ]

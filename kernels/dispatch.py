@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+SCHEDULES = ("ragged", "pad", "split")
 _override: str | None = None
+_schedule = "ragged"
 
 
 def use(kind: str | None) -> None:
@@ -19,6 +21,20 @@ def use(kind: str | None) -> None:
     global _override
     assert kind in ("triton", "reference", None)
     _override = kind
+
+
+def attention_schedule(name: str) -> None:
+    """How the Triton attention runs rows of unequal length from now on: "ragged", one launch, every row its own length, a
+    shared prompt read once; or one of the two schedules of BASS (arXiv 2404.15778, section 3.1), "pad", one launch, every
+    row as long as the longest of the batch; "split", one launch a row, each its own length. The results are the same."""
+    global _schedule
+    assert name in SCHEDULES
+    _schedule = name
+
+
+def schedule() -> str:
+    """What `attention_schedule` set."""
+    return _schedule
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and acceptance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,25 @@ class Group(NamedTuple):
     rows: slice | Tensor
 
 
+class Teams(NamedTuple):
+    """On the device, which rows read one prompt span: the Triton kernels read its keys once for each tile of such rows.
+
+    member [B]: 1 for a row that is in a tile, else 0. tiles: by the most rows of a tile m, a table [N, m] of row numbers;
+    a row is in one tile of each table, and -1 stands where there is no row. All int32.
+    """
+
+    member: Tensor
+    tiles: Mapping[int, Tensor]
+
+
 class Segments(NamedTuple):
     """What each row of a pass may attend to: its prompt's span, then its own.
 
     positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the length of its prompt
     span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
     rows by prompt span, and an upper bound of own slots in use. Slots at positions beyond a query's are not seen:
-    what lies there, rejected drafts included, needs no erasing.
+    what lies there, rejected drafts included, needs no erasing. teams: the rows by prompt span as the Triton kernels take
+    them, or None. reach: an upper bound of all positions for as long as a captured pass is used, 0 if there is none.
     """
 
     positions: Tensor
@@ -42,6 +54,8 @@ class Segments(NamedTuple):
     start: Tensor
     groups: tuple[Group, ...]
     extent: int
+    teams: Teams | None = None
+    reach: int = 0
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:

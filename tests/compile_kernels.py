@@ -7,18 +7,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bass_kernels import choice, mixing, pointwise, products, ragged, rejection, skinny, truncation
+from bass_kernels import choice, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
           "inverse_ptr"}  # fmt: skip
+INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "origin_ptr", "accepted_ptr", "next_ptr", "block_ptr"}  # fmt: skip
 NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
 
 
 def kind(name, kernel):
-    if name == "arrived_ptr":
+    if name in INTEGERS:
         return "*i32"
     if name in LONGS or (name == "key_ptr" and kernel.__name__ in NOISY):
         return "*i64"
@@ -48,9 +49,9 @@ if __name__ == "__main__":
     compile_one(rejection._draw, **spread)
     for point in (False, True):
         compile_one(rejection._judge, POINT=point, PLACES=8, **spread)
-    for splits, block in ((1, 16), (4, 64)):
-        compile_one(ragged._attention, H=28, K=4, D=128, SPLITS=splits, BLOCK_M=block, BLOCK_N=32, BLOCK_D=128,
-                    WIDE="tf32")
+    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 16, 64, 64), (2, 16, 0, 128), (8, 32, 0, 64)):
+        compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
+                    BLOCK_D=128, WIDE="tf32")
     for splits in (1, 2):
         compile_one(skinny._stream, BIAS=True, SPLITS=splits, BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, EVEN=splits == 1,
                     WIDE="tf32")

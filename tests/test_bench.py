@@ -15,6 +15,7 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
+import bass_kernels as ops
 from bass_cli.bench import drive, gate, grid, plot, report
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
@@ -22,7 +23,7 @@ from bass_cli.bench.drive import decode, fill
 from bass_cli.bench.figures import Run, Step, counts, finish_times, latency, round_seconds, spread, tokens_per_second
 from bass_cli.bench.pairs import Models, build_loops, build_models
 from bass_cli.bench.parts import _for_all_rows, measure_parts
-from bass_cli.bench.settings import make_settings
+from bass_cli.bench.settings import ATTENTION, make_settings
 from bass_cli.bench.shapes import SHAPES, count_parameters, spec_of
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
 from bass_cli.bench.weights import LOGIT_SPREAD, random_weights, scale_layers
@@ -31,10 +32,11 @@ from bass_cli.draft import Proposal
 from bass_cli.engine.lengths import Fixed
 from bass_cli.job import UserError
 from bass_cli.model.decoder import Decoder
+from bass_kernels.dispatch import schedule
 
 KEYS = ("pair", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods", "prompts",
         "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
-        "coupling", "device", "dtype", "rivals")  # fmt: skip
+        "coupling", "device", "dtype", "rivals", "attention")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": 0.7}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
@@ -394,6 +396,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--top-p", "2"], "--top-p (or BASS_TOP_P)"),
     (["--shape", "tiny", "--rivals", "transformers"], "rivals need files to load"),
     (["--pair", "smollm2", "--rivals", "vlm"], 'there is no "vlm"; did you mean "vllm"?'),
+    (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did you mean "pad"?'),
+    (["--shape", "tiny", "--attention", "pad,split"], "name one of ragged, pad, split"),
     (["--pair", "smollm2", "--prompts", "none.jsonl"], "none.jsonl: there is no such prompt file"),
     (["--shape", "tiny", "--plot", "chart.pdf"], "the file must end in .png"),
     (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"], "needs shared coupling"),
@@ -416,6 +420,23 @@ def test_what_the_machine_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) 
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "the weights take 0.0 GB and this machine has 0.0 GB" in result.stderr
+
+
+def test_schedules_of_attention_are_the_triton_kernels() -> None:
+    assert ATTENTION == ops.SCHEDULES
+    result = bench("--shape", "tiny", "--device", "cpu", "--attention", "split", *SMALL)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "--attention split: only the Triton kernels" in result.stderr
+
+
+def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    monkeypatch.setattr(ops, "kind_for", lambda tensor: "triton")
+    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note: found.append((wanted.attention, schedule())))
+    for name in ops.SCHEDULES:
+        grid.measure(settings(shape="tiny", methods="plain", attention=name), lambda _: None)
+    assert found == [(name, name) for name in ops.SCHEDULES]
+    assert schedule() == "ragged"
 
 
 def test_charts_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

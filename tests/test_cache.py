@@ -92,6 +92,52 @@ def test_a_row_moves_in_one_copy_and_its_views_are_plain_tensors():
     assert cache.bytes() == 4 * (4 * 3 * 2 * 6 * 4 + 4 * 2 * 1024 * 4)
 
 
+def teams_of(cache, rows, size=4):
+    """What a captured pass would read of the tables: members, tiles without empty places."""
+    segments = cache.decode(torch.zeros(rows, 1, dtype=torch.int64), None).segments
+    tiles = [[row for row in tile if row >= 0] for tile in segments.teams.tiles[size].tolist()]
+    return segments.teams.member.tolist(), [tile for tile in tiles if tile]
+
+
+def test_teams_follow_rows_that_come_go_and_move():
+    cache = store(rows=8)
+    long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
+    cache.attach(0, long)
+    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.teams is None
+    version = cache.version
+    cache.attach(1, other)
+    cache.attach(2, long)
+    assert cache.version == version + 1  # from now on passes are launched with teams
+    tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.teams
+    for row, span in enumerate((short, short, other, long, long), 3):
+        cache.attach(row, span)
+    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
+    cache.detach(0)
+    cache.move(7, 0, 2)
+    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
+    cache.detach(5)
+    cache.move(6, 5, 2)
+    assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
+    with pytest.raises(AssertionError, match="all rows"):
+        teams_of(cache, 5)
+    for row in range(6):
+        cache.detach(row)
+    assert cache.version == version + 1
+    assert tables.member.tolist() == [0] * 8  # the addresses that a captured pass reads are always the same
+    assert all((table == -1).all() for table in tables.tiles.values())
+
+
+def test_how_long_prompts_may_be_is_known_for_as_long_as_the_version_stays():
+    cache = store()
+    cache.reserve(1000)
+    assert (cache.version, cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.reach) == (0, 1024 + 8)
+    cache.reserve(3)
+    assert cache.version == 0
+    cache.reserve(5000)
+    assert cache.version > 0
+    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.reach == 8192 + 8
+
+
 def test_a_row_that_outgrows_its_span_is_our_own_mistake():
     cache = store(span=4)
     cache.attach(0, cache.reserve(2))

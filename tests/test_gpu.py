@@ -94,6 +94,22 @@ def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
     assert 0 < kept < drafted, "all or nothing accepted: this showed little"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, monkeypatch):
+    """A prompt's rows read it together, while they come, end and move; then the paper's schedules, on the same rows."""
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    monkeypatch.setattr("bass_cli.model.cache._TEAMED", 1)
+    for schedule, batch in (("ragged", 3), ("ragged", 5), ("pad", 5), ("split", 5)):
+        ops.attention_schedule(schedule)
+        try:
+            loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
+            assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
+            assert loop.target.cache.decode(torch.zeros(batch, 1).long().cuda(), None).segments.teams is not None
+        finally:
+            ops.attention_schedule("ragged")
+
+
 def test_the_target_drafting_for_itself_accepts_everything(decoders):
     target, _ = decoders("llama")
     live = rows()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_triton import DEVICE, case, close, randn, triton  # noqa: F401 (a fixture)
+from test_ragged import case
+from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
 from bass_kernels import reference

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+import bass_kernels as ops
 from bass_cli import __version__
 from bass_cli.bench import gate, pairs, rivals
 from bass_cli.bench.ceilings import Ceilings, ceilings_of
@@ -27,6 +28,8 @@ from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
+from bass_cli.job import MachineError
+from bass_cli.plan import Plan
 
 _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 Note = Callable[[str], None]
@@ -66,6 +69,17 @@ def measure(settings: Settings, note: Note) -> dict[str, Any]:
     """The whole bench as one document (docs/BENCH.md). `note` takes a line of progress. The gate comes first: if it fails,
     there are no cells and "failures" says why."""
     plan = pairs.plan_for(settings)
+    device = pairs.device_of(settings.job.device) if plan is None else plan.device
+    if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
+        raise MachineError(f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run like that")
+    ops.attention_schedule(settings.attention)
+    try:
+        return _measure(settings, plan, note)
+    finally:
+        ops.attention_schedule("ragged")
+
+
+def _measure(settings: Settings, plan: Plan | None, note: Note) -> dict[str, Any]:
     prompts = prompts_for(settings, plan)
     note("making the models")
     models = pairs.build_models(settings, plan)
@@ -187,6 +201,7 @@ def _describe(settings: Settings) -> dict[str, Any]:
     return {
         "batch_sizes": list(settings.batch_sizes), "methods": list(settings.methods),
         "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "repeats": settings.repeats,
-        "samples_per_prompt": settings.samples_per_prompt, "prompts": settings.prompts, "seed": sampling.seed,
+        "samples_per_prompt": settings.samples_per_prompt, "attention": settings.attention,
+        "prompts": settings.prompts, "seed": sampling.seed,
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
     }

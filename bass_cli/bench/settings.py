@@ -14,6 +14,7 @@ from bass_cli.job import DEFAULT_PAIR, Job, Pair, UserError, load_pair, make_job
 
 PLAIN = "plain"
 RIVALS = ("transformers", "vllm")
+ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
 _JOB_FLAGS = ("temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype")
 _LONGEST = 64  # draft length; the same bound as --draft-length
@@ -38,6 +39,7 @@ class Settings:
     samples_per_prompt: int
     rivals: tuple[str, ...]
     prompts: str | None
+    attention: str
 
     @property
     def longest(self) -> int:
@@ -64,7 +66,8 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptance=given["acceptance"],
                     depth=given["depth"], scale=given["scale"],
                     batch_sizes=batch_sizes, methods=_methods(given["methods"], has_draft=pair.draft != "none"),
-                    rivals=rivals, prompts=given["prompts"], new_tokens=job.sampling.max_new_tokens,
+                    rivals=rivals, prompts=given["prompts"], attention=_attention(given["attention"]),
+                    new_tokens=job.sampling.max_new_tokens,
                     prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", 300),
                     samples_per_prompt=_count(given["samples_per_prompt"], "samples_per_prompt", 1),
                     repeats=_count(given["repeats"], "repeats", 5))
@@ -122,6 +125,13 @@ def _methods(given: str | None, *, has_draft: bool) -> tuple[str, ...]:
         if word != PLAIN and not has_draft:
             raise UserError(f'{_option("methods")}: "{word}" needs a draft, and this pair has none')
     return tuple(dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)]))
+
+
+def _attention(given: str | None) -> str:
+    found = _words(given or ATTENTION[0], ATTENTION, "attention")
+    if len(found) != 1:
+        raise UserError(f"{_option('attention')}: name one of {', '.join(ATTENTION)}")
+    return found[0]
 
 
 def _words(text: str, known: tuple[str, ...], key: str) -> tuple[str, ...]:

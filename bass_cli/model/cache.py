@@ -15,7 +15,11 @@ from torch import Tensor
 
 from bass_kernels import Group, Segments
 
+from .teams import TeamTable
+
 _ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
+_REACH = 1024  # and the prompts' length that passes are cut for, which doubles too
+_TEAMED = 128  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +60,9 @@ class KVCache:
 
     Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer, all of them
     views of one block [layers, 2, rows, K, span, D], so that a row moves in one copy; `prompt_keys`, `prompt_values`:
-    [K, T, D] a layer, T growing; `version` changes when they move to another address. A prompt span that no row reads
-    and that is closed is free again. Rows that are not live are at base 0.
+    [K, T, D] a layer, T growing; `version` changes when they move to another address, and when passes are cut otherwise:
+    as the first rows share a prompt, or a prompt is longer than any was thought to be. A prompt span that no row reads and
+    that is closed is free again. Rows that are not live are at base 0.
     """
 
     def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
@@ -76,9 +81,15 @@ class KVCache:
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
+        self._teams = TeamTable(rows, device)
+        self._sharing = False
+        self._longest = _REACH  # no prompt is longer, for as long as the version is this
 
     def reserve(self, length: int) -> Span:
         """A free span of `length` positions, growing the store if there is none."""
+        while length > self._longest:
+            self._longest *= 2
+            self.version += 1
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
             if taken.start - start >= length:
@@ -109,7 +120,7 @@ class KVCache:
         self._of_row[row] = None
         self._base[row] = self._start[row] = 0
         span.rows.discard(row)
-        self._groups = None
+        self._regroup()
         self._collect(span)
 
     def move(self, source: int, target: int, used: int) -> None:
@@ -137,6 +148,7 @@ class KVCache:
         """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on the host; None if the
         host is not to take part (a captured graph): the kernels then go by what is on the device alone."""
         rows = len(positions)
+        assert not any(self._of_row[rows:]), "a pass takes all rows"
         groups: tuple[Group, ...] = ()
         extent = self.span
         if ends is not None:
@@ -145,7 +157,8 @@ class KVCache:
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
         base = self._base[:rows]
-        segments = Segments(positions, base, self._start[:rows], groups, extent)
+        teams = self._teams.of(rows) if self._sharing else None
+        segments = Segments(positions, base, self._start[:rows], groups, extent, teams, self.span + self._longest)
         # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
         return Pass(positions, positions - base[:, None], segments, self, None)
 
@@ -154,7 +167,8 @@ class KVCache:
         device = self._base.device
         positions = torch.arange(first, first + width, device=device)[None]
         none = torch.zeros(1, dtype=torch.int64, device=device)
-        return Pass(positions, positions, Segments(positions, none, none, (), first + width), self, span)
+        end = first + width
+        return Pass(positions, positions, Segments(positions, none, none, (), end, reach=end), self, span)
 
     def bytes(self) -> int:
         """Memory held, in bytes."""
@@ -165,7 +179,15 @@ class KVCache:
         span.rows.add(row)
         self._of_row[row] = span
         self._base[row], self._start[row] = span.length, span.start
+        self._regroup()
+
+    def _regroup(self) -> None:
         self._groups = None
+        shared = [sorted(span.rows) for span in self._spans if len(span.rows) > 1 and span.length >= _TEAMED]
+        self._teams.update(shared)
+        if shared and not self._sharing:
+            self._sharing = True
+            self.version += 1
 
     def _collect(self, span: Span) -> None:
         if not span.open and not span.rows:
