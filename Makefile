@@ -26,7 +26,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 test-gpu: setup
-	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_rejection.py tests/test_gpu.py
+	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_rejection.py tests/test_truncation.py tests/test_gpu.py
 
 lint: setup
 	$(BIN)/python -m ruff check .
