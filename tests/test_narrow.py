@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_ragged import case
+from test_ragged import case, poisoned
 from test_triton import DEVICE, close, randn, triton  # noqa: F401 (a fixture)
 
 import bass_kernels as ops
@@ -78,38 +78,43 @@ def test_products(dtype, cut, count):
 def test_mix(dtype, splits, wide, window, norms):
     """Attention with rope and cache write in one, for rows on two prompts and none; slots that nobody may see are loud, and
     what is written was NaN."""
-    q, own, prompt, segments = case(wide, dtype)
-    rows, heads, kv_heads, size = 5, q.shape[2], own[0].shape[1], own[0].shape[3]
+    given = case(wide, dtype)
+    q, own, clean, segments = given
+    _q, mine, prompt, _segments = poisoned(given)
+    rows, heads, kv_heads, size = len(q), q.shape[2], own[0].shape[1], own[0].shape[3]
     slots = segments.positions - segments.base[:, None]
-    for tensor in own:
+    for tensor in mine:
         for row in range(rows):
             tensor[row, :, slots[row]] = torch.nan
     qkv = randn(rows * wide, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
     turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - 2, device=DEVICE))
     angles = torch.stack((turns.cos(), turns.sin()))
     weights = (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
-    mine, due_own = tuple(t.clone() for t in own), tuple(t.float() for t in own)
+    due_own = tuple(t.clone().float() for t in own)
     found = mixing.mix(qkv, angles.flatten(1, 2), weights, segments, mine, prompt, heads=heads, eps=EPS, scale=0.25,
                        window=window, splits=splits, keys=32)
     wider = None if weights is None else tuple(w.float() for w in weights)
     q = reference.rope_write(qkv.float().view(rows, wide, -1), tuple(angles), slots, due_own, heads=heads, norms=wider,
                              eps=EPS)
-    due = reference.attention(q, due_own, tuple(t.float() for t in prompt), segments, scale=0.25, window=window)
+    due = reference.attention(q, due_own, tuple(t.float() for t in clean), segments, scale=0.25, window=window)
     close(found.view(rows, wide, -1), due, dtype, factor=2)
     for a, b in zip(mine, due_own, strict=True):
-        close(a, b, dtype)
+        for row in range(rows):
+            close(a[row, :, slots[row]], b[row, :, slots[row]], dtype)
+        assert torch.equal(a.isnan(), poisoned(given)[1][0].isnan())
 
 
 def test_a_token_that_is_fed_twice_counts_once():
     """Catching up from before a row's own span raises positions to its start: tokens repeat."""
     _q, own, prompt, segments = case(1, torch.float32)
-    qkv = randn(5, (6 + 4) * 16, seed=8)
-    angles = torch.ones(2, 5, 8, device=DEVICE)
+    rows = len(segments.base)
+    qkv = randn(rows, (6 + 4) * 16, seed=8)
+    angles = torch.ones(2, rows, 8, device=DEVICE)
     once = mixing.mix(qkv, angles, None, segments, tuple(t.clone() for t in own), prompt, heads=6, eps=EPS, scale=0.25)
-    often = segments._replace(positions=segments.positions.expand(5, 3).contiguous())
+    often = segments._replace(positions=segments.positions.expand(rows, 3).contiguous())
     thrice = mixing.mix(qkv.repeat_interleave(3, 0), angles.repeat_interleave(3, 1), None, often,
                         tuple(t.clone() for t in own), prompt, heads=6, eps=EPS, scale=0.25)
-    close(thrice.view(5, 3, -1), once[:, None].expand(5, 3, -1), torch.float32)
+    close(thrice.view(rows, 3, -1), once[:, None].expand(rows, 3, -1), torch.float32)
 
 
 def test_which_passes_take_them():
@@ -129,5 +134,8 @@ def test_which_passes_take_them():
     for other in ({"biases": frozenset({"qkv", "o"})}, {"parallel": True}, {"gated": False}, {"rope": None},
                   {"norm": Norm("layer", EPS)}, {"norm": Norm("rms", EPS, sandwich=True)}, {"local_rope": spec.rope}):
         assert not serves(replace(spec, **other), few, like, step), other
+    ops.attention_schedule("pad")  # is a kernel of its own
+    assert not serves(spec, few, like, step)
+    ops.attention_schedule("ragged")
     ops.use("reference")
     assert not serves(spec, few, like, step)

@@ -21,11 +21,12 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
     """Whether `run` takes these tokens [B, W]: few of them, no prefill, and a family without exceptions."""
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may not fit
-    from bass_kernels import cuts
+    from bass_kernels import cuts, dispatch
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     rope = spec.rope is not None and spec.local_rope is None
-    return step.prefill is None and tokens.numel() <= cuts.MOST_TOKENS and plain and rope and spec.biases <= {"qkv"}
+    few = step.prefill is None and tokens.numel() <= cuts.MOST_TOKENS and dispatch.schedule() == "ragged"
+    return few and plain and rope and spec.biases <= {"qkv"}
 
 
 def run(spec: Spec, weights: dict[str, Tensor], layers: tuple[int, ...], frequencies: Tensor, tokens: Tensor,
