@@ -56,7 +56,7 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
     step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
     assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
     assert step.segments.base.tolist() == [5, 5, 5]
-    assert step.slots.tolist() == [[1], [2], [1]]
+    assert step.slots().tolist() == [[1], [2], [1]]
     assert step.segments.extent == 3
     assert (cache.own_keys[1][1, :, :2] == 9).all()
 

@@ -73,16 +73,17 @@ class ModelDrafter:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        places = lengths + torch.arange(length, device=batch.device)[:, None]  # by step, so that each is contiguous
         tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
         chosen: list[Tensor] = []
         drawn_from: list[ops.Law] = []
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
-            token, law = self._choose(logits, laws, lengths + step, lengths)
+            token, law = self._choose(logits, laws, places[step], lengths)
             chosen.append(token)
             if law is not None:
                 drawn_from.append(law)
-            tokens, positions = token[:, None], (lengths + step)[:, None]
+            tokens, positions = token[:, None], places[step][:, None]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 
     def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:

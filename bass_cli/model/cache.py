@@ -37,10 +37,13 @@ class Pass(NamedTuple):
     """One forward pass's view of a store: where its tokens stand and what they may see."""
 
     positions: Tensor  # [B, W] int64
-    slots: Tensor  # [B, W] int64: positions - base, where their keys and values go
     segments: Segments
     store: KVCache
     prefill: Span | None  # None: the first B rows; otherwise this prompt's span is the one row's own
+
+    def slots(self) -> Tensor:
+        """Where the keys and values of its tokens go in the rows' own spans, [B, W] int64."""
+        return self.positions - self.segments.base[:, None]
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows' own spans, [B, K, S, D] each."""
@@ -160,7 +163,7 @@ class KVCache:
         teams = self._teams.of(rows) if self._sharing else None
         segments = Segments(positions, base, self._start[:rows], groups, extent, teams, self.span + self._longest)
         # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
-        return Pass(positions, positions - base[:, None], segments, self, None)
+        return Pass(positions, segments, self, None)
 
     def fill(self, span: Span, first: int, width: int) -> Pass:
         """A pass of one row that writes positions [first, first + width) of a prompt into its span."""
@@ -168,7 +171,7 @@ class KVCache:
         positions = torch.arange(first, first + width, device=device)[None]
         none = torch.zeros(1, dtype=torch.int64, device=device)
         end = first + width
-        return Pass(positions, positions, Segments(positions, none, none, (), end, reach=end), self, span)
+        return Pass(positions, Segments(positions, none, none, (), end, reach=end), self, span)
 
     def bytes(self) -> int:
         """Memory held, in bytes."""

@@ -162,21 +162,22 @@ class Decoder:
             places = step.positions.clamp(max=self.spec.context - 1)
             residual = residual + functional.embedding(places, self._weights["positions.weight"])
         angles = tuple(_angles(step.positions, f) for f in self._frequencies)
+        slots = step.slots()
         for slot, i in enumerate(self.layers):
-            residual = self._block(i, slot, residual, step, angles)
+            residual = self._block(i, slot, residual, step, slots, angles)
         if last == 0:
             return None
         if last is not None:
             residual = residual[:, -last:]
         return self._norm("norm", residual)
 
-    def _block(self, i: int, slot: int, residual: Tensor, step: Pass, angles: tuple) -> Tensor:
-        """The residual stream [B, W, width] after layer i with cache layer `slot`."""
+    def _block(self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple) -> Tensor:
+        """The residual stream [B, W, width] after layer i with cache layer `slot`; keys go to `slots` [B, W]."""
         spec, at = self.spec, f"layers.{i}."
         window, own = spec.windows[i], step.own(slot)
         q = ops.project(
             residual, self._affine(at + "norm1"), self._affine(at + "qkv"),
-            angles[1 if window and spec.local_rope else 0], step.slots, own, heads=spec.heads, eps=spec.norm.eps,
+            angles[1 if window and spec.local_rope else 0], slots, own, heads=spec.heads, eps=spec.norm.eps,
             kind=spec.norm.kind,
             norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"]) if spec.norm.qk else None)
         mixed = ops.attention(q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window)
