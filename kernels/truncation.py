@@ -39,8 +39,8 @@ def edges(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> 
     out = torch.empty(rows, FIELDS, dtype=torch.float32, device=logits.device)
     found = torch.empty(rows, chunks, _FOUND, dtype=torch.float32, device=logits.device)
     search = torch.empty(rows, 3, dtype=torch.int64, device=logits.device)
-    given = (logits, temperature, top_k, top_p, found, out, search, counters(logits.device, rows), rows // len(temperature),
-             vocab, chunks)
+    given = (logits, temperature.contiguous(), top_k.contiguous(), top_p.contiguous(), found, out, search,
+             counters(logits.device, rows), rows // len(temperature), vocab, chunks)
     shape = {"SHIFT": _SHIFTS[logits.dtype], "PIVOTS": _PIVOTS, "CHUNK": CHUNK, "CHUNKS": triton.next_power_of_2(chunks),
              "FIELDS": FIELDS, "FOUND": _FOUND, "num_warps": 4}
     _survey[(rows, chunks)](*given, **shape, BLOCK=BLOCK)
