@@ -40,5 +40,5 @@ def after(EARLY: tl.constexpr):
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 2 for the interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    """Streaming multiprocessors of a CUDA device; 1 for the interpreter, where every program costs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -166,7 +166,7 @@ def test_long_rows_are_cut_into_more_pieces_and_short_ones_are_not():
     from bass_kernels.ragged import Cut, _cut
 
     assert _cut(None, 1, 600, DEVICE).most == _cut(None, 1, 600, DEVICE).few
-    assert _cut(None, 1, 8192, DEVICE).most > _cut(None, 1, 600, DEVICE).few or DEVICE.type == "cpu"
+    assert _cut(None, 1, 8192, DEVICE).most > _cut(None, 1, 600, DEVICE).most
     given = case(1, kv_heads=1, spans=SPANS[:5], used=USED[:5])
     close(run(given, splits=Cut(1, 8), tile=(16, 4, 2), members=1), due(given, 0), torch.float32)
 

@@ -4,10 +4,9 @@ and go. Not here: the spans themselves (cache.py), how they are read (kernels).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from bass_kernels import Teams
 
@@ -23,41 +22,37 @@ class TeamTable:
     """`rows` rows at most. For every size: a table of tiles, one after the other from the first on, then -1."""
 
     def __init__(self, rows: int, device: torch.device):
-        self._rows = rows
-        self._held = self._listed(())
-        self._flat = torch.tensor(self._held, dtype=torch.int32, device=device)
+        self._teams: list[list[int]] = []
+        sizes = [rows, *(most_tiles(rows, size) * size for size in SIZES)]
+        self._host = torch.cat([torch.full((count,), -1 if i else 0, dtype=torch.int32) for i, count in enumerate(sizes)])
+        self._parts = self._host.split(sizes)
+        self._flat = self._host.to(device, copy=True)
+        self._views = self._flat.split(sizes)
         self._of: dict[int, Teams] = {}
 
-    def update(self, spans: Iterable[Sequence[int]]) -> None:
+    def update(self, spans: Iterable[list[int]]) -> None:
         """From now on the rows of each of these read one span; those alone in theirs are left out."""
-        values = self._listed([rows for rows in spans if len(rows) > 1])
-        if values != self._held:
-            self._held = values
-            self._flat.copy_(torch.tensor(values, dtype=torch.int32))
+        teams = [rows for rows in spans if len(rows) > 1]
+        if teams == self._teams:
+            return
+        self._teams = teams
+        member, *tables = self._parts
+        member.zero_()
+        member[[row for rows in teams for row in rows]] = 1
+        for size, table in zip(SIZES, tables, strict=True):
+            entries: list[int] = []
+            for rows in teams:
+                entries += rows
+                entries += [-1] * (-len(rows) % size)
+            table[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
+            table[len(entries) :] = -1
+        self._flat.copy_(self._host)
 
     def of(self, rows: int) -> Teams:
         """The tables for a pass of rows 0 to `rows` - 1, which must be all that there are."""
-        if rows in self._of:
-            return self._of[rows]
-        tiles: dict[int, Tensor] = {}
-        at = self._rows
-        for size in SIZES:
-            tiles[size] = self._flat[at : at + most_tiles(rows, size) * size].view(-1, size)
-            at += most_tiles(self._rows, size) * size
-        self._of[rows] = Teams(self._flat[:rows], tiles)
+        if rows not in self._of:
+            member, *tables = self._views
+            tiles = {size: table[: most_tiles(rows, size) * size].view(-1, size)
+                     for size, table in zip(SIZES, tables, strict=True)}
+            self._of[rows] = Teams(member[:rows], tiles)
         return self._of[rows]
-
-    def _listed(self, teams: Sequence[Sequence[int]]) -> list[int]:
-        member = [0] * self._rows
-        for rows in teams:
-            for row in rows:
-                member[row] = 1
-        for size in SIZES:
-            entries: list[int] = []
-            for rows in teams:
-                count = -(-len(rows) // size)
-                for tile in range(count):  # nearly equal parts
-                    part = rows[tile * len(rows) // count : (tile + 1) * len(rows) // count]
-                    entries += [*part, *[-1] * (size - len(part))]
-            member += entries + [-1] * (most_tiles(self._rows, size) * size - len(entries))
-        return member
