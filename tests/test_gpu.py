@@ -1,6 +1,7 @@
 """The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured decoding gives. Float32."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -173,3 +174,17 @@ def test_imposed_acceptance(decoders, rate):
         assert kept == rate * drafted
     else:
         assert 0.5 < kept / rounds < 2.2  # 1.3 expected
+
+
+def test_nothing_is_freed_while_a_graph_is_captured():
+    """Freeing a dead loop's graph in the middle of a capture would end the process."""
+    graphs, seen = Graphs(CUDA), []
+
+    def function():
+        seen.append(gc.isenabled())
+        return torch.zeros(1, device=CUDA)
+
+    graphs.run("key", function)
+    graphs.capture("key", function)
+    assert seen == [True, False]
+    assert gc.isenabled()

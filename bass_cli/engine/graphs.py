@@ -6,7 +6,9 @@ Not here: what is in a round (loop.py), which keys there are and when one is cap
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+import gc
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -74,7 +76,7 @@ class Graphs:
         host = None if like is None else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
             found = function()
             if host is not None and found is not None:
                 host.copy_(found, non_blocking=True)
@@ -87,3 +89,15 @@ class Graphs:
         graph.replay()
         torch.cuda.current_stream().synchronize()
         return host
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph of some dead loop that happens to be freed while another is captured ends the process."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
