@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import after, counters, overlap
+from .launch import counters
 from .vocabulary import best_above, better, everything, law, mass_above, nobody, top_mass
 
 _BLOCK = 1024
@@ -36,7 +36,7 @@ def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     scores = torch.empty(rows, dtype=torch.float32, device=logits.device)
     given = (logits, temperature, top_k, top_p, keys.contiguous(), positions.contiguous(), found, tokens, scores)
-    shape = {"BLOCK": _BLOCK, "FIELDS": _FIELDS, "num_warps": 4, **overlap(logits.device)}
+    shape = {"BLOCK": _BLOCK, "FIELDS": _FIELDS, "num_warps": 4}
     spread = {"CHUNK": _CHUNK, "CHUNKS": triton.next_power_of_2(chunks), **shape}
     arrived = counters(logits.device, rows)
     for look in _LOOKS:
@@ -54,9 +54,8 @@ def _within(above, count, top_k, top_p, mass):
 @triton.jit
 def _look(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_ptr, found_ptr, token_ptr, score_ptr,
           arrived_ptr, vocab, chunks, LOOK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-          FIELDS: tl.constexpr, EARLY: tl.constexpr):
+          FIELDS: tl.constexpr):
     """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
-    after(EARLY)
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
@@ -147,9 +146,8 @@ def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, sc
 
 @triton.jit
 def _decide(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_ptr, found_ptr, token_ptr, score_ptr,
-            vocab, chunks, BLOCK: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr):
+            vocab, chunks, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
     """What no look has settled: one program a row goes on until it is."""
-    after(EARLY)
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     now = tl.load(state + 2)

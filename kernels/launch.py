@@ -21,13 +21,16 @@ def counters(device: torch.device, count: int) -> Tensor:
     return held
 
 
+def overlap(early: bool, device: torch.device) -> dict[str, Any]:
+    """Launch options; with `early` a kernel may begin before the one ahead of it is done, where the device can do that
+    (programmatic dependent launch): it must call `after` before it reads what others wrote."""
+    return {"EARLY": True, "launch_pdl": True} if early and _can_overlap(device) else {"EARLY": False}
+
+
 @functools.cache
-def overlap(device: torch.device) -> dict[str, Any]:
-    """Launch options with which a kernel may begin before the one ahead of it is done (programmatic dependent launch): it
-    must call `after` before it reads what others wrote."""
+def _can_overlap(device: torch.device) -> bool:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    able = hopper and hasattr(tl.extra.cuda, "gdc_wait")
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+    return hopper and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @triton.jit

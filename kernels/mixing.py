@@ -17,7 +17,7 @@ _NEW = 16  # the most new tokens of a row
 
 def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segments: Segments, own: tuple[Tensor, Tensor],
         prompt: tuple[Tensor, Tensor], *, heads: int, eps: float, scale: float, window: int = 0,
-        splits: int | None = None, keys: int = 64, warps: int = 4) -> Tensor:
+        splits: int | None = None, keys: int = 64, warps: int = 4, early: bool = False) -> Tensor:
     """Attention's output [B W, H D] for qkv [B W, (H + 2K) D] as a product leaves it and angles [2, B W, half] of rope.
 
     segments.positions [B, W] must rise by one from place to place, or repeat where the same token is fed again, and must
@@ -44,7 +44,7 @@ def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segmen
         wide, rows, window, eps, scale * 1.4426950408889634, own[0].stride(0), own[0].stride(1), own[0].stride(2),
         prompt[0].stride(0), prompt[0].stride(1), H=heads, K=kv_heads, D=size, HALF=angles.shape[2],
         NORMS=norms is not None, NEW=_NEW, BLOCK_Q=block_q, BLOCK_D=block_d, KEYS=keys, SPLITS=splits,
-        WIDE="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps, **overlap(qkv.device))
+        WIDE="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps, **overlap(early, qkv.device))
     return out
 
 

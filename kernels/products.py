@@ -29,7 +29,7 @@ class Stream(NamedTuple):
 
 
 def begin(tokens: Tensor, positions: Tensor, embed: Tensor, norm: Tensor, inverse: Tensor, *,
-          scale: float = 1.0) -> tuple[Stream, Tensor]:
+          scale: float = 1.0, early: bool = False) -> tuple[Stream, Tensor]:
     """The embedding of tokens [N], and the cosines and sines [2, N, half] of positions [N] times frequencies [half]."""
     count, width = tokens.numel(), embed.shape[1]
     cut = Cut(256, 256, 1, 0, 4)
@@ -38,11 +38,12 @@ def begin(tokens: Tensor, positions: Tensor, embed: Tensor, norm: Tensor, invers
     _begin[(triton.cdiv(width, cut.columns),)](
         tokens.contiguous(), positions.contiguous(), embed, inverse, angles, norm, *stream, count,
         torch.tensor(scale, dtype=embed.dtype).item(), VOCAB=len(embed), WIDTH=width, HALF=len(inverse), EACH=cut.columns,
-        M=MOST_TOKENS, N=cut.block, num_warps=4, **overlap(embed.device))
+        M=MOST_TOKENS, N=cut.block, num_warps=4, **overlap(early, embed.device))
     return stream, angles
 
 
-def project(stream: Stream, weight: Tensor, bias: Tensor | None, *, eps: float, cut: Cut | None = None) -> Tensor:
+def project(stream: Stream, weight: Tensor, bias: Tensor | None, *, eps: float, cut: Cut | None = None,
+            early: bool = False) -> Tensor:
     """norm(stream) W^T + bias: [N, lines] for weight [lines, width]."""
     count, depth = stream.x.shape
     lines = len(weight)
@@ -50,41 +51,43 @@ def project(stream: Stream, weight: Tensor, bias: Tensor | None, *, eps: float, 
     out = stream.x.new_empty(count, lines)
     _project[cut.grid(lines)](
         stream.x, weight, weight if bias is None else bias, stream.squares, out, *_pieces(cut, lines, out), count, eps,
-        TILES=len(stream.squares), BIAS=bias is not None, **_shape(cut, lines, depth, out))
+        TILES=len(stream.squares), BIAS=bias is not None, **_shape(cut, lines, depth, out, early))
     return out
 
 
-def add(x: Tensor, weight: Tensor, stream: Stream, norm: Tensor, *, cut: Cut | None = None) -> Stream:
+def add(x: Tensor, weight: Tensor, stream: Stream, norm: Tensor, *, cut: Cut | None = None,
+        early: bool = False) -> Stream:
     """The stream plus x W^T, before the norm with weight `norm`: x [N, depth], weight [width, depth]."""
     count, depth = x.shape
     lines = len(weight)
     cut = cut or cut_for(lines, depth, weight.device, split=True)
     out = _stream(count, lines, cut, weight)
     _add[cut.grid(lines)](x, weight, norm, stream.residual, *out, *_pieces(cut, lines, x), count,
-                          **_shape(cut, lines, depth, x))
+                          **_shape(cut, lines, depth, x, early))
     return out
 
 
-def gate_up(stream: Stream, weight: Tensor, *, eps: float, activation: str, cut: Cut | None = None) -> Tensor:
+def gate_up(stream: Stream, weight: Tensor, *, eps: float, activation: str, cut: Cut | None = None,
+            early: bool = False) -> Tensor:
     """activation(norm(stream) G^T) * (norm(stream) U^T): [N, lines] for weight [2 lines, width], G over U."""
     count, depth = stream.x.shape
     lines = len(weight) // 2
     cut = cut or cut_for(lines, depth, weight.device, pair=True)
     out = stream.x.new_empty(count, lines)
-    shape = _shape(cut, lines, depth, out)
+    shape = _shape(cut, lines, depth, out, early)
     del shape["SPLITS"]
     _gate_up[cut.grid(lines)](stream.x, weight, stream.squares, out, count, eps, TILES=len(stream.squares),
                               KIND=KINDS[activation], **shape)
     return out
 
 
-def finish(stream: Stream, norm: Tensor, *, eps: float) -> Tensor:
+def finish(stream: Stream, norm: Tensor, *, eps: float, early: bool = False) -> Tensor:
     """norm(stream): [N, width]."""
     count, width = stream.x.shape
     out = torch.empty_like(stream.x)
     _finish[(count, triton.cdiv(width, 512))](
         stream.residual, norm, stream.squares, out, eps, WIDTH=width, TILES=len(stream.squares), M=MOST_TOKENS, BLOCK=512,
-        num_warps=4, **overlap(norm.device))
+        num_warps=4, **overlap(early, norm.device))
     return out
 
 
@@ -103,10 +106,10 @@ def _pieces(cut: Cut, lines: int, out: Tensor) -> tuple[Tensor, Tensor]:
     return parts, counters(out.device, tiles)
 
 
-def _shape(cut: Cut, lines: int, depth: int, like: Tensor) -> dict[str, object]:
+def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[str, object]:
     return {"LINES": lines, "DEPTH": depth, "EACH": cut.columns, "N": cut.block, "SPLITS": cut.splits, "DEEP": cut.deep,
             "STAGES": cut.stages, "M": MOST_TOKENS, "WIDE": "ieee" if like.dtype == torch.float32 else "tf32",
-            "num_warps": cut.warps, **overlap(like.device)}
+            "num_warps": cut.warps, **overlap(early, like.device)}
 
 
 @triton.jit

@@ -46,7 +46,7 @@ class Segments(NamedTuple):
     span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
     rows by prompt span, and an upper bound of own slots in use. Slots at positions beyond a query's are not seen:
     what lies there, rejected drafts included, needs no erasing. teams: the rows by prompt span as the Triton kernels take
-    them, or None. reach: an upper bound of all positions for as long as a captured pass is used, 0 if there is none.
+    them, or None.
     """
 
     positions: Tensor
@@ -55,7 +55,6 @@ class Segments(NamedTuple):
     groups: tuple[Group, ...]
     extent: int
     teams: Teams | None = None
-    reach: int = 0
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -93,7 +93,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/draft/lookup.py": {"torch", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/__init__.py": set(),
     "bass_cli/engine/batch.py": {"torch"},
-    "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
+    "bass_cli/engine/loop.py": {"torch", "numpy", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/graphs.py": {"torch"},

@@ -123,6 +123,10 @@ class Batch:
         """Each live row's length plus `further`, from the host; None while padded."""
         return None if self._padded is not None else [len(row.tokens) + further for row in self.hosts]
 
+    def rooms(self) -> list[int]:
+        """How many more tokens each live row may generate."""
+        return [row.limit + row.prompt_length - len(row.tokens) for row in self.hosts]
+
     @property
     def laws(self) -> Laws:
         rows = self.rows

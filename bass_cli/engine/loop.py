@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -98,14 +99,15 @@ class Loop:
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
         captured = self._captured
         if captured is None:
-            width = self.clock.longest_in_time(self._width(), deadline)
+            width = self.clock.longest_in_time(self._width(self.batch.rooms()), deadline)
             self.catch_up(width)
             began = self.clock.now()
             packed, width = self._run(width)
         else:
             captured.renew(self._version)
-            wish = captured.wish("round", self._width_in_time(captured, deadline))
-            step = captured.choose(wish, left=self._left, deadline=deadline)
+            rooms = self.batch.rooms()
+            wish = captured.wish("round", self._width_in_time(captured, deadline, rooms))
+            step = captured.choose(wish, left=self._left(rooms), deadline=deadline)
             self.catch_up(step.shape.width)
             began = captured.start()
             packed, width = self._replay(captured, wish, step)
@@ -148,7 +150,7 @@ class Loop:
         began = captured.start()
         while missing > 0:
             wish = captured.wish("catch up", next((count for count in _CATCH_UP if count >= missing), _CATCH_UP[-1]))
-            step = captured.choose(wish, left=self._left)
+            step = captured.choose(wish, left=self._left(self.batch.rooms()))
             self._behind.fill_(max(missing, step.shape.width) + 2)
             captured.perform(wish, step)
             missing -= step.shape.width
@@ -159,27 +161,29 @@ class Loop:
         """Changes when what graphs read has moved."""
         return self.batch.version, self.target.version, self.drafter.version
 
-    @property
-    def _left(self) -> float:
+    def _left(self, rooms: list[int]) -> float:
         """How many rounds there may still be, at most."""
-        return max(row.room for row in self.batch.hosts) + self.backlog / self.batch.capacity
+        return max(rooms) + self.backlog / self.batch.capacity
 
-    def _width(self) -> int:
+    def _width(self, rooms: list[int]) -> int:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
-        rooms = [row.room for row in self.batch.hosts]
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
         outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
                           self._catching if self._idle else 0.0)
         return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
 
-    def _width_in_time(self, captured: Captured, deadline: float | None) -> int:
+    def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
         """The draft length that graphs are made for, and whose round should end by `deadline`, capturing included."""
+        wanted = step_down(self._width(rooms))
+        if deadline is None:
+            return wanted
+
         def predict(width: int) -> float:
-            step = captured.choose(captured.wish("round", step_down(width)), left=self._left, deadline=deadline)
+            step = captured.choose(captured.wish("round", step_down(width)), left=self._left(rooms), deadline=deadline)
             return self.clock.predict(step.shape.width) + captured.delay(step)
 
-        return step_down(self.clock.longest_in_time(step_down(self._width()), deadline, predict))
+        return step_down(self.clock.longest_in_time(wanted, deadline, predict))
 
     def _run(self, width: int) -> tuple[Tensor, int]:
         proposal = self.drafter.propose(self.batch, width)
@@ -192,7 +196,7 @@ class Loop:
             self._drafts[: len(self.batch), : tokens.shape[1]] = tokens
             if tokens.shape[1] != step.shape.width:
                 wish = wish._replace(width=tokens.shape[1])
-                step = captured.choose(wish, left=self._left, exact=True)
+                step = captured.choose(wish, left=self._left(self.batch.rooms()), exact=True)
         packed = captured.perform(wish, step)
         assert packed is not None
         return packed, step.shape.width
@@ -230,9 +234,9 @@ class Loop:
 
     def _to_host(self, packed: Tensor, width: int) -> tuple[int, ...]:
         """Extends the Rows by what a round gave (on the host); returns accepted by row."""
-        packed = packed[: len(self.batch)]
-        values = packed[:, width + 2 :].to(torch.int32).view(torch.float32).tolist()
-        lines = packed[:, : width + 2].tolist()
+        table = packed[: len(self.batch)].numpy()
+        values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
+        lines = table[:, : width + 2].tolist()
         for row, line, score in zip(self.batch.hosts, lines, values, strict=True):
             count = line[0] + 1
             row.tokens += line[1 : 1 + count]

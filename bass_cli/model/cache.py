@@ -18,8 +18,7 @@ from bass_kernels import Group, Segments
 from .teams import TeamTable
 
 _ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
-_REACH = 1024  # and the prompts' length that passes are cut for, which doubles too
-_TEAMED = 128  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
+_TEAMED = 1024  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 
 
 @dataclass(slots=True, eq=False)
@@ -63,9 +62,9 @@ class KVCache:
 
     Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer, all of them
     views of one block [layers, 2, rows, K, span, D], so that a row moves in one copy; `prompt_keys`, `prompt_values`:
-    [K, T, D] a layer, T growing; `version` changes when they move to another address, and when passes are cut otherwise:
-    as the first rows share a prompt, or a prompt is longer than any was thought to be. A prompt span that no row reads and
-    that is closed is free again. Rows that are not live are at base 0.
+    [K, T, D] a layer, T growing; `version` changes when they move to another address, and when the first rows share a long
+    prompt (passes are launched otherwise then). A prompt span that no row reads and that is closed is free again. Rows that
+    are not live are at base 0.
     """
 
     def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
@@ -86,13 +85,9 @@ class KVCache:
         self._groups: tuple[Group, ...] | None = None
         self._teams = TeamTable(rows, device)
         self._sharing = False
-        self._longest = _REACH  # no prompt is longer, for as long as the version is this
 
     def reserve(self, length: int) -> Span:
         """A free span of `length` positions, growing the store if there is none."""
-        while length > self._longest:
-            self._longest *= 2
-            self.version += 1
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
             if taken.start - start >= length:
@@ -161,7 +156,7 @@ class KVCache:
             groups = self._rows_by_span(rows)
         base = self._base[:rows]
         teams = self._teams.of(rows) if self._sharing else None
-        segments = Segments(positions, base, self._start[:rows], groups, extent, teams, self.span + self._longest)
+        segments = Segments(positions, base, self._start[:rows], groups, extent, teams)
         # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
         return Pass(positions, segments, self, None)
 
@@ -170,8 +165,7 @@ class KVCache:
         device = self._base.device
         positions = torch.arange(first, first + width, device=device)[None]
         none = torch.zeros(1, dtype=torch.int64, device=device)
-        end = first + width
-        return Pass(positions, Segments(positions, none, none, (), end, reach=end), self, span)
+        return Pass(positions, Segments(positions, none, none, (), first + width), self, span)
 
     def bytes(self) -> int:
         """Memory held, in bytes."""
@@ -187,7 +181,8 @@ class KVCache:
     def _regroup(self) -> None:
         self._groups = None
         shared = [sorted(span.rows) for span in self._spans if len(span.rows) > 1 and span.length >= _TEAMED]
-        self._teams.update(shared)
+        if shared or self._sharing:
+            self._teams.update(shared)
         if shared and not self._sharing:
             self._sharing = True
             self.version += 1
