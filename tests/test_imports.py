@@ -65,7 +65,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/report.py": {"rich"},
     "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},
     "bass_cli/model/__init__.py": set(),
-    "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache"},
+    "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
+    "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
     "bass_cli/model/cache.py": {"torch", "bass_kernels", f"{MODEL}.teams"},
     "bass_cli/model/teams.py": {"torch", "bass_kernels"},
     "bass_cli/model/runner.py": {"torch", f"{MODEL}.cache", f"{MODEL}.decoder"},
@@ -112,7 +113,7 @@ TABLE: dict[str, set[str]] = {
     "kernels/fused.py": {
         "torch", "bass_kernels.dispatch", "bass_kernels.linear", "bass_kernels.reference", "bass_kernels.skinny",
     },
-    "kernels/launch.py": {"torch"},
+    "kernels/launch.py": {"torch", "triton"},
     "kernels/pointwise.py": {"torch", "triton"},
     "kernels/ragged.py": {
         "torch", "triton", "bass_kernels.dispatch", "bass_kernels.launch", "bass_kernels.ragged_kernel",
@@ -120,6 +121,12 @@ TABLE: dict[str, set[str]] = {
     },
     "kernels/ragged_kernel.py": {"triton"},
     "kernels/skinny.py": {"torch", "triton", "bass_kernels.launch"},
+    "kernels/cuts.py": {"torch", "triton", "bass_kernels.launch"},
+    "kernels/tiles.py": {"triton"},
+    "kernels/products.py": {
+        "torch", "triton", "bass_kernels.cuts", "bass_kernels.launch", "bass_kernels.pointwise", "bass_kernels.tiles",
+    },
+    "kernels/mixing.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.reference"},
     "kernels/choice.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
     "kernels/truncation.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
     "kernels/rejection.py": {
