@@ -9,7 +9,7 @@ import sys
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 
 def main(target: str, files: list[str]) -> None:
@@ -18,7 +18,7 @@ def main(target: str, files: list[str]) -> None:
         with open(file, encoding="utf-8") as source:
             document = json.load(source)
         cells = document["cells"]
-        names = [cell["method"] if cell["method"] in ("plain", "auto", "bass") else f"length {cell['method']}" for cell in cells]
+        names = [f"length {cell['method']}" if cell["method"].isdigit() else cell["method"] for cell in cells]
         means = [cell["ms_per_token"]["mean"] for cell in cells]
         bars = axis.bar(names, means, color="tab:blue")
         axis.bar_label(bars, fmt="%.2f")

@@ -3,6 +3,8 @@
 Run as a script, without the interpreter: prints a line a kernel.
 """
 
+import multiprocessing
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -28,12 +30,21 @@ def kind(name, kernel):
     return "fp32" if name in ("eps", "scale") else "i32"
 
 
+FORMS = []  # what is to be compiled: (kernel, constants)
+
+
 def compile_one(kernel, **constants):
+    FORMS.append((kernel, constants))
+
+
+def compiled(place):
+    """Compiles the form at that place in FORMS; returns what it was."""
+    kernel, constants = FORMS[place]
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    print(kernel.__name__, constants)
+    return f"{kernel.__name__} {constants}"
 
 
 if __name__ == "__main__":
@@ -68,3 +79,5 @@ if __name__ == "__main__":
     compile_one(products._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
     compile_one(mixing._mix, H=14, K=2, D=64, HALF=32, NORMS=True, NEW=16, BLOCK_Q=16, BLOCK_D=64, KEYS=64, SPLITS=8,
                 WIDE="tf32", EARLY=True)
+    with multiprocessing.get_context("fork").Pool() as pool:
+        print(*pool.imap(compiled, range(len(FORMS))), sep="\n")
