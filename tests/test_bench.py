@@ -321,7 +321,8 @@ def test_the_document() -> None:
         assert 0 < ms["first"] <= ms["mean"] <= ms["last"] < 1e4
         for key, (least, most) in cell["ms_per_token_spread"].items():
             assert least <= ms[key] <= most
-        assert set(cell["parts_ms"]) == {"draft", "draft_step", "verify", "accept", "verify_and_accept", "host", "round"}
+        assert set(cell["parts_ms"]) == {"draft", "draft_step", "verify", "accept", "verify_and_accept", "device", "host",
+                                           "round"}
         assert cell["shares"] is None or sum(cell["shares"].values()) == pytest.approx(1.0)
         assert cell["method"] != "plain" or cell["speedup"] == 1.0
         assert cell["captures_while_measured"] == 0

@@ -79,14 +79,14 @@ def _round_ms(runs: Sequence[Run], width: int) -> float | None:
 
 
 def _parts_ms(parts: Parts, round_ms: float | None) -> dict[str, float | None]:
-    together = parts.draft + parts.verify + parts.accept
     return {
         "draft": parts.draft * 1000.0,
         "draft_step": parts.draft * 1000.0 / parts.width if parts.width else None,
         "verify": parts.verify * 1000.0,
         "accept": parts.accept * 1000.0,
         "verify_and_accept": (parts.verify + parts.accept) * 1000.0,
-        "host": None if round_ms is None else round_ms - together * 1000.0,
+        "device": parts.device * 1000.0,
+        "host": None if round_ms is None else round_ms - parts.device * 1000.0,
         "round": round_ms,
     }
 
@@ -95,7 +95,8 @@ def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
     if round_ms is None:
         return None
     shares = {key: getattr(parts, key) * 1000.0 / round_ms for key in ("draft", "verify", "accept")}
-    return shares | {"host": 1.0 - sum(shares.values())}
+    device = parts.device * 1000.0 / round_ms
+    return shares | {"other": device - sum(shares.values()), "host": 1.0 - device}
 
 
 def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How long the parts of a round take, each run alone: draft, verify, accept. Measured apart from the timed runs.
 
-On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a round's graph; elsewhere
-by the wall clock. What a round takes beyond its parts is the host's.
+On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a round's graph, and so is
+the whole of it; elsewhere by the wall clock. What a round takes beyond that whole is the host's.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from bass_cli.draft import Proposal
 from bass_cli.engine import accept
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.graphs import bucket
+from bass_cli.engine.ladder import Shape
 from bass_cli.engine.loop import Loop
 
 _CALLS, _REPLAYS = 5, 50
 
 
 class Parts(NamedTuple):
-    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass; coupling and commit."""
+    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass; coupling and commit;
+    everything that a round does but for the host's part, also what joins those three."""
 
     width: int
     draft: float
     verify: float
     accept: float
+    device: float
 
 
 @torch.inference_mode()
@@ -57,7 +60,11 @@ def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling:
             return _replayed(part) if captured else _called(part, batch.device)
 
         draft = seconds(lambda: drafter.propose(batch, width), graphs and drafter.on_device) if width else 0.0
-        return Parts(width, draft, seconds(lambda: target.forward(tokens, positions, batch.ends(width))), seconds(decide))
+        verify, choice = seconds(lambda: target.forward(tokens, positions, batch.ends(width))), seconds(decide)
+        whole = draft + verify + choice
+        if graphs:
+            whole = seconds(loop.function(Shape("round", batch.rows, width))) + (0.0 if drafter.on_device else draft)
+        return Parts(width, draft, verify, choice, whole)
 
 
 @contextlib.contextmanager

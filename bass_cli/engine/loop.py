@@ -60,7 +60,7 @@ class Loop:
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
-            self._captured = Captured(graphs, batch, clock, self._function, exact=coupling == "maximal",
+            self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
                                       longest=drafter.longest)
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
@@ -201,7 +201,7 @@ class Loop:
         assert packed is not None
         return packed, step.shape.width
 
-    def _function(self, shape: Shape) -> Callable[[], Tensor | None]:
+    def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""
         if shape.kind == "round":
             return lambda: self._verify(self._proposal(shape.rows, shape.width))
