@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,14 +15,7 @@ from bass_cli import __version__, options
 from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
 
-if TYPE_CHECKING:
-    from bass_cli.engine.lengths import Round
-    from bass_cli.job import Job
-    from bass_cli.plan import Plan
-    from bass_cli.prompts import Source
-
 EPILOG = "Every option can be given as a variable too: BASS_N=4, BASS_TOP_P=0.9. Precedence: pair, variable, flag."
-NOT_JOB = ("prompts", "pair", "out", "resume", "overwrite", "quiet", "json_summary")
 
 app = typer.Typer(
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True, epilog=EPILOG
@@ -82,81 +73,11 @@ def generate(
     screen = Screen(quiet)
     goes_on = "" if out in (None, "-") else "; the same command goes on from here"
     with exit_codes(screen, f"interrupted{goes_on}"):
-        _generate(context.params, screen)
+        from bass_cli.generation import generate_samples
 
+        if not generate_samples(context.params, screen):
+            raise typer.Exit(1)
 
-def _generate(given: dict[str, Any], screen: Screen) -> None:
-    from bass_cli.job import UserError
-    from bass_cli.outputs import open_output
-    from bass_cli.prompts import check_prompts, open_source, read_prompts
-
-    out = given["out"] or "-"
-    if given["json_summary"] and out == "-":
-        raise UserError("--json needs --out FILE, because standard output carries the results")
-    job = _read_job(given)
-    source = open_source(given["prompts"])
-    count = check_prompts(source, column=job.prompt_column, limit=job.limit)
-
-    from bass_cli import run
-    from bass_cli.plan import prepare
-
-    plan = prepare(job)
-    manifest = _manifest(job, source, plan)
-    with open_output(out, manifest, resume=given["resume"], overwrite=given["overwrite"]) as writer:
-        for note in writer.notes:
-            screen.note(note)
-        prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
-        screen.start(None if count is None else count * job.n - len(writer.done))
-        done = set(writer.done)
-        for completion in run.generate(plan, prompts, done=done, count=count,
-                                       on_round=lambda it: _show_round(screen, it)):
-            writer.write(completion)
-            screen.advance(completion)
-    summary = screen.summary(writer.name)
-    screen.close(summary)
-    if given["json_summary"]:
-        print(json.dumps(summary | {"file": writer.totals}))
-    if {"error", "budget"} & set(writer.totals["finish_reasons"]):
-        raise typer.Exit(1)
-
-
-def _show_round(screen: Screen, done: Round) -> None:
-    screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
-
-
-def _read_job(given: dict[str, Any]) -> Job:
-    from bass_cli.job import DEFAULT_PAIR, load_pair, make_job, parse_duration
-
-    flags = {key: value for key, value in given.items() if key not in NOT_JOB}
-    flags["stop"] = flags["stop"] or _stops_of_environment()
-    if flags["budget"] is not None:
-        flags["budget"] = parse_duration(flags["budget"], "--budget (or BASS_BUDGET)")
-    return make_job(load_pair(given["pair"] or DEFAULT_PAIR), flags)
-
-
-def _stops_of_environment() -> list[str] | None:
-    """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no blank."""
-    value = os.environ.get("BASS_STOP")
-    with contextlib.suppress(ValueError):
-        listed = json.loads(value or "")
-        if isinstance(listed, list):
-            return listed
-    return None if value is None else [value]
-
-
-def _manifest(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
-    """What the run is; "results" holds all that changes its lines, which a resumed run is held against."""
-    identity = plan.identity()
-    versions = identity.pop("versions")
-    results: dict[str, Any] = {**identity, "prompts": source.digest() or source.name}
-    results |= {"prompt_column": job.prompt_column, "n": job.n, "limit": job.limit, "chat": job.chat}
-    results |= {**job.sampling.model_dump(mode="json"), "coupling": job.speculation.coupling, "budget": job.budget}
-    results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
-    if job.speculation.coupling == "maximal":
-        speculation = job.speculation.model_dump(mode="json")
-        results |= {"draft": job.pair.draft, "batch_size": job.batch_size, "draft_length": speculation["length"]}
-        results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
-    return {"results": results, "job": job.model_dump(mode="json"), "source": source.name, "versions": versions}
 
 
 @app.command(epilog=EPILOG)

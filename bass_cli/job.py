@@ -19,6 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 DEFAULT_PAIR = "smollm2"
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
+JOB_FLAGS = {*SAMPLING_FLAGS, *SPECULATION_FLAGS.values(), "n", "draft", "budget", "batch_size", "device", "dtype", "chat",
+             "limit", "prompt_column", "token_ids"}
 
 
 class UserError(Exception):

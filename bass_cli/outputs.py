@@ -18,12 +18,15 @@ from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
-from bass_cli.resume import COUNTED, Past, check_manifest, read_past, rewrite_without_failed, write_manifest
+from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_past, rewrite_without_failed, write_manifest
+
+_OPTIONAL = ("token_ids", "error", "task_id", "completion")
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds."""
+    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds. `task_id`
+    and `completion` are an evaluation's: what public scorers read."""
 
     id: str
     sample: int
@@ -41,6 +44,8 @@ class Completion:
     meta: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] | None = None
     error: str | None = None
+    task_id: str | None = None
+    completion: str | None = None
 
     @classmethod
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
@@ -48,9 +53,9 @@ class Completion:
         return cls(prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error)
 
     def to_line(self) -> str:
-        """One line of strict JSON without its end; `token_ids` and `error` only where there are any."""
+        """One line of strict JSON without its end; the fields of _OPTIONAL only where there is something."""
         row = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        row = {key: value for key, value in row.items() if value is not None or key not in ("token_ids", "error")}
+        row = {key: value for key, value in row.items() if value is not None or key not in _OPTIONAL}
         line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
         return line if _is_text(line) else json.dumps(_finite(row), allow_nan=False, default=str)
 
@@ -101,6 +106,11 @@ class Writer:
             raise MachineError(f"{self.name}: cannot write the results: {error.strerror}") from None
         self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in COUNTED})
 
+    def add_seconds(self, seconds: float) -> None:
+        """What was written since the file was opened took so long to generate; only known for a file if for all of it."""
+        if self.totals["seconds"] is not None:
+            self.totals["seconds"] = round(self.totals["seconds"] + seconds, 3)
+
     def close(self, *, finished: bool) -> None:
         """Write the manifest with the totals and let go of the file; an output that never began is left as it was."""
         if finished and not self._begun:
@@ -146,6 +156,8 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
         fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
         growth = [] if fresh else check_manifest(path, manifest["results"])
         past = Past() if fresh else read_past(stream, path)
+        if past.done:
+            past.totals["seconds"] = known_seconds(path, past.totals["samples"])
     except BaseException:
         stream.close()
         raise

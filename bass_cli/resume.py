@@ -21,7 +21,7 @@ Key = tuple[str, int]
 
 
 def _no_totals() -> dict[str, Any]:
-    return {"samples": 0, **dict.fromkeys(COUNTED, 0), "finish_reasons": {}}
+    return {"samples": 0, **dict.fromkeys(COUNTED, 0), "finish_reasons": {}, "seconds": 0.0}
 
 
 @dataclass(slots=True)
@@ -88,6 +88,15 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
     return [f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown]
+
+
+def known_seconds(output: str, samples: int) -> float | None:
+    """How long the `samples` in a file took to generate; None where its manifest does not know of all of them."""
+    try:
+        totals = json.loads(manifest_path(output).read_text(encoding="utf-8"))["totals"]
+        return float(totals["seconds"]) if totals["samples"] == samples else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _grows(before: int | None, now: int | None) -> bool:

@@ -1,6 +1,7 @@
-"""The conductor: builds target, drafter and batch for a Plan, admits prompts x n, yields Completions as rows end.
+"""The conductor: admits prompts x n to a loop, yields Completions as rows end.
 
-Not here: what is checked before weights are loaded (plan.py), a round (engine/loop.py), files (outputs.py).
+Not here: what is checked before weights are loaded (plan.py), building the loop (assembly.py), a round (engine/loop.py),
+files (outputs.py).
 """
 
 from __future__ import annotations
@@ -12,18 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from bass_cli.draft import Drafter, make_drafter
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
+from bass_cli.assembly import build, warm_up
+from bass_cli.engine.batch import Row
 from bass_cli.engine.forecast import Forecast
-from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Round, make_lengths
+from bass_cli.engine.lengths import Round
 from bass_cli.engine.loop import Loop
 from bass_cli.job import Job, MachineError, UserError
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
 from bass_cli.model.tokenizer import StopDetector, Tokenizer
-from bass_cli.model.weights import load
 from bass_cli.outputs import Completion
 from bass_cli.plan import Plan
 from bass_cli.prompts import Prompt
@@ -51,40 +47,23 @@ class _Live:
 
 
 def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
-             count: int | None = None, on_round: Callable[[Round], None] | None = None) -> Iterator[Completion]:
+             count: int | None = None, on_round: Callable[[Round], None] | None = None,
+             loop: Loop | None = None) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
     they end.
 
-    Loads the models at the first step. A prompt that cannot run yields one Completion with finish_reason "error".
+    Loads the models at the first step, if no empty `loop` is given; with a budget, what would make the first prompts slow
+    is done before the first clock starts. A prompt that cannot run yields one Completion with finish_reason "error".
     """
     try:
-        loop = build(plan)
+        if loop is None:
+            loop = build(plan)
+            if plan.job.budget is not None:
+                warm_up(loop, plan)
         yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
                              count=count, on_round=on_round).run(prompts, done)
     except torch.cuda.OutOfMemoryError:
         raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
-
-
-def build(plan: Plan) -> Loop:
-    """Load the models of a plan and put them into a loop with an empty batch."""
-    job, speculation = plan.job, plan.job.speculation
-    longest = speculation.length if isinstance(speculation.length, int) else speculation.max
-    span = job.sampling.max_new_tokens + longest + 1
-    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
-    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
-    drafting = None
-    if plan.draft is not None:
-        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
-        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
-    elif plan.skipped:
-        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
-    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=span, lag=2)
-    drafter: Drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
-                                    temperature=speculation.draft_temperature)
-    return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
-                target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
-                lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling),
-                coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
 
 
 class Conductor:
@@ -136,8 +115,11 @@ class Conductor:
             return
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
-        self._tasks.append(_Task(prompt, tokens, limit, waiting, began, deadline))
-        self._loop.open(prompt.id, tokens)
+        task = _Task(prompt, tokens, limit, waiting, began, deadline)
+        if self._loop.open(prompt.id, tokens, deadline=deadline):
+            self._tasks.append(task)
+        else:
+            yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         messages = prompt.messages

@@ -92,6 +92,7 @@ class Screen:
             "samples": self._samples,
             "tokens": self._tokens,
             "seconds": round(seconds, 3),
+            "decoding_seconds": round(decoding, 3),
             "tokens_per_second": round(self._tokens / decoding, 2) if self._tokens and decoding > 0 else None,
             "accepted_per_round": round(self._accepted / self._rounds, 3) if self._rounds else None,
             "acceptance_rate": round(self._accepted / self._drafted, 4) if self._drafted else None,

@@ -16,10 +16,10 @@ import time
 
 import torch
 
+from bass_cli.assembly import build
 from bass_cli.engine.batch import Row
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import prepare
-from bass_cli.run import build
 
 ORDINARY = [
     "Explain how a bicycle stays upright when it is moving.",

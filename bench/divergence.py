@@ -15,12 +15,12 @@ import time
 import torch
 
 import bass_kernels as ops
+from bass_cli.assembly import build
 from bass_cli.engine.batch import Row, noise_key
 from bass_cli.job import load_pair, make_job
 from bass_cli.model.runner import Runner
 from bass_cli.plan import prepare
 from bass_cli.prompts import check_prompts, open_source, read_prompts
-from bass_cli.run import build
 from bass_kernels.noise import bits_all
 
 

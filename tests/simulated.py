@@ -37,7 +37,7 @@ class Simulated(Loop):
         super().__init__(batch=batch, target=NoDrafter(), drafter=drafter or Forgetful(), lengths=lengths,
                          coupling="shared", clock=Clock(graphs.ticks), graphs=graphs)
 
-    def _function(self, shape):
+    def function(self, shape):
         return lambda: self._result(shape.width) if shape.kind == "round" else None
 
     def _result(self, width):

@@ -25,8 +25,9 @@ class Markov:
         self.table, self.lag, self.cache = table, lag, self
         self._bases, self._prompts = [], {}
 
-    def open(self, key, tokens):
+    def open(self, key, tokens, in_time=None):
         self._prompts[key] = max(len(tokens) - self.lag, 0)
+        return in_time is None or in_time(len(tokens))
 
     def close(self, key):
         pass

@@ -8,16 +8,10 @@ from __future__ import annotations
 import time
 from itertools import groupby
 
-import torch
-
 from bass_cli.bench.figures import Run, Step
 from bass_cli.engine.batch import Row
+from bass_cli.engine.graphs import synchronise
 from bass_cli.engine.loop import Loop
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def fill(loop: Loop, rows: list[Row]) -> float:

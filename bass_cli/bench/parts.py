@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_cli.bench.drive import synchronise
 from bass_cli.draft import Proposal
 from bass_cli.engine import accept
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.graphs import bucket
+from bass_cli.engine.graphs import bucket, synchronise
 from bass_cli.engine.ladder import Shape
 from bass_cli.engine.loop import Loop
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from bass_cli.bench.cells import EMPTY, timing
-from bass_cli.bench.drive import synchronise
 from bass_cli.bench.figures import Latency
 from bass_cli.bench.settings import Settings
 from bass_cli.engine.batch import Row
+from bass_cli.engine.graphs import synchronise
 from bass_cli.plan import Plan
 
 Generate = Callable[[Sequence[Row], int], None]  # generate this many tokens for each of these rows

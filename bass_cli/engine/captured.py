@@ -50,11 +50,8 @@ class Captured:
         return bucket(rows, self._batch.capacity)
 
     def choose(self, wish: Shape, *, left: float, deadline: float | None = None, exact: bool = False) -> Step:
-        """Ladder.choose, but nothing that takes longer than until `deadline`, if there is another way."""
-        step = self._ladder.choose(wish, left=left, exact=exact)
-        if deadline is not None and self._clock.now() + self._ladder.delay(step) > deadline:
-            return self._ladder.choose(wish, left=0, exact=exact)
-        return step
+        """Ladder.choose, but with a `deadline` nothing that only pays later, if there is another way."""
+        return self._ladder.choose(wish, left=left if deadline is None else 0.0, exact=exact)
 
     def delay(self, step: Step) -> float:
         """Seconds that `step` is likely to take beyond those of a replay."""

@@ -1,11 +1,14 @@
-"""The time budget: deadlines, and how long the next round is likely to take. Not here: what happens at a deadline."""
+"""The time budget: how long the next round or a prompt's prefill is likely to take. Not here: what a deadline ends."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 
 _WEIGHT = 0.3  # of the newest round in the moving average
+_RECENT = 16  # prefills that a prediction looks at
+_DOUBT = 0.8  # what a prediction that kept a prompt from being tried is worth at the next one
 
 
 class Clock:
@@ -14,6 +17,13 @@ class Clock:
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self.now = now
         self._seconds: dict[int, float] = {}
+        self._prefills: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        self._trust = 1.0
+
+    def forget(self) -> None:
+        """Nothing was observed: what comes will be faster than what was."""
+        self._seconds.clear()
+        self._prefills.clear()
 
     def observe(self, width: int, seconds: float) -> None:
         """A round with draft length `width` took `seconds`."""
@@ -37,3 +47,21 @@ class Clock:
         left = deadline - self.now()
         fitting = (w for w in range(width, 0, -1) if (predict or self.predict)(w) <= left)
         return next(fitting, 0)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """A prompt of so many tokens was stored in `seconds`."""
+        self._prefills.append((tokens, seconds))
+        self._trust = 1.0
+
+    def predict_prefill(self, tokens: int) -> float:
+        """Seconds that a prompt of so many tokens is likely to take: the least of recent ones that were as long; else in
+        proportion to the longest. 0 before any."""
+        as_long = [seconds for known, seconds in self._prefills if known >= tokens]
+        if as_long:
+            return min(as_long) * self._trust
+        known, seconds = max(self._prefills, default=(1, 0.0))
+        return seconds * tokens / max(known, 1) * self._trust
+
+    def doubt_prefill(self) -> None:
+        """A prompt was not tried because of a prediction. If it was wrong, nobody would ever learn: trust it less."""
+        self._trust *= _DOUBT

@@ -28,6 +28,12 @@ def step_down(width: int) -> int:
     return WIDTHS[bisect.bisect_right(WIDTHS, width) - 1]
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Graphs:
     """Captured functions of no arguments, each with a result that is copied to the host, or None.
 

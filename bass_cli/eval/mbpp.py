@@ -1,0 +1,56 @@
+"""MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests. The prompt is the one without
+examples that code models are usually given: text and tests in a docstring, the program follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bass_cli.job import UserError
+
+from .data import Fields, read_problems
+from .tasks import Answer, Defaults, Problem, code_in
+
+_DATA = "hf:google-research-datasets/mbpp:full:test"
+_FIELDS: Fields = {"task_id": (int, str), "test_list": list}
+
+
+class Mbpp:
+    """The task "mbpp". Both versions of the data set are read, "full" (`text`, `test_setup_code`) and "sanitized"
+    (`prompt`, `test_imports`)."""
+
+    name, executes = "mbpp", True
+    defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
+    stops: Sequence[str] = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n```")
+
+    def __init__(self, data: str | None = None):
+        self.problems = read_problems(data or _DATA, _FIELDS, _problem)
+
+    def question(self, problem: Problem) -> str:
+        tests = "\n".join(problem.fields["test_list"])
+        return (f"{_sentence(problem.fields)} Your code should pass these tests:\n\n```python\n{tests}\n```\n\n"
+                "Answer with the whole code, its imports included, in one block.")
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        return code_in(text) if chat else text
+
+    def program(self, problem: Problem, answer: Answer) -> str:
+        """The prompt is a docstring, which does nothing."""
+        setup = [*problem.fields.get("test_imports", ()), problem.fields.get("test_setup_code", "")]
+        return "\n".join([answer.text, *filter(None, setup), *problem.fields["test_list"]])
+
+    def rate(self, problem: Problem, text: str) -> dict[str, float]:
+        raise UserError("mbpp is scored by running programs")
+
+
+def _sentence(record: Any) -> str:
+    return str(record.get("text") or record.get("prompt") or "").strip()
+
+
+def _problem(record: dict[str, Any]) -> Problem:
+    if not _sentence(record):
+        raise UserError(f'problem {record["task_id"]}: there is neither "text" nor "prompt"')
+    tests = "\n".join(record["test_list"])
+    task_id = f"Mbpp/{str(record['task_id']).removeprefix('Mbpp/')}"
+    return Problem(task_id, f'"""\n{_sentence(record)}\n{tests}\n"""\n', record)

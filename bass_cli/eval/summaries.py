@@ -1,0 +1,51 @@
+"""XSum (Narayan et al., arXiv 1808.08745): one sentence that says what an article is about, rated by ROUGE (Lin, 2004) as
+the rouge-score package computes it: F-measures of words, pairs of words and the longest common subsequence, stemmed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from bass_cli.job import UserError
+
+from .data import Fields, read_problems
+from .tasks import Answer, Defaults, Problem
+
+_DATA = "hf:EdinburghNLP/xsum:test"
+_FIELDS: Fields = {"document": str, "summary": str, "id": (str, int)}
+_KINDS = ("rouge1", "rouge2", "rougeL")
+
+
+class Summaries:
+    """The task "xsum"."""
+
+    name, executes = "xsum", False
+    defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=128)
+    stops: Sequence[str] = ("\n\n", "\nArticle:")
+
+    def __init__(self, data: str | None = None):
+        self.problems = read_problems(data or _DATA, _FIELDS, _problem)
+        self._scorer: Any = None
+
+    def question(self, problem: Problem) -> str:
+        return f"Summarise the following article in one sentence.\n\n{problem.fields['document'].strip()}"
+
+    def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
+        return text.strip()
+
+    def program(self, problem: Problem, answer: Answer) -> str:
+        raise UserError("xsum has no programs to run")
+
+    def rate(self, problem: Problem, text: str) -> dict[str, float]:
+        if self._scorer is None:
+            from rouge_score.rouge_scorer import RougeScorer
+
+            self._scorer = RougeScorer(list(_KINDS), use_stemmer=True)
+        scores = self._scorer.score(problem.fields["summary"], text)
+        return {kind: float(scores[kind].fmeasure) for kind in _KINDS}
+
+
+def _problem(record: dict[str, Any]) -> Problem:
+    prompt = f"Article: {record['document'].strip()}\n\nSummary of the article in one sentence:"
+    return Problem(str(record["id"]), prompt, record)

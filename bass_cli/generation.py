@@ -1,0 +1,113 @@
+"""What `bass generate` and `bass eval` share: flags to a Job, the manifest, samples to the file as they come.
+
+Not here: how samples are drawn (run.py), files (outputs.py), what an evaluation asks (eval/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from bass_cli import __version__
+from bass_cli.job import DEFAULT_PAIR, JOB_FLAGS, Job, UserError, load_pair, make_job, parse_duration
+from bass_cli.outputs import Completion, Writer, open_output
+from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.screen import Screen
+
+if TYPE_CHECKING:
+    from bass_cli.engine.lengths import Round
+    from bass_cli.engine.loop import Loop
+    from bass_cli.plan import Plan
+
+
+def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
+    """`bass generate` with its flags as given (None: not given). Says whether every sample was finished."""
+    out = given["out"] or "-"
+    if given["json_summary"] and out == "-":
+        raise UserError("--json needs --out FILE, because standard output carries the results")
+    job = read_job(given)
+    source = open_source(given["prompts"])
+    count = check_prompts(source, column=job.prompt_column, limit=job.limit)
+
+    from bass_cli.plan import prepare
+
+    plan = prepare(job)
+    manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
+    with open_output(out, manifest | {"source": source.name}, resume=given["resume"],
+                     overwrite=given["overwrite"]) as writer:
+        prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
+        summary = write_samples(writer, plan, prompts, count=count, screen=screen)
+    if given["json_summary"]:
+        print(json.dumps(summary | {"file": writer.totals}))
+    return finished(writer)
+
+
+def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, count: int | None, screen: Screen,
+                  loop: Loop | None = None, shape: Callable[[Completion], Completion] | None = None) -> dict[str, Any]:
+    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary."""
+    from bass_cli import run
+
+    for note in writer.notes:
+        screen.note(note)
+    screen.start(None if count is None else count * plan.job.n - len(writer.done))
+    more = {} if loop is None else {"loop": loop}
+    try:
+        for completion in run.generate(plan, prompts, done=set(writer.done), count=count,
+                                       on_round=lambda done: _show_round(screen, done), **more):
+            writer.write(completion if shape is None else shape(completion))
+            screen.advance(completion)
+    finally:
+        summary = screen.summary(writer.name)
+        writer.add_seconds(summary["decoding_seconds"])
+    screen.close(summary)
+    return summary
+
+
+def finished(writer: Writer) -> bool:
+    """Whether no sample in the file failed or ran out of time."""
+    return not {"error", "budget"} & set(writer.totals["finish_reasons"])
+
+
+def _show_round(screen: Screen, done: Round) -> None:
+    screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
+
+
+def read_job(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Job:
+    """The Job that the flags make of their pair. `defaults`: sampling that holds where neither pair nor flags say."""
+    pair = load_pair(given["pair"] or DEFAULT_PAIR)
+    flags = {key: value for key, value in given.items() if key in JOB_FLAGS}
+    flags["stop"] = flags["stop"] or _stops_of_environment()
+    if flags["budget"] is not None:
+        flags["budget"] = parse_duration(flags["budget"], "--budget (or BASS_BUDGET)")
+    for key, value in (defaults or {}).items():
+        if flags.get(key) is None and key not in pair.sampling.model_fields_set:
+            flags[key] = value
+    return make_job(pair, flags)
+
+
+def _stops_of_environment() -> list[str] | None:
+    """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no blank."""
+    value = os.environ.get("BASS_STOP")
+    with contextlib.suppress(ValueError):
+        listed = json.loads(value or "")
+        if isinstance(listed, list):
+            return listed
+    return None if value is None else [value]
+
+
+def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest: what the run is; "results" holds all that changes its lines, which a resumed run is held against.
+    `source`: what identifies the prompts."""
+    job, identity = plan.job, plan.identity()
+    versions = identity.pop("versions")
+    results: dict[str, Any] = {**identity, **source, "n": job.n, "limit": job.limit, "chat": job.chat}
+    results |= {**job.sampling.model_dump(mode="json"), "coupling": job.speculation.coupling, "budget": job.budget}
+    results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
+    if job.speculation.coupling == "maximal":
+        speculation = job.speculation.model_dump(mode="json")
+        results |= {"draft": job.pair.draft, "batch_size": job.batch_size, "draft_length": speculation["length"]}
+        results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
+    return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}
