@@ -72,7 +72,7 @@ class GenerationFile:
 
 
 def read_generations(path: str) -> GenerationFile:
-    """The lines of a .jsonl file, gzipped or not. A broken last line is left out with a note; UserError for other faults."""
+    """The lines of a .jsonl file, gzipped or not. A broken last line is left out with a note; other faults: UserError."""
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
@@ -181,7 +181,7 @@ def _hint(row: dict[str, Any], key: str) -> str:
 
 def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
     """A number of the line; None where it is absent, null or not finite."""
-    value = row.get(key)
+    value: Any = row.get(key)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
