@@ -181,10 +181,11 @@ def _hint(row: dict[str, Any], key: str) -> str:
 
 def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
     """A number of the line; None where it is absent, null or not finite."""
-    value: Any = row.get(key)
+    value = row.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+    fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not fits:
         raise UserError(f'{place}: field "{key}": it must be a {"whole number" if kind is int else "number"}')
     if kind is int and value < 0:
         raise UserError(f'{place}: field "{key}": it must be at least 0')
