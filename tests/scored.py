@@ -28,6 +28,7 @@ class Answer(NamedTuple):
 
 class Limits(NamedTuple):
     seconds: float = 10.0
+    cpu_seconds: int = 5
 
 
 class Verdict(NamedTuple):
@@ -70,15 +71,20 @@ class Texts:
 
 
 class Sandbox:
-    """Runs programs here and now, newest first; `ran` is what was run, KeyboardInterrupt comes after `patience` of them."""
+    """Runs programs here and now, newest first; KeyboardInterrupt comes after `patience` of them.
+
+    `ran`: what was run; `limits`: those of the last one opened; `running`: iterators that were not closed.
+    """
 
     ran: ClassVar[list[str]] = []
-    opened = 0
+    opened = running = 0
+    limits = Limits()
     patience: float = float("inf")
     isolation = Isolation()
 
     def __init__(self, *, workers: int | None = None, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
         type(self).opened += 1
+        type(self).limits = limits
 
     def __enter__(self) -> Sandbox:
         return self
@@ -87,16 +93,22 @@ class Sandbox:
         pass
 
     def run(self, programs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Verdict]]:
-        for key, program in reversed(list(programs)):
-            if len(self.ran) >= self.patience:
-                raise KeyboardInterrupt
-            self.ran.append(program)
-            try:
-                exec(program, {"__name__": "tested"})
-            except BaseException as error:
-                yield key, Verdict("failed", repr(error), 0.25)
-            else:
-                yield key, Verdict("passed", "", 0.25)
+        type(self).running += 1
+        try:
+            for key, program in reversed(list(programs)):
+                if len(self.ran) >= self.patience:
+                    raise KeyboardInterrupt
+                self.ran.append(program)
+                yield key, self._judge(program)
+        finally:
+            type(self).running -= 1
+
+    def _judge(self, program: str) -> Verdict:
+        try:
+            exec(program, {"__name__": "tested"})
+        except BaseException as error:
+            return Verdict("failed", repr(error), 0.25)
+        return Verdict("passed", "", 0.25)
 
 
 def adding(number: int) -> Problem:
@@ -121,7 +133,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> Non
         module = types.ModuleType(name)
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, f"bass_cli.eval.{name}", module)
-    Sandbox.ran, Sandbox.opened, Sandbox.patience = [], 0, float("inf")
+    Sandbox.ran, Sandbox.opened, Sandbox.running, Sandbox.patience = [], 0, 0, float("inf")
     monkeypatch.chdir(tmp_path)
 
 

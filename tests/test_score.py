@@ -14,11 +14,11 @@ from scored import Problem, Programs, Sandbox, Texts, adding, install, line, wri
 from typer.testing import CliRunner
 
 from bass_cli.cli import app
-from bass_cli.eval.judging import Ledger, Ruling, isolation_of
+from bass_cli.eval.judging import Executor, Ledger, Ruling, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.scoring import score_file
-from bass_cli.job import UserError
+from bass_cli.job import MachineError, UserError
 from bass_cli.screen import Screen
 
 ALLOW = "--allow-code-execution"
@@ -244,10 +244,12 @@ def test_what_is_judged_again() -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 3")])
     assert scored("f.jsonl")["pass_all"] == 0.5
     assert len(Sandbox.ran) == 3
-    scored("f.jsonl", "--timeout", "3s")
-    assert len(Sandbox.ran) == 5, "other limits, other verdicts"
+    for timeout, limits in (("3s", (3.0, 5)), ("30s", (30.0, 15))):
+        Sandbox.ran = []
+        scored("f.jsonl", "--timeout", timeout)
+        assert (len(Sandbox.ran), Sandbox.limits) == (2, limits), "other limits, other verdicts"
     scored("f.jsonl", "--rejudge")
-    assert (len(Sandbox.ran), len(verdicts())) == (7, 2)
+    assert (len(Sandbox.ran), len(verdicts())) == (4, 2)
     Path("f.jsonl.verdicts.jsonl").write_text('{"task_id": 1}\n' + Path("f.jsonl.verdicts.jsonl").read_text())
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
@@ -262,6 +264,19 @@ def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() 
         assert len(verdicts()) == 1, "what is judged is in the file at once"
     two = [Ruling("a", 0, "1", "passed", "", 0.0, {"network": word}) for word in ("none", "namespace", "none")]
     assert (isolation_of(two), isolation_of([])) == ({"network": "namespace or none"}, None)
+
+
+def test_what_runs_is_ended_when_the_disk_is_full() -> None:
+    def refuse(ruling: Ruling) -> None:
+        raise MachineError("the disk is full")
+
+    with Ledger("v.jsonl") as ledger:
+        ledger.add = refuse  # type: ignore[method-assign]
+        programs = [(("a", 0), "x = 1"), (("a", 1), "x = 2")]
+        with pytest.raises(MachineError) as caught:
+            judge(programs, ledger, {}, open_executor=lambda: Executor(Sandbox().run, {}), progress=lambda *_: None)
+    assert caught.tb is not None, "which keeps what was running alive unless it is closed"
+    assert (len(Sandbox.ran), Sandbox.running) == (1, 0)
 
 
 def test_a_program_that_is_not_text_fails_without_being_run() -> None:

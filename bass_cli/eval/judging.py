@@ -5,13 +5,14 @@ How a program is run is the sandbox's matter; which verdicts make which figure i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, cast
 
 from bass_cli.job import MachineError, UserError
 
@@ -165,12 +166,13 @@ def judge(
         texts.setdefault(name, program)
     done, total = len(digests) - sum(map(len, waiting.values())), len(digests)
     progress(done, total)
-    for name, verdict, isolation in _run(texts, open_executor):
-        detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
-        for task_id, sample in waiting[name]:
-            ledger.add(Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation))
-        done += len(waiting[name])
-        progress(done, total)
+    with contextlib.closing(_run(texts, open_executor)) as verdicts:
+        for name, verdict, isolation in verdicts:
+            detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
+            for task_id, sample in waiting[name]:
+                ledger.add(Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation))
+            done += len(waiting[name])
+            progress(done, total)
     return {key: ledger.rulings[name] for key, name in digests.items()}
 
 
@@ -184,13 +186,16 @@ class Unreadable(NamedTuple):
 
 def _run(
     texts: Mapping[str, str], open_executor: Callable[[], Executor]
-) -> Iterator[tuple[str, Verdict, dict[str, str]]]:
+) -> Generator[tuple[str, Verdict, dict[str, str]], None, None]:
+    """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the programs that still run."""
     runnable = {name: text for name, text in texts.items() if _is_text(text)}
     yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
     if runnable:
         executor = open_executor()
-        for name, verdict in executor.run(runnable.items()):
-            yield name, verdict, executor.isolation
+        running = cast(Generator[tuple[str, Verdict], None, None], executor.run(runnable.items()))
+        with contextlib.closing(running):
+            for name, verdict in running:
+                yield name, verdict, executor.isolation
 
 
 def _is_text(text: str) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -121,7 +122,10 @@ def _judge(
     """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
     from bass_cli.eval.sandbox import Limits
 
-    limits = Limits() if timeout is None else Limits(seconds=timeout)
+    limits = Limits()
+    if timeout is not None:  # processor time has a limit of its own, which must not undo a longer wall clock
+        cpu_seconds = max(limits.cpu_seconds, math.ceil(timeout / 2))
+        limits = limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
         ExitStack() as stack,
