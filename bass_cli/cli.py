@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from bass_cli import __version__, options
+from bass_cli.eval.score_command import score
 from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
 
@@ -116,6 +117,9 @@ def bench(
 
         if not run(context.params, screen):
             raise typer.Exit(1)
+
+
+app.command(epilog=EPILOG)(score)
 
 
 @app.command()

@@ -112,3 +112,33 @@ AttentionSchedule = Annotated[
 ]
 Document = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="One JSON document instead of the table.")]
 Plot = Annotated[str | None, _Option("--plot", envvar="BASS_PLOT", help="Charts, as .png too.", metavar="FILE")]
+
+GenerationFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="Generation file, .jsonl or .jsonl.gz: of bass, or task_id with completion or solution.",
+        show_default=False,
+    ),
+]
+Task = Annotated[
+    str | None, _Option("--task", envvar="BASS_TASK", help="humaneval, mbpp or xsum [from the manifest or task_ids].")
+]
+Data = Annotated[
+    str | None, _Option("--data", envvar="BASS_DATA", help="The data set, where it is not packaged.", metavar="FILE")
+]
+Ks = Annotated[str | None, _Option("--k", envvar="BASS_K", help="Estimate pass@k for these k [1,10].")]
+AllowCodeExecution = Annotated[
+    bool,
+    _Option("--allow-code-execution", envvar="BASS_ALLOW_CODE_EXECUTION", help="Run the programs, in a sandbox."),
+]
+Workers = Annotated[int | None, _Option("--workers", envvar="BASS_WORKERS", help="Programs run at once [the cores].")]
+Timeout = Annotated[
+    str | None, _Option("--timeout", envvar="BASS_TIMEOUT", help="Wall clock a program, like 10s [10s].")
+]
+Report = Annotated[
+    str | None, _Option("--report", envvar="BASS_REPORT", help="Write the report there as JSON.", metavar="FILE")
+]
+Rejudge = Annotated[
+    bool, _Option("--rejudge", envvar="BASS_REJUDGE", help="Run all programs again, also those with a verdict.")
+]
+ReportDocument = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="The report as JSON on standard output.")]

@@ -5,9 +5,10 @@ Standard output belongs to results. Without a terminal progress is a plain line 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 PLAIN_INTERVAL = 5.0
@@ -47,7 +48,7 @@ class Screen:
         self._total = total
         self._began = self._printed = self._now()
         if not self._quiet and sys.stderr.isatty():
-            self._progress = _progress_bar()
+            self._progress = _progress_bar("samples, ")
             self._task = self._progress.add_task("", total=total, figures="")
             self._progress.start()
 
@@ -68,6 +69,27 @@ class Screen:
         self._accepted += completion.accepted
         self._reasons[completion.finish_reason] = self._reasons.get(completion.finish_reason, 0) + 1
         self._show()
+
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+        """Show progress of something other than samples; the function given takes what is done and what there is to do."""
+        began = self._printed = self._now()
+        if not self._quiet and sys.stderr.isatty():
+            self._progress = _progress_bar(what)
+            self._task = self._progress.add_task("", total=total, figures="")
+            self._progress.start()
+
+        def step(done: int, whole: int) -> None:
+            if self._progress is not None:
+                self._progress.update(self._task, completed=done, total=whole)
+            elif not self._quiet and self._now() - self._printed >= PLAIN_INTERVAL:
+                self._printed = self._now()
+                print(f"{done}/{whole} {what}, {_clock(self._now() - began)} elapsed", file=sys.stderr, flush=True)
+
+        try:
+            yield step
+        finally:
+            self._stop()
 
     def note(self, message: str) -> None:
         """One line for the person, not in the way of the progress display."""
@@ -115,6 +137,8 @@ class Screen:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table for a person; cells that are too long for the terminal are folded."""
+        if self._quiet:
+            return
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
@@ -159,7 +183,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _progress_bar() -> Any:
+def _progress_bar(what: str) -> Any:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -170,5 +194,5 @@ def _progress_bar() -> Any:
         TimeRemainingColumn,
     )
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("samples, {task.fields[figures]}"))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(what + "{task.fields[figures]}"))
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)

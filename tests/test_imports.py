@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODEL = "bass_cli.model"
 BENCH = "bass_cli.bench"
+EVAL = "bass_cli.eval"
 
 # file: what it may import beside the standard library; a name allows its submodules too, except "bass_cli" itself.
 TABLE: dict[str, set[str]] = {
@@ -19,7 +20,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/cli.py": {
         "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
         "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.lengths", "bass_cli.exits",
-        f"{BENCH}.command",
+        f"{BENCH}.command", f"{EVAL}.score_command",
     },
     "bass_cli/options.py": {"typer"},
     "bass_cli/exits.py": {"typer", "bass_cli.job", "bass_cli.screen"},
@@ -64,6 +65,20 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine.batch", "bass_cli.plan", "torch", "transformers", "vllm"},
     "bass_cli/bench/report.py": {"rich"},
     "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},
+    "bass_cli/eval/__init__.py": set(),
+    "bass_cli/eval/metrics.py": set(),
+    "bass_cli/eval/samples.py": {"bass_cli.job", "bass_cli.resume"},
+    "bass_cli/eval/judging.py": {"bass_cli.job"},
+    "bass_cli/eval/report.py": {f"{EVAL}.metrics", f"{EVAL}.samples"},
+    "bass_cli/eval/table.py": {f"{EVAL}.report", "bass_cli.screen"},
+    "bass_cli/eval/scoring.py": {
+        "bass_cli.job", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.report", f"{EVAL}.samples", f"{EVAL}.sandbox",
+        f"{EVAL}.table", f"{EVAL}.tasks",
+    },
+    "bass_cli/eval/score_command.py": {
+        "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.screen", f"{EVAL}.samples",
+        f"{EVAL}.scoring", f"{EVAL}.tasks",
+    },
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
@@ -136,7 +151,9 @@ TABLE: dict[str, set[str]] = {
     "kernels/vocabulary.py": {"triton"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
-AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.exits", "bass_cli.options", "bass_cli.screen"}
+AT_IMPORT_OF_CLI = {
+    "typer", "bass_cli", f"{EVAL}.score_command", "bass_cli.exits", "bass_cli.options", "bass_cli.screen",
+}  # fmt: skip
 NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))
 

@@ -1,0 +1,73 @@
+"""`bass score`: its options, checked, to scoring.py. Light to import, since the command line needs it for its help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+
+from bass_cli import options
+from bass_cli.exits import exit_codes
+from bass_cli.screen import Screen
+
+
+def score(
+    context: typer.Context,
+    file: options.GenerationFile,
+    task: options.Task = None,
+    data: options.Data = None,
+    k: options.Ks = None,
+    allow_code_execution: options.AllowCodeExecution = False,
+    workers: options.Workers = None,
+    timeout: options.Timeout = None,
+    report: options.Report = None,
+    rejudge: options.Rejudge = False,
+    json_document: options.ReportDocument = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE, and the times."""
+    screen = Screen(quiet)
+    kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
+    with exit_codes(screen, kept):
+        document = run(context.params, screen)
+        if json_document:
+            print(json.dumps(document, allow_nan=False))
+
+
+def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+    """Check the options and the file's lines, then the permission, then score; the report."""
+    from bass_cli.eval import scoring
+    from bass_cli.eval.samples import guess_task, read_generations
+    from bass_cli.eval.tasks import load_task
+    from bass_cli.job import parse_duration
+
+    ks = parse_ks(given["k"] or "1,10")
+    workers = _workers(given["workers"])
+    timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
+    scoring.check_report(given["report"], given["file"])
+    file = read_generations(given["file"])
+    task = load_task(given["task"] or guess_task(file), given["data"])
+    scoring.refuse(task, allow_execution=given["allow_code_execution"])
+    return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],
+                         screen=screen, rejudge=given["rejudge"])
+
+
+def parse_ks(text: str) -> list[int]:
+    """The ks of "1,10", sorted, each once; UserError unless all are whole numbers above 0."""
+    from bass_cli.job import UserError
+
+    parts = [part.strip() for part in text.split(",")]
+    bad = next((part for part in parts if not (part.isascii() and part.isdigit() and 0 < int(part) < 10**6)), None)
+    if bad is not None:
+        raise UserError(f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10')
+    return sorted({int(part) for part in parts})
+
+
+def _workers(given: int | None) -> int | None:
+    from bass_cli.job import UserError
+
+    if given is not None and given < 1:
+        raise UserError(f"--workers (or BASS_WORKERS): {given} is not valid; it must be at least 1")
+    return given

@@ -1,0 +1,175 @@
+"""A generation file and a task to a report: what `bass score` does, and `bass eval` once it has generated.
+
+The order of refusals and checks is here; reading, judging and reporting are in files of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bass_cli.eval import report, table
+from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, judge, verdicts_path
+from bass_cli.eval.report import Outcome
+from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
+from bass_cli.job import MachineError, UserError
+from bass_cli.screen import Screen
+
+if TYPE_CHECKING:
+    from bass_cli.eval.sandbox import Limits
+    from bass_cli.eval.tasks import Task
+
+Problems = Mapping[str, Sequence[Generation]]
+
+
+def refuse(task: Task, *, allow_execution: bool) -> None:
+    """UserError unless the programs of this task may be run, or it has none."""
+    if task.executes and not allow_execution:
+        reason = "scoring runs programs that a model wrote"
+        raise UserError(f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this machine")
+
+
+def check_report(path: str | None, samples: str) -> None:
+    """UserError where a report could not be written, or would replace the samples."""
+    if path is None:
+        return
+    place = Path(path)
+    if place.is_dir():
+        raise UserError(f"--report {path}: this is a folder, a file is needed")
+    if not place.parent.is_dir():
+        raise UserError(f"--report {path}: the folder {place.parent} is not there")
+    if place.absolute() in (Path(samples).absolute(), Path(verdicts_path(samples)).absolute()):
+        raise UserError(f"--report {path}: this is the generation file or its verdicts; give another name")
+
+
+def score_file(
+    path: str,
+    task: Task,
+    *,
+    ks: Sequence[int] = (1, 10),
+    allow_execution: bool = False,
+    workers: int | None = None,
+    timeout: float | None = None,
+    report_path: str | None = None,
+    screen: Screen,
+    rejudge: bool = False,
+) -> dict[str, Any]:
+    """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also written to `report_path`.
+
+    `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept beside the file: after an
+    interruption the same call goes on; `rejudge` runs all programs again. UserError if execution is needed and not
+    allowed, before the file is read; for any fault of the file; for a task_id that the task does not know.
+    """
+    refuse(task, allow_execution=allow_execution)
+    file = read_generations(path)
+    return score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=report_path, screen=screen,
+                 rejudge=rejudge)
+
+
+def score(
+    file: GenerationFile,
+    task: Task,
+    *,
+    ks: Sequence[int],
+    workers: int | None,
+    timeout: float | None,
+    report_path: str | None,
+    screen: Screen,
+    rejudge: bool,
+) -> dict[str, Any]:
+    """`score_file` for a file that is read already, by a caller who may run programs."""
+    check_report(report_path, file.path)
+    problems = by_problem(file, task.problems)
+    isolation = None
+    if task.executes:
+        rulings = _judge(file, task, problems, workers=workers, timeout=timeout, screen=screen, rejudge=rejudge)
+        outcomes = {name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()}
+        isolation = isolation_of(rulings.values())
+    else:
+        outcomes = _rate(task, problems, screen)
+    document = report.build(file, outcomes, task=task.name, executes=task.executes, known=len(task.problems), ks=ks,
+                            isolation=isolation)
+    if report_path is not None:
+        _write(document, report_path)
+    table.show(document, screen)
+    return document
+
+
+def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Outcome:
+    return Outcome(row, rulings[task_id, row.sample].status if row.finished else report.NOT_FINISHED)
+
+
+def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, str]]:
+    """The program of every finished sample; one that was cut off is not run, it counts as failed."""
+    from bass_cli.eval.tasks import Answer
+
+    for name, rows in problems.items():
+        for row in rows:
+            if row.finished:
+                yield (name, row.sample), task.program(task.problems[name], Answer(row.text, row.whole))
+
+
+def _judge(
+    file: GenerationFile, task: Task, problems: Problems, *, workers: int | None, timeout: float | None,
+    screen: Screen, rejudge: bool,
+) -> dict[Key, Ruling]:
+    """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
+    from bass_cli.eval.sandbox import Limits
+
+    limits = Limits()
+    if timeout is not None:  # processor time has a limit of its own, which must not undo a longer wall clock
+        cpu_seconds = max(limits.cpu_seconds, math.ceil(timeout / 2))
+        limits = limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
+    total = sum(row.finished for rows in problems.values() for row in rows)
+    with (
+        ExitStack() as stack,
+        Ledger(verdicts_path(file.path), anew=rejudge) as ledger,
+        screen.counting("verdicts", total) as progress,
+    ):
+        if ledger.rulings:
+            screen.note(f"{ledger.path}: going on, {len(ledger.rulings)} programs are judged already")
+        return judge(_programs(task, problems), ledger, limits._asdict(), progress=progress,
+                     open_executor=lambda: _open_sandbox(stack, workers, limits, screen))
+
+
+def _open_sandbox(stack: ExitStack, workers: int | None, limits: Limits, screen: Screen) -> Executor:
+    from bass_cli.eval.sandbox import Sandbox
+
+    sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
+    for warning in sandbox.isolation.warnings():
+        screen.note(f"warning: {warning}")
+    return Executor(sandbox.run, dict(sandbox.isolation._asdict()))
+
+
+def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outcome]]:
+    """A rating of every finished sample; the same text of one problem is rated once."""
+    total = sum(len(rows) for rows in problems.values())
+    outcomes: dict[str, list[Outcome]] = {}
+    done = 0
+    with screen.counting("samples rated", total) as progress:
+        for name, rows in problems.items():
+            rate = functools.lru_cache(maxsize=None)(functools.partial(task.rate, task.problems[name]))
+            outcomes[name] = [
+                Outcome(row, report.RATED, rate(row.text)) if row.finished else Outcome(row, report.NOT_FINISHED)
+                for row in rows
+            ]
+            done += len(rows)
+            progress(done, total)
+    return outcomes
+
+
+def _write(document: dict[str, Any], path: str) -> None:
+    """Replace the report in one step."""
+    place = Path(path)
+    draft = place.with_name(f".{place.name}.new")
+    try:
+        draft.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(draft, place)
+    except OSError as error:
+        raise MachineError(f"--report {path}: cannot write the report: {error.strerror}") from None
