@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from bass_cli import __version__, options
+from bass_cli.eval.command import evaluate
 from bass_cli.eval.score_command import score
 from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
@@ -119,6 +120,7 @@ def bench(
             raise typer.Exit(1)
 
 
+app.command("eval", epilog=EPILOG)(evaluate)
 app.command(epilog=EPILOG)(score)
 
 

@@ -142,3 +142,25 @@ Rejudge = Annotated[
     bool, _Option("--rejudge", envvar="BASS_REJUDGE", help="Run all programs again, also those with a verdict.")
 ]
 ReportDocument = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="The report as JSON on standard output.")]
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="humaneval, mbpp or xsum.", show_default=False)]
+Budgets = Annotated[
+    str | None,
+    _Option("--budgets", envvar="BASS_BUDGETS", help="Sweep: 0.5s,1s,2s for plain, single-sequence and batched."),
+]
+PromptFormat = Annotated[
+    str | None,
+    _Option("--prompt-format", envvar="BASS_PROMPT_FORMAT", help="raw, strip, strip-nl (what is cut off the ends) or chat [raw]."),
+]
+EvaluationOut = Annotated[
+    str | None, _Option("--out", envvar="BASS_OUT", help="Samples' file [TASK-PAIR.jsonl].", metavar="FILE")
+]
+EvaluationReport = Annotated[
+    str | None, _Option("--report", envvar="BASS_REPORT", help="The report's file [beside --out].", metavar="FILE")
+]
+EvaluationTokens = Annotated[
+    int | None, _Option("--max-new-tokens", envvar="BASS_MAX_NEW_TOKENS", help="Most tokens a sample [512, xsum 128].")
+]
+EvaluationTemperature = Annotated[
+    float | None, _Option("--temperature", envvar="BASS_TEMPERATURE", help="0 is greedy [the pair's, or 0.2].")
+]

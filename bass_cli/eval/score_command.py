@@ -44,7 +44,7 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     from bass_cli.job import parse_duration
 
     ks = parse_ks(given["k"] or "1,10")
-    workers = _workers(given["workers"])
+    workers = parse_workers(given["workers"])
     timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
     scoring.check_report(given["report"], given["file"])
     file = read_generations(given["file"])
@@ -65,7 +65,8 @@ def parse_ks(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _workers(given: int | None) -> int | None:
+def parse_workers(given: int | None) -> int | None:
+    """The number as it is; UserError below 1."""
     from bass_cli.job import UserError
 
     if given is not None and given < 1:

@@ -59,17 +59,19 @@ def score_file(
     report_path: str | None = None,
     screen: Screen,
     rejudge: bool = False,
+    verdicts: str | None = None,
 ) -> dict[str, Any]:
     """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also written to `report_path`.
 
     `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept beside the file: after an
-    interruption the same call goes on; `rejudge` runs all programs again. UserError if execution is needed and not
+    interruption the same call goes on (`verdicts` names another file for them, which several calls may share);
+    `rejudge` runs all programs again. UserError if execution is needed and not
     allowed, before the file is read; for any fault of the file; for a task_id that the task does not know.
     """
     refuse(task, allow_execution=allow_execution)
     file = read_generations(path)
     return score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=report_path, screen=screen,
-                 rejudge=rejudge)
+                 rejudge=rejudge, verdicts=verdicts)
 
 
 def score(
@@ -82,13 +84,15 @@ def score(
     report_path: str | None,
     screen: Screen,
     rejudge: bool,
+    verdicts: str | None = None,
 ) -> dict[str, Any]:
     """`score_file` for a file that is read already, by a caller who may run programs."""
     check_report(report_path, file.path)
     problems = by_problem(file, task.problems)
     isolation = None
     if task.executes:
-        rulings = _judge(file, task, problems, workers=workers, timeout=timeout, screen=screen, rejudge=rejudge)
+        rulings = _judge(file, task, problems, workers=workers, timeout=timeout, screen=screen, rejudge=rejudge,
+                          verdicts=verdicts or verdicts_path(file.path))
         outcomes = {name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()}
         isolation = isolation_of(rulings.values())
     else:
@@ -117,7 +121,7 @@ def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, str]]:
 
 def _judge(
     file: GenerationFile, task: Task, problems: Problems, *, workers: int | None, timeout: float | None,
-    screen: Screen, rejudge: bool,
+    screen: Screen, rejudge: bool, verdicts: str,
 ) -> dict[Key, Ruling]:
     """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
     from bass_cli.eval.sandbox import Limits
@@ -129,7 +133,7 @@ def _judge(
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
         ExitStack() as stack,
-        Ledger(verdicts_path(file.path), anew=rejudge) as ledger,
+        Ledger(verdicts, anew=rejudge) as ledger,
         screen.counting("verdicts", total) as progress,
     ):
         if ledger.rulings:

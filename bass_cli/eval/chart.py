@@ -1,0 +1,43 @@
+"""A sweep drawn as two charts in one PNG: quality of the sample ranked first, and of the best, against the budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAMES = {"plain": "plain decoding", "single": "single-sequence speculation", "batched": "batched speculation"}
+
+
+def draw(document: dict[str, Any], file: str) -> None:
+    """Write the charts of a sweep's document (sweep.py)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    code = "pass_first" in document["reports"][0]
+    titles = ("Pass@First", "Pass@All") if code else ("ROUGE-L of the first", "ROUGE-L of the best")
+    for axis, title, which in zip(axes, titles, (0, 1), strict=True):
+        for method, name in _NAMES.items():
+            reports = sorted((one for one in document["reports"] if one["method"] == method), key=lambda one: one["budget"])
+            if reports:
+                axis.plot([one["budget"] for one in reports], [quality(one)[which] for one in reports], marker="o", label=name)
+        axis.set_xscale("log")
+        axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
+        axis.minorticks_off()
+        axis.set_xlabel("budget a prompt, seconds")
+        axis.set_title(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    figure.suptitle(f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium")
+    figure.tight_layout()
+    figure.savefig(file, dpi=144)
+    pyplot.close(figure)
+
+
+def quality(report: dict[str, Any]) -> tuple[float, float]:
+    """What the sample ranked first is worth, and what the best is, as fractions of 1."""
+    if "rouge" in report:
+        return report["rouge"]["first"]["rougeL"], report["rouge"]["best"]["rougeL"]
+    return report["pass_first"], report["pass_all"]

@@ -1,0 +1,64 @@
+"""`bass eval`: its options, to evaluation.py or sweep.py. Light to import, since the command line needs it for its help."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from bass_cli import options
+from bass_cli.exits import exit_codes
+from bass_cli.screen import Screen
+
+
+def evaluate(
+    context: typer.Context,
+    task: options.TaskName,
+    pair: options.Pair = None,
+    n: options.Samples = None,
+    budget: options.Budget = None,
+    budgets: options.Budgets = None,
+    k: options.Ks = None,
+    prompt_format: options.PromptFormat = None,
+    data: options.Data = None,
+    allow_code_execution: options.AllowCodeExecution = False,
+    out: options.EvaluationOut = None,
+    report: options.EvaluationReport = None,
+    max_new_tokens: options.EvaluationTokens = None,
+    temperature: options.EvaluationTemperature = None,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    draft: options.Draft = None,
+    draft_length: options.DraftLength = None,
+    coupling: options.Coupling = None,
+    batch_size: options.BatchSize = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    limit: options.Limit = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    token_ids: options.TokenIds = None,
+    workers: options.Workers = None,
+    timeout: options.Timeout = None,
+    rejudge: options.Rejudge = False,
+    plot: options.Plot = None,
+    json_document: options.ReportDocument = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Generate and score: humaneval, mbpp or xsum, with a wall-clock budget a prompt or a sweep of budgets."""
+    screen = Screen(quiet)
+    with exit_codes(screen, "interrupted; the samples and verdicts so far are kept, and the same command goes on from here"):
+        from bass_cli.eval.evaluation import Evaluation
+
+        if budgets is None:
+            document, complete = Evaluation(context.params, screen).run()
+        else:
+            from bass_cli.eval.sweep import sweep
+
+            document, complete = sweep(context.params, screen)
+        if json_document:
+            print(json.dumps(document, allow_nan=False))
+        if not complete:
+            raise typer.Exit(1)

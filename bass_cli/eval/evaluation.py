@@ -1,0 +1,112 @@
+"""One evaluation: a task's prompts through the engine to a file that can be resumed, then the file to its report.
+
+Not here: what a task is (tasks.py), drawing samples (run.py, generation.py), scoring (scoring.py), sweeps (sweep.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bass_cli.eval import scoring
+from bass_cli.eval.judging import verdicts_path
+from bass_cli.eval.score_command import parse_ks, parse_workers
+from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
+from bass_cli.generation import describe, read_job, write_samples
+from bass_cli.job import Job, UserError, parse_duration
+from bass_cli.outputs import Completion, open_output
+from bass_cli.prompts import Prompt
+from bass_cli.screen import Screen
+
+if TYPE_CHECKING:
+    from bass_cli.engine.loop import Loop
+    from bass_cli.plan import Plan
+
+
+class Scoring(NamedTuple):
+    """How samples are scored: see scoring.score_file."""
+
+    ks: list[int]
+    allow_execution: bool
+    workers: int | None
+    timeout: float | None
+    rejudge: bool
+
+
+class Evaluation:
+    """What a command asks for, all of it checked but the models: UserError names what is wrong."""
+
+    def __init__(self, given: Mapping[str, Any], screen: Screen):
+        self._given, self._screen, self.report = given, screen, given["report"]
+        self.failed = False  # whether a prompt could not be run
+        timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
+        self.scoring = Scoring(parse_ks(given["k"] or "1,10"), given["allow_code_execution"],
+                               parse_workers(given["workers"]), timeout, given["rejudge"])
+        self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
+        self.task: Task = load_task(given["task"], given["data"])
+        self.job = self._job()
+        self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}.jsonl"
+        if self.out == "-":
+            raise UserError("--out -: an evaluation needs a file, which is scored afterwards")
+        problems = list(self.task.problems.values())
+        self.problems = problems if self.job.limit is None else problems[: self.job.limit]
+        if self.task.executes and not self.scoring.allow_execution:
+            screen.note("samples will be written and not scored: scoring runs programs, which needs --allow-code-execution")
+
+    def run(self) -> tuple[dict[str, Any], bool]:
+        """Generate what is missing in the file and score it; the report, and whether all prompts could be run."""
+        scoring.check_report(self.report_path(self.out), self.out)
+
+        from bass_cli.plan import prepare
+
+        plan = prepare(self.job)
+        self.generate(plan, self.out)
+        return self.score(self.out, verdicts_path(self.out)), not self.failed
+
+    def generate(self, plan: Plan, out: str, *, loop: Loop | None = None) -> None:
+        """The samples of the plan's job to `out`, from `loop` if it is given."""
+        manifest = describe(plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()})
+        with open_output(out, manifest, resume=self._given["resume"], overwrite=self._given["overwrite"]) as writer:
+            write_samples(writer, plan, self.prompts(), count=len(self.problems), screen=self._screen, loop=loop,
+                          shape=self._shape)
+        self.failed |= "error" in writer.totals["finish_reasons"]
+
+    def score(self, out: str, verdicts: str) -> dict[str, Any]:
+        """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not be run."""
+        found = scoring.score_file(out, self.task, **self.scoring._asdict(), report_path=self.report_path(out),
+                                   screen=self._screen, verdicts=verdicts)
+        self.scoring = self.scoring._replace(rejudge=False)  # other files of a sweep share these verdicts
+        return found
+
+    def report_path(self, out: str) -> str:
+        """Where the report on `out` goes."""
+        return self.report or str(Path(out).with_suffix(".report.json"))
+
+    def prompts(self) -> Iterator[Prompt]:
+        """The task's prompts in the format that was asked for."""
+        for problem in self.problems:
+            yield Prompt(problem.task_id, *self._ask(problem), {}, None, f"{self.task.name}:{problem.task_id}")
+
+    def _ask(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
+        if self.form == "chat":
+            return None, [{"role": "user", "content": self.task.question(problem)}]
+        return shape_prompt(problem.prompt, self.form), None
+
+    def _shape(self, completion: Completion) -> Completion:
+        problem = self.task.problems[completion.id]
+        text = self.task.completion(problem, completion.text, chat=self.form == "chat")
+        return dataclasses.replace(completion, task_id=completion.id, completion=text)
+
+    def _job(self) -> Job:
+        chat = self.form == "chat"
+        defaults = {**self.task.defaults._asdict(), **({} if chat else {"stop": list(self.task.stops)})}
+        return read_job({**self._given, "chat": True if chat else None}, defaults)
+
+    def _digest(self) -> str:
+        """SHA-256 of all prompts that the task has in this format, however many of them are wanted."""
+        asked = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

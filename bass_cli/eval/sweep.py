@@ -1,0 +1,126 @@
+"""Quality against time: the same evaluation under several budgets, for plain decoding, single-sequence speculation and
+batched speculation, with models that are loaded once. The comparison of BASS (arXiv 2404.15778), section on deadlines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bass_cli.eval.chart import draw
+from bass_cli.eval.evaluation import Evaluation
+from bass_cli.eval.judging import verdicts_path
+from bass_cli.eval.scoring import check_report
+from bass_cli.job import MachineError, UserError, parse_duration
+from bass_cli.screen import Screen
+
+if TYPE_CHECKING:
+    from bass_cli.plan import Plan
+
+METHODS = ("plain", "single", "batched")
+
+
+def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], bool]:
+    """Every method under every budget, each to a file of its own beside `--out`; then all are scored and drawn. One
+    document, {"task", "pair", "n", "budgets", "reports": [{"method", ...a report without its problems}]}, and whether all
+    prompts could be run."""
+    budgets = _budgets(given)
+    evaluation = Evaluation(given, screen)
+    document_path = given["report"] or str(Path(evaluation.out).with_suffix(".sweep.json"))
+    check_report(document_path, evaluation.out)
+    chart = _chart(given["plot"], evaluation.out, screen)
+
+    from bass_cli.plan import prepare
+
+    plan = prepare(evaluation.job)
+    evaluation.report = None  # that of each file has a name of its own; --report is the document's
+    files = _generate(evaluation, plan, budgets, screen)
+    reports = []
+    for (method, budget), out in files.items():
+        report = evaluation.score(out, verdicts_path(evaluation.out))
+        reports.append({"method": method, "budget": budget} | {k: v for k, v in report.items() if k != "by_problem"})
+    document = {"task": evaluation.task.name, "pair": evaluation.job.pair.name, "n": evaluation.job.n,
+                "budgets": budgets, "reports": reports}
+    Path(document_path).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _show(document, screen)
+    if chart is not None:
+        draw(document, chart)
+        screen.note(f"drawn: {chart}")
+    return document, not evaluation.failed
+
+
+def _budgets(given: Mapping[str, Any]) -> list[float]:
+    if given["budget"] is not None:
+        raise UserError("--budget and --budgets contradict each other; give one of the two")
+    if given["batch_size"] is not None:
+        raise UserError("--batch-size has no meaning with --budgets: the methods differ in it")
+    found = [parse_duration(part, "--budgets (or BASS_BUDGETS)") for part in given["budgets"].split(",")]
+    return sorted(set(found))
+
+
+def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
+    """Where the chart goes, if there can be one."""
+    if plot is not None and not plot.lower().endswith(".png"):
+        raise UserError(f"--plot {plot}: the file must end in .png")
+    if importlib.util.find_spec("matplotlib") is not None:
+        return plot or str(Path(out).with_suffix(".sweep.png"))
+    if plot is not None:
+        raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
+    screen.note("no chart will be drawn: that needs matplotlib (pip install 'bass-cli[plot]')")
+    return None
+
+
+def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
+    """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
+    seed fixes them."""
+    from bass_cli.assembly import build, load_models, warm_up
+    from bass_cli.engine.lengths import make_lengths
+
+    models = load_models(plan)
+    files = {}
+    for method in METHODS:
+        if method == "single" and plan.job.pair.draft == "none":
+            screen.note("the pair has no draft: plain decoding only")
+            break
+        chosen = _plan_of(plan, method, budgets[0])
+        loop = build(chosen, models)
+        warm_up(loop, chosen)
+        for budget in budgets:
+            chosen = _plan_of(plan, method, budget)
+            speculation = chosen.job.speculation
+            loop.lengths = make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling)
+            out = Path(evaluation.out)
+            files[method, budget] = name = str(out.with_name(f"{out.stem}.{method}-{budget:g}s{out.suffix}"))
+            screen.note(f"{method}, {budget:g} s a prompt")
+            evaluation.generate(chosen, name, loop=loop)
+    return files
+
+
+def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
+    """The plan of one method: plain decoding has no draft, single-sequence speculation draws one sample after the other."""
+    job = plan.job.model_copy(update={"budget": budget})
+    if method == "single":
+        job = job.model_copy(update={"batch_size": 1})
+    if method == "plain":
+        pair = job.pair.model_copy(update={"draft": "none"})
+        speculation = job.speculation.model_copy(update={"length": 0})
+        job = job.model_copy(update={"pair": pair, "speculation": speculation})
+        return dataclasses.replace(plan, job=job, draft=None, skipped=frozenset())
+    return dataclasses.replace(plan, job=job)
+
+
+def _show(document: dict[str, Any], screen: Screen) -> None:
+    """One line for each budget and method."""
+    rows = []
+    for report in sorted(document["reports"], key=lambda one: one["budget"]):
+        quality = ([f"{100 * report['rouge'][key]['rougeL']:.1f}" for key in ("first", "best")] if "rouge" in report
+                   else [f"{100 * report[key]:.1f} %" for key in ("pass_first", "pass_all")])
+        first, late = report["seconds_to_first"], report["overshoot"]
+        rows.append([f"{report['budget']:g} s", report["method"], f"{report['finished']} of {report['samples']}", *quality,
+                     "-" if first is None else f"{first['median']:.3g} s", "-" if late is None else f"{late['max']:.3g} s"])
+    names = ("ROUGE-L first", "best") if "rouge" in document["reports"][0] else ("Pass@First", "Pass@All")
+    screen.table(("budget", "method", "finished", *names, "first sample, median", "overshoot, most"), rows)
