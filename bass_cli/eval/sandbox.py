@@ -1,0 +1,150 @@
+"""The sandbox for programs that a language model wrote: each in an interpreter of its own, with limits and a verdict.
+
+What holds a program is in jail/, which layers this system allows in isolation.py. docs/SANDBOX.md says what is kept out
+and what is not. Nothing here knows a benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, TypeVar
+
+from bass_cli.eval.cell import Cell, Report
+from bass_cli.eval.folder import work_folder
+from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
+from bass_cli.eval.isolation import Isolation as Isolation
+from bass_cli.eval.jail.order import Order
+from bass_cli.job import MachineError
+
+K = TypeVar("K")
+ATTEMPTS = 3  # for a warden that could not start or vanished, which says nothing about the program
+
+
+class Limits(NamedTuple):
+    """What one program may use. Memory and processor time are for each of its processes; `seconds` is wall-clock time.
+
+    The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a pass into a failure.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: int = 5
+    memory_bytes: int = 1 << 30  # of address space
+    processes: int = 32  # and threads
+    open_files: int = 64
+    file_bytes: int = 16 << 20  # one file
+    folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
+    output_bytes: int = 64 << 10  # what is kept of standard output and error; the rest is read and dropped
+
+
+class Verdict(NamedTuple):
+    """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory" (Python said so).
+
+    `detail` is one line about it, written in part by the program; `output` is the start of what it printed.
+    """
+
+    status: str
+    detail: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+class Sandbox:
+    """Runs programs, `workers` at a time (default: one for each core this process may use).
+
+    Raises MachineError if the system cannot run programs at all. `layers` is for tests: use no others than these.
+    """
+
+    def __init__(
+        self, *, workers: int | None = None, limits: Limits = Limits(), layers: Iterable[str] | None = None
+    ) -> None:
+        self._limits = limits
+        self._workers = workers or available_cores()
+        self._path, self._places = interpreter_paths()
+        users = choose_users(self._workers) if os.geteuid() == 0 else [os.getuid()] * self._workers
+        self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for user in users:
+            self._users.put(user)
+        self._layers = ()  # type: tuple[str, ...]
+        self._cells: set[Cell] = set()
+        self._layers = find_layers(self._attempt, layers)
+        self.isolation: Isolation = describe(self._layers)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel()
+
+    def run(self, programs: Iterable[tuple[K, str]]) -> Iterator[tuple[K, Verdict]]:
+        """The verdict of each (key, program text), as they finish. Programs are read as workers come free.
+
+        A program passes if the whole text runs to its end without an exception. Closing the iterator, or any exception,
+        kills what is running. MachineError if a program cannot be started, which says nothing about the program.
+        """
+        waiting: dict[Future[Verdict], K] = {}
+        source = iter(programs)
+        pool = ThreadPoolExecutor(self._workers, "sandbox")
+        try:
+            while True:
+                for key, text in source:
+                    waiting[pool.submit(self._judge, text)] = key
+                    if len(waiting) >= 2 * self._workers:  # so that none waits for the reader of this iterator
+                        break
+                if not waiting:
+                    return
+                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(done), done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            self._cancel()
+            pool.shutdown(wait=True)
+
+    def _judge(self, text: str) -> Verdict:
+        for _ in range(ATTEMPTS):
+            report = self._try(text, self._layers)
+            if report.status not in ("refused", "lost"):
+                break
+        if report.status == "refused":
+            raise MachineError(f"a program could not be started: {report.detail}")
+        status = "failed" if report.status == "lost" else report.status
+        return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+
+    def _attempt(self, layers: tuple[str, ...]) -> Report:
+        return self._try("", layers)
+
+    def _try(self, text: str, layers: tuple[str, ...]) -> Report:
+        user = self._users.get()
+        cell = Cell()
+        self._cells.add(cell)
+        try:
+            owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
+            with contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder:
+                return cell.run(self._order(text, layers, owner, folder))
+        finally:
+            self._cells.discard(cell)
+            self._users.put(user)
+
+    def _order(self, text: str, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
+        limits: dict[str, Any] = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
+        return Order(
+            text=text, layers=layers, path=self._path, places=self._places, folder=folder, owner=owner, **limits
+        )
+
+    def _cancel(self) -> None:
+        for cell in list(self._cells):
+            cell.cancel()
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
