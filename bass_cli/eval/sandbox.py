@@ -73,10 +73,9 @@ class Sandbox:
         self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
         for user in users:
             self._users.put(user)
-        self._layers = ()  # type: tuple[str, ...]
         self._cells: set[Cell] = set()
-        self._layers = find_layers(self._attempt, layers)
-        self.isolation: Isolation = describe(self._layers)
+        self.layers = find_layers(self._attempt, layers)
+        self.isolation: Isolation = describe(self.layers)
 
     def __enter__(self) -> Sandbox:
         return self
@@ -111,7 +110,7 @@ class Sandbox:
 
     def _judge(self, text: str) -> Verdict:
         for _ in range(ATTEMPTS):
-            report = self._try(text, self._layers)
+            report = self._try(text, self.layers)
             if report.status not in ("refused", "lost"):
                 break
         if report.status == "refused":

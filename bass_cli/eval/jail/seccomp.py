@@ -23,12 +23,13 @@ FORBIDDEN = {
 CLONE, CLONE3, NEW_USER = (56, 220), 435, 0x10000000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 KILL, ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI = 0, 4, 16, 0x40000000
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, EVERYBODY = 0, 4, 16, 0x40000000, 0xFFFFFFFF
 Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, operand
 
 
 def filter_for(name: str, own: int | None) -> list[Instruction]:
-    """The program of the filter for a processor; `own` is the only process that may be signalled (None: any)."""
+    """The program of the filter for a processor. `own` is the only process that may be signalled; None, in a process
+    namespace, stands for all but its first one and everybody at once."""
     column = COLUMN[name]
     lines: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, ARCHITECTURE[name]), (RETURN, 0, 0, KILL),
@@ -42,9 +43,13 @@ def filter_for(name: str, own: int | None) -> list[Instruction]:
     lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
     lines += [(EQUAL, 0, 4, CLONE[column]), (LOAD, 0, 0, ARGUMENT_AT), (ANY_BIT, 0, 1, NEW_USER),
               (RETURN, 0, 0, NOT_PERMITTED), (RETURN, 0, 0, ALLOW)]  # fmt: skip
-    for numbers in SIGNALS.values() if own is not None else ():
-        lines += [(EQUAL, 0, 4, numbers[column]), (LOAD, 0, 0, ARGUMENT_AT), (EQUAL, 0, 1, own or 0),
-                  (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NOT_PERMITTED)]  # fmt: skip
+    for numbers in SIGNALS.values():
+        lines += [(EQUAL, 0, 5, numbers[column]), (LOAD, 0, 0, ARGUMENT_AT)]
+        if own is None:
+            lines += [(EQUAL, 1, 0, 1), (EQUAL, 0, 1, EVERYBODY), (RETURN, 0, 0, NOT_PERMITTED)]
+        else:
+            lines += [(EQUAL, 0, 1, own), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NOT_PERMITTED)]
+        lines += [(LOAD, 0, 0, NUMBER_AT)]
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
