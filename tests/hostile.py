@@ -80,7 +80,8 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "large file": ("with open('x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))", {"failed"}),
     "writes outside": ("open('{outside}/new', 'w').write('x')", {"failed"}),
     "deletes outside": ("import os\nos.remove('{outside}/precious')", {"failed"}),
-    "changes outside": ("import os\nos.chmod('{outside}/precious', 0o777)\nopen('{outside}/precious', 'w').write('')", {"failed"}),
+    "changes outside": ("import os\nos.chmod('{outside}/precious', 0o777)", {"failed"}),
+    "empties outside": ("open('{outside}/precious', 'w').write('')", {"failed"}),
     "kills its parent": ("import os\nos.kill(os.getppid(), 9)", {"failed"}),
     "kills the supervisor": ("import os\nos.kill({supervisor}, 9)", {"failed"}),
     "kills by descriptor": ("import os, signal\nsignal.pidfd_send_signal(os.pidfd_open({supervisor}), 9)", {"failed"}),
@@ -91,7 +92,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "local socket": ("import socket\ns = socket.socket(1)\ns.connect('{outside}/socket')", {"failed"}),
     "reads variables": (f"import os\nassert '{SECRET}' in os.environ", {"failed"}),
     "reads the supervisor's": (f"assert '{SECRET}' in open('/proc/{{supervisor}}/environ').read()", {"failed"}),
-    "reads its parent's": (f"import os\nassert '{SECRET}' in open(f'/proc/{{{{os.getppid()}}}}/environ').read()", {"failed"}),
+    "reads its parent's": (f"import os\nassert '{SECRET}' in open('/proc/%d/environ' % os.getppid()).read()", {"failed"}),
     "reads a private file": ("open('{outside}/private').read()", {"failed"}),
     "traces its parent": (CALL + "import os\nassert libc.ptrace(16, os.getppid(), None, None) == 0", {"failed"}),
     "new user namespace": (CALL + "assert libc.unshare(0x10000000) == 0", {"failed"}),
@@ -102,7 +103,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "leaves early": ("import os\nos._exit(0)", {"failed"}),
     "exits": ("import sys\nsys.exit(0)", {"failed"}),
     "exits at the end": ("import atexit, os\natexit.register(os._exit, 0)\nassert 0", {"failed"}),
-    "catches everything": ("while True:\n    try:\n        while True: pass\n    except BaseException: pass", {"timed out"}),
+    "catches everything": ("while 1:\n    try:\n        while 1: pass\n    except BaseException: pass", {"timed out"}),
     "swallows signals": (EVERY_SIGNAL + "while True: pass", {"timed out"}),
     "patches builtins": (PATCHES, {"failed"}),
     "an exception that cannot be shown": ("class E(Exception):\n    def __str__(self): raise self\nraise E()", {"failed"}),
@@ -122,9 +123,10 @@ def attacks(outside: Path, port: int, supervisor: int) -> list[tuple[str, str]]:
     aims = {"{outside}": str(outside), "{port}": str(port), "{supervisor}": str(supervisor)}
     found = []
     for name, (text, _) in PROGRAMS.items():
+        aimed = text
         for mark, aim in aims.items():
-            text = text.replace(mark, aim)
-        found.append((name, text.replace("{{", "{").replace("}}", "}")))
+            aimed = aimed.replace(mark, aim)
+        found.append((name, aimed))
     return found
 
 

@@ -25,7 +25,7 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/e
           "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")  # fmt: skip
 NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
 DYNAMIC_USERS = range(61184, 65520)  # what systemd sets aside for users that exist only while something runs
-NONE = "none"
+NONE, AS_ROOT = "none", ", as root"
 
 
 class Isolation(NamedTuple):
@@ -45,8 +45,10 @@ class Isolation(NamedTuple):
             notes.append("programs can read and write what this user can: no mount namespaces, no Landlock, no other user")
         elif "mount" not in self.files and "Landlock" not in self.files:
             notes.append("programs can read files that all users can read, and write where all users can")
-        if self.processes == NONE:
+        if self.processes.removesuffix(AS_ROOT) == NONE:
             notes.append("programs can signal and inspect this user's processes: run bass as a user of its own")
+        if self.processes.endswith(AS_ROOT):
+            notes.append("programs run as root, though without its privileges: no other user can read this Python")
         return notes
 
 
@@ -64,7 +66,10 @@ def describe(layers: Iterable[str]) -> Isolation:
         found["network"] = ["Landlock, TCP only"]
     if version >= landlock.SCOPES_SINCE:
         found["processes"].append("Landlock")
-    return Isolation(**{what: " and ".join(words) or NONE for what, words in found.items()})
+    named = {what: " and ".join(words) or NONE for what, words in found.items()}
+    if os.geteuid() == 0 and "uid" not in held:
+        named["processes"] += AS_ROOT
+    return Isolation(**named)
 
 
 def find_layers(attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[str] | None = None) -> tuple[str, ...]:

@@ -12,12 +12,12 @@ import os
 import queue
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from bass_cli.eval.cell import Cell, Report
 from bass_cli.eval.folder import work_folder
-from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.isolation import Isolation as Isolation
+from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.jail.order import Order
 from bass_cli.job import MachineError
 
@@ -39,6 +39,9 @@ class Limits(NamedTuple):
     file_bytes: int = 16 << 20  # one file
     folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
     output_bytes: int = 64 << 10  # what is kept of standard output and error; the rest is read and dropped
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class Verdict(NamedTuple):
@@ -64,7 +67,7 @@ class Sandbox:
     """
 
     def __init__(
-        self, *, workers: int | None = None, limits: Limits = Limits(), layers: Iterable[str] | None = None
+        self, *, workers: int | None = None, limits: Limits = DEFAULT_LIMITS, layers: Iterable[str] | None = None
     ) -> None:
         self._limits = limits
         self._workers = workers or available_cores()
@@ -134,10 +137,9 @@ class Sandbox:
             self._users.put(user)
 
     def _order(self, text: str, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
-        limits: dict[str, Any] = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
-        return Order(
-            text=text, layers=layers, path=self._path, places=self._places, folder=folder, owner=owner, **limits
-        )
+        about = {"text": text, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
+        limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
+        return cast(Order, about | {"owner": owner} | limits)
 
     def _cancel(self) -> None:
         for cell in list(self._cells):

@@ -48,16 +48,16 @@ def enter(order: Order, say: int, hear: int, keys: list[bytes]) -> NoReturn:
 
 
 def _restrict(order: Order) -> None:
-    layers, uid = order["layers"], order["owner"][0]
+    layers = order["layers"]
     os.setsid()
     _limit(order)
     if "uid" in layers:
         _become(*order["owner"])
     if sys.platform == "linux":
-        _confine(order, layers, uid)
+        _confine(order, layers)
 
 
-def _confine(order: Order, layers: tuple[str, ...], uid: int) -> None:
+def _confine(order: Order, layers: tuple[str, ...]) -> None:
     # In a new user namespace, and as root, there are capabilities to lose; elsewhere this changes nothing.
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -71,7 +71,8 @@ def _confine(order: Order, layers: tuple[str, ...], uid: int) -> None:
         shared = ["/tmp", "/dev/shm", "/proc"] if "mount" in layers else []
         landlock.restrict(readable, [work, "/dev/null", *shared])
     if "seccomp" in layers:
-        seccomp.restrict(None if "pid" in layers else os.getpid())
+        own = None if "pid" in layers else os.getpid()
+        seccomp.restrict(own, attributes="mount" in layers, forks=os.getuid() != 0)  # no limit counts root's processes
 
 
 def _become(user: int, group: int) -> None:
@@ -139,7 +140,7 @@ def _prepare(order: Order) -> None:
         del sys.modules[name]
     sys.modules["program"] = sys.modules["__main__"] = module
     sys.argv, sys.path[:] = ["program"], order["path"]
-    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")  # type: ignore[assignment]
+    builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.help = _sitebuiltins._Helper()
 
 
@@ -147,7 +148,7 @@ def _run(parts: list[Any], say: int) -> NoReturn:
     """Call the last of `parts` once the text has run in the scope; they are only on this frame's stack meanwhile."""
     leave, write, tell = os._exit, os.write, _tell
     try:
-        parts.pop()(exec(compile(parts.pop(), "<program>", "exec", dont_inherit=True), parts.pop()))
+        parts.pop()(exec(compile(parts.pop(), "<program>", "exec", dont_inherit=True), parts.pop()))  # type: ignore[func-returns-value]
     except MemoryError:
         write(say, RAISED + b"MemoryError")
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the text did not come to its end

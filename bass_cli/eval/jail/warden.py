@@ -214,7 +214,9 @@ def kill_descendants(process: int = 0) -> None:
     if os.getpid() == 1:  # the rest of the namespace goes with its first process
         return
     if not os.path.exists("/proc/self/stat"):
-        return _send(-process, KILL) if process else None
+        if process:
+            _send(-process, KILL)
+        return
     while _collect():
         stopped: set[int] = set()
         while found := descendants(os.getpid()) - stopped:  # what is stopped cannot fork while the rest is looked for
