@@ -6,11 +6,16 @@ Run as a script (layers and a folder as arguments) it is a supervisor of its own
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
+from bass_cli.eval.sandbox import Limits, Sandbox
+
 MARK = "31337.25"  # seconds that a process sleeps which must not outlive its program: to be found among all processes
 SECRET = "BASS_TEST_SECRET"
+LIMITS = Limits(seconds=3.0, cpu_seconds=1, memory_bytes=256 << 20)
+WORKERS = 6  # most attacks that take long sleep
 ANY = {"failed", "timed out", "out of memory"}
 
 SLEEPER = f"""
@@ -132,17 +137,11 @@ def attacks(outside: Path, port: int, supervisor: int) -> list[tuple[str, str]]:
 
 def supervise(layers: list[str], outside: Path, port: int) -> dict[str, object]:
     """Run every attack as this user, with these layers, and say how it went."""
-    import os
-
-    from bass_cli.eval.sandbox import Limits, Sandbox
-
-    limits = Limits(seconds=4.0, cpu_seconds=1, memory_bytes=256 << 20)
-    with Sandbox(workers=2, limits=limits, layers=layers) as sandbox:
+    with Sandbox(workers=WORKERS, limits=LIMITS, layers=layers) as sandbox:
         verdicts = dict(sandbox.run(attacks(outside, port, os.getpid())))
         named = {name: (verdict.status, verdict.detail) for name, verdict in verdicts.items()}
         return {"verdicts": named, "layers": sandbox.layers, "isolation": sandbox.isolation, "user": os.getuid()}
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     print(json.dumps(supervise(sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3]))))

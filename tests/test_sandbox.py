@@ -5,28 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
-import signal
 import socket
 import subprocess
 import sys
-import time
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostile import MARK, PROGRAMS, SECRET, SLEEPER, attacks
+from hostile import LIMITS, MARK, PROGRAMS, SECRET, WORKERS, attacks
 
-from bass_cli.eval.cell import Report
-from bass_cli.eval.folder import remove_tree
-from bass_cli.eval.isolation import AS_ROOT, LAYERS, Isolation, choose_users, describe, find_layers
-from bass_cli.eval.jail import seccomp
-from bass_cli.eval.sandbox import Limits, Sandbox, Verdict
-from bass_cli.job import MachineError
+from bass_cli.eval.isolation import LAYERS, choose_users
+from bass_cli.eval.sandbox import Sandbox, Verdict
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are limits only")
 TESTS = Path(__file__).parent
-QUICK = Limits(seconds=4.0, cpu_seconds=1, memory_bytes=256 << 20)
 OUTSIDE = ("writes outside", "deletes outside", "empties outside")
 EVERYTHING = ",".join(LAYERS)
 
@@ -78,8 +71,6 @@ OURS = {"precious", "private", "socket"}
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         (inner := Path(folder) / "outside").mkdir()
@@ -107,7 +98,7 @@ def leftovers() -> list[Path]:
 def verdicts(target: Target) -> dict[str, Verdict]:
     """Of all attacks, by this user, with every layer that there is."""
     os.environ[SECRET] = "x"
-    with Sandbox(workers=2, limits=QUICK) as sandbox:
+    with Sandbox(workers=WORKERS, limits=LIMITS) as sandbox:
         return dict(sandbox.run(attacks(target.folder, target.port, os.getpid())))
 
 
@@ -126,7 +117,7 @@ def test_attacks_leave_nothing_behind(verdicts: dict[str, Verdict], target: Targ
 
 
 def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
-    assert verdicts["1 GB of output"].output == "x" * QUICK.output_bytes
+    assert verdicts["1 GB of output"].output == "x" * LIMITS.output_bytes
     with Sandbox(workers=1) as sandbox:
         ((_, verdict),) = sandbox.run([("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")])
     assert sorted(verdict.output.split()) == ["err", "out"]
@@ -142,7 +133,7 @@ def other_interpreter(user: int) -> list[str]:
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             check = [python, "-c", f"import sys; sys.path.append({packages!r}); import pydantic, yaml"]
             subprocess.run(check, user=user, group=user, extra_groups=[], check=True, capture_output=True, cwd="/")
-            return [python, "-c", f"import sys, runpy; sys.argv[:1] = []; sys.path[1:1] = [{str(TESTS)!r}]; "
+            return [python, "-c", f"import sys, runpy; sys.argv[:1] = []; sys.path[1:1] = [{str(TESTS.parent)!r}]; "
                     f"sys.path.append({packages!r}); runpy.run_path(sys.argv[0], run_name='__main__')"]  # fmt: skip
     pytest.skip("no Python that another user may run")
 

@@ -38,6 +38,9 @@ class Report(NamedTuple):
     output: bytes
 
 
+LOST = Report("lost", "the process that watches the program has ended", 0.0, b"")
+
+
 class Cell:
     """One program's warden. `cancel` may come from any thread, before, during or after `run`."""
 
@@ -110,6 +113,35 @@ class Cell:
                 os.killpg(warden.pid, signal.SIGKILL)
 
 
+class Crew:
+    """The cells of one run, to be called off together, those included that start afterwards."""
+
+    def __init__(self) -> None:
+        self.dismissed = False
+        self._cells: set[Cell] = set()
+        self._lock = threading.Lock()
+
+    def run(self, order: Order) -> Report:
+        """Run one order in a cell of its own; "lost" at once if the crew is dismissed."""
+        cell = Cell()
+        with self._lock:
+            if self.dismissed:
+                return LOST
+            self._cells.add(cell)
+        try:
+            return cell.run(order)
+        finally:
+            with self._lock:
+                self._cells.discard(cell)
+
+    def dismiss(self) -> None:
+        """Kill what is running and start nothing more."""
+        with self._lock:
+            self.dismissed = True
+            for cell in self._cells:
+                cell.cancel()
+
+
 def _read(descriptor: int, deadline: float) -> bytes:
     data = b""
     poll = select.poll()
@@ -129,4 +161,4 @@ def _parse(data: bytes) -> Report:
         detail, output = rest[: int(length)], rest[int(length) :]
         return Report(status.decode(), detail.decode("utf-8", "replace"), float(seconds), output)
     except ValueError:
-        return Report("lost", "the process that watches the program has ended", 0.0, b"")
+        return LOST

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar, cast
 
-from bass_cli.eval.cell import Cell, Report
+from bass_cli.eval.cell import Crew, Report
 from bass_cli.eval.folder import work_folder
 from bass_cli.eval.isolation import Isolation as Isolation
 from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
@@ -76,7 +76,7 @@ class Sandbox:
         self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
         for user in users:
             self._users.put(user)
-        self._cells: set[Cell] = set()
+        self._crews: set[Crew] = set()
         self.layers = find_layers(self._attempt, layers)
         self.isolation: Isolation = describe(self.layers)
 
@@ -84,7 +84,8 @@ class Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cancel()
+        for crew in list(self._crews):
+            crew.dismiss()
 
     def run(self, programs: Iterable[tuple[K, str]]) -> Iterator[tuple[K, Verdict]]:
         """The verdict of each (key, program text), as they finish. Programs are read as workers come free.
@@ -94,11 +95,12 @@ class Sandbox:
         """
         waiting: dict[Future[Verdict], K] = {}
         source = iter(programs)
+        self._crews.add(crew := Crew())
         pool = ThreadPoolExecutor(self._workers, "sandbox")
         try:
             while True:
                 for key, text in source:
-                    waiting[pool.submit(self._judge, text)] = key
+                    waiting[pool.submit(self._judge, crew, text)] = key
                     if len(waiting) >= 2 * self._workers:  # so that none waits for the reader of this iterator
                         break
                 if not waiting:
@@ -108,13 +110,14 @@ class Sandbox:
         finally:
             for future in waiting:
                 future.cancel()
-            self._cancel()
+            crew.dismiss()
             pool.shutdown(wait=True)
+            self._crews.discard(crew)
 
-    def _judge(self, text: str) -> Verdict:
+    def _judge(self, crew: Crew, text: str) -> Verdict:
         for _ in range(ATTEMPTS):
-            report = self._try(text, self.layers)
-            if report.status not in ("refused", "lost"):
+            report = self._try(crew, text, self.layers)
+            if report.status not in ("refused", "lost") or crew.dismissed:
                 break
         if report.status == "refused":
             raise MachineError(f"a program could not be started: {report.detail}")
@@ -122,28 +125,21 @@ class Sandbox:
         return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
-        return self._try("", layers)
+        return self._try(Crew(), "", layers)
 
-    def _try(self, text: str, layers: tuple[str, ...]) -> Report:
+    def _try(self, crew: Crew, text: str, layers: tuple[str, ...]) -> Report:
         user = self._users.get()
-        cell = Cell()
-        self._cells.add(cell)
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
             with contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder:
-                return cell.run(self._order(text, layers, owner, folder))
+                return crew.run(self._order(text, layers, owner, folder))
         finally:
-            self._cells.discard(cell)
             self._users.put(user)
 
     def _order(self, text: str, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
         about = {"text": text, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
         limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
         return cast(Order, about | {"owner": owner} | limits)
-
-    def _cancel(self) -> None:
-        for cell in list(self._cells):
-            cell.cancel()
 
 
 def available_cores() -> int:

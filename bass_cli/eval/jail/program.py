@@ -68,11 +68,12 @@ def _confine(order: Order, layers: tuple[str, ...]) -> None:
     os.chdir(work)
     if "landlock" in layers:
         readable = [real for _, real in order["places"]] + list(SYSTEM_FILES)
-        shared = ["/tmp", "/dev/shm", "/proc"] if "mount" in layers else []
-        landlock.restrict(readable, [work, "/dev/null", *shared])
+        shared = ["/tmp", "/dev/shm"] if "mount" in layers else []
+        own = ["/proc"] if {"mount", "pid"} <= set(layers) else []  # only a /proc that shows the program alone
+        landlock.restrict(readable + own, [work, "/dev/null", *shared])
     if "seccomp" in layers:
-        own = None if "pid" in layers else os.getpid()
-        seccomp.restrict(own, attributes="mount" in layers, forks=os.getuid() != 0)  # no limit counts root's processes
+        alone = None if "pid" in layers else os.getpid()
+        seccomp.restrict(alone, attributes="mount" in layers, forks=os.getuid() != 0)  # no limit counts root's processes
 
 
 def _become(user: int, group: int) -> None:
