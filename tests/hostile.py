@@ -14,7 +14,7 @@ from bass_cli.eval.sandbox import Limits, Sandbox
 
 MARK = "31337.25"  # seconds that a process sleeps which must not outlive its program: to be found among all processes
 SECRET = "BASS_TEST_SECRET"
-LIMITS = Limits(seconds=3.0, cpu_seconds=1, memory_bytes=256 << 20)
+LIMITS = Limits(seconds=2.5, cpu_seconds=1, memory_bytes=256 << 20)
 WORKERS = 6  # most attacks that take long sleep
 ANY = {"failed", "timed out", "out of memory"}
 
@@ -78,7 +78,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "stops itself": ("import os\nos.kill(os.getpid(), 19)", {"timed out", "failed"}),
     "fork bomb": ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", ANY),
     "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()", ANY),
-    "memory bomb": ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"out of memory"}),
+    "memory bomb": ("x = []\nwhile True: x.append(bytearray(1 << 24))", {"out of memory", "timed out"}),
     "one large block": ("x = bytearray(1 << 40)", {"out of memory"}),
     "many small objects": ("x = []\nwhile True: x.append([x])", {"out of memory", "timed out"}),
     "1 GB of output": ("for _ in range(1024): print('x' * (1 << 20))\nassert 0", {"failed", "timed out"}),

@@ -26,7 +26,7 @@ START = ("-s", "-S", "-c", "import sys; sys.path.pop(0); sys.path.append({!r}); 
 # One thread for numeric libraries, which else reserve memory for every core. Hashes are fixed: the order of a set is the
 # same in every run, and so is the verdict.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LC_CTYPE": "C.UTF-8"}
-GRACE = 10.0  # seconds beyond a program's own after which the warden itself is taken for stuck
+GRACE = 30.0  # seconds beyond a program's own after which the warden itself is taken for stuck
 
 
 class Report(NamedTuple):

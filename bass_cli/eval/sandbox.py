@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar, cast
 
 from bass_cli.eval.cell import Crew, Report
 from bass_cli.eval.folder import work_folder
+from bass_cli.eval.isolation import NONE, choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.isolation import Isolation as Isolation
-from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.jail.order import Order
 from bass_cli.job import MachineError
 
@@ -119,9 +119,11 @@ class Sandbox:
             report = self._try(crew, text, self.layers)
             if report.status not in ("refused", "lost") or crew.dismissed:
                 break
-        if report.status == "refused":
-            raise MachineError(f"a program could not be started: {report.detail}")
-        status = "failed" if report.status == "lost" else report.status
+        # A program that can signal its warden may have ended it; elsewhere only the system can.
+        theirs = report.status == "lost" and (crew.dismissed or self.isolation.processes.startswith(NONE))
+        if report.status in ("refused", "lost") and not theirs:
+            raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
+        status = "failed" if theirs else report.status
         return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:

@@ -1,6 +1,6 @@
 """The C library and the system calls that Python has no names for, called through ctypes; failures become OSError.
 
-Numbers are those of Linux; where a call has its own number on every machine, only x86-64 and arm64 are known.
+Numbers are those of Linux.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import sys
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
-CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
 class SetupError(Exception):
@@ -51,4 +50,4 @@ def drop_capabilities() -> None:
         except OSError:  # beyond the last one, or not ours to drop: the rest of this function empties the sets anyway
             break
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    call("syscall", CAPSET[machine()], ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))
+    call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()))

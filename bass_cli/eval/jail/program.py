@@ -28,7 +28,6 @@ READY, REFUSED, RAISED = b"+", b"#", b"!"
 STACK_BYTES = 64 << 20
 SPARE_TASKS = 64  # what the same user may start elsewhere while a program runs
 WORD = 16  # bytes of key and nonce
-SYSTEM_FILES = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc", "/nix/store", *DEVICES)
 
 
 def enter(order: Order, say: int, hear: int, keys: list[bytes]) -> NoReturn:
@@ -67,7 +66,7 @@ def _confine(order: Order, layers: tuple[str, ...]) -> None:
     work = order["folder"] or WORK
     os.chdir(work)
     if "landlock" in layers:
-        readable = [real for _, real in order["places"]] + list(SYSTEM_FILES)
+        readable = [real for _, real in order["places"]] + list(DEVICES)
         shared = ["/tmp", "/dev/shm"] if "mount" in layers else []
         own = ["/proc"] if {"mount", "pid"} <= set(layers) else []  # only a /proc that shows the program alone
         landlock.restrict(readable + own, [work, "/dev/null", *shared])

@@ -10,10 +10,10 @@ import marshal
 import os
 import resource
 import select
-import sys
 import time
 
 from . import namespaces, program
+from .descendants import kill_descendants
 from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, SetupError, prctl
 
 TYPE_CHECKING = False
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ORDERS, REPORTS = 0, 1  # standard input stays open as long as the supervisor wants the program to run
 CHUNK, TICK = 65536, 0.05
-KILL, STOP, XCPU = 9, 19 if sys.platform == "linux" else 17, 24
+KILL, XCPU = 9, 24
 ENDED = "the process ended before the program did: "
 
 
@@ -41,14 +41,20 @@ class Watch:
 
 def main() -> NoReturn:
     """Take one order from standard input, run it, write a report to standard output, and end."""
+    try:
+        _serve()
+    except SetupError as error:
+        _report("refused", f"{error.layer}: {error.reason}", 0.0, b"")
+    except BaseException as error:  # a fault of ours or the system's, in either process; not to be held against a program
+        _report("refused", f"warden: {type(error).__name__}: {error}", 0.0, b"")
+    os._exit(1)
+
+
+def _serve() -> NoReturn:
     order: Order = marshal.loads(_read_order())
     _volunteer()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        namespaces.leave(order["layers"])
-    except SetupError as error:
-        _report("refused", f"{error.layer}: {error.reason}", 0.0, b"")
-        os._exit(0)
+    namespaces.leave(order["layers"])
     prctl(PR_SET_DUMPABLE, 0)  # memory, descriptors and environment are closed to processes of the same user
     inner = os.fork()
     if not inner:
@@ -90,12 +96,8 @@ def _guard(order: Order) -> NoReturn:
     """The inner process: isolate, start the program, watch it, kill what is left, report."""
     prctl(PR_SET_PDEATHSIG, KILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        if "mount" in order["layers"]:
-            namespaces.build_root(order["places"], order["owner"], order["folder_bytes"])
-    except SetupError as error:
-        _report("refused", f"{error.layer}: {error.reason}", 0.0, b"")
-        os._exit(0)
+    if "mount" in order["layers"]:
+        namespaces.build_root(order["places"], order["owner"], order["folder_bytes"])
     start = time.monotonic()
     watch, say, output = _start(order)
     _watch(watch, say, output, start + order["seconds"])
@@ -118,7 +120,10 @@ def _start(order: Order) -> tuple[Watch, int, int]:
             os.dup2(source, target)
         for unused in (null, say_out, hear_in, output_out, output_in):
             os.close(unused)
-        program.enter(order, say_in, hear_out, keys)
+        try:
+            program.enter(order, say_in, hear_out, keys)
+        finally:  # only a fault of ours comes here, and it must not run on as a second warden
+            os._exit(1)
     for unused in (say_in, hear_out, output_in):
         os.close(unused)
     return Watch(order, process, key, hear_in), say_out, output_out
@@ -145,7 +150,7 @@ def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
         if say in ready:
             _listen(watch, _take(poll, say))
         elif ended:  # its last word, if there was one, has been heard
-            watch.verdict = ended
+            watch.verdict = ended if watch.ready else ("refused", f"start: {ended[1]}")
         _reap(watch)
 
 
@@ -204,59 +209,3 @@ def _judge_end(status: int, used: resource.struct_rusage, order: Order) -> tuple
     if -code == XCPU or (code == -KILL and cpu >= order["cpu_seconds"]):
         return "timed out", f"more than {order['cpu_seconds']} s of processor time"
     return "failed", ENDED + (f"exit code {code}" if code >= 0 else f"signal {-code}")
-
-
-def kill_descendants(process: int = 0) -> None:
-    """Kill every process below this one and collect it, whatever session or group it hides in.
-
-    Where nothing says who descends from whom (no /proc), only the session that the program's `process` began with.
-    """
-    if os.getpid() == 1:  # the rest of the namespace goes with its first process
-        return
-    if not os.path.exists("/proc/self/stat"):
-        if process:
-            _send(-process, KILL)
-        return
-    while _collect():
-        stopped: set[int] = set()
-        while found := descendants(os.getpid()) - stopped:  # what is stopped cannot fork while the rest is looked for
-            for one in found:
-                _send(one, STOP)
-            stopped |= found
-        for one in stopped:
-            _send(one, KILL)
-        time.sleep(0.001)
-
-
-def _collect() -> bool:
-    """Collect the children that have ended; whether there are others."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            continue
-    except ChildProcessError:
-        return False
-    return True
-
-
-def descendants(process: int) -> set[int]:
-    """Every living process below this one, from /proc."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                state, parent = file.read().rsplit(b") ", 1)[1].split(b" ", 2)[:2]
-        except (OSError, IndexError):  # not a process, or one that has ended meanwhile
-            continue
-        if name.isdigit() and state not in b"ZX":
-            parents[int(name)] = int(parent)
-    below: set[int] = set()
-    while more := {one for one, parent in parents.items() if parent in below | {process}} - below:
-        below |= more
-    return below
-
-
-def _send(process: int, signal: int) -> None:
-    try:
-        os.kill(process, signal)
-    except (ProcessLookupError, PermissionError):
-        return
