@@ -36,6 +36,28 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/resume.py": {"bass_cli.job"},
     "bass_cli/screen.py": {"rich"},
     "bass_cli/machine.py": {"bass_cli", "bass_cli.job", "huggingface_hub", "torch"},
+    "bass_cli/eval/__init__.py": set(),
+    "bass_cli/eval/sandbox.py": {
+        "bass_cli.job", f"{EVAL}.cell", f"{EVAL}.folder", f"{EVAL}.isolation", f"{EVAL}.jail.order",
+    },
+    "bass_cli/eval/isolation.py": {"bass_cli.job", f"{EVAL}.cell", f"{EVAL}.jail.landlock"},
+    "bass_cli/eval/cell.py": {f"{EVAL}.jail.order"},
+    "bass_cli/eval/folder.py": set(),
+    "bass_cli/eval/jail/__init__.py": set(),
+    "bass_cli/eval/jail/order.py": set(),
+    "bass_cli/eval/jail/libc.py": set(),
+    "bass_cli/eval/jail/descendants.py": set(),
+    "bass_cli/eval/jail/landlock.py": {f"{EVAL}.jail.libc"},
+    "bass_cli/eval/jail/seccomp.py": {f"{EVAL}.jail.libc"},
+    "bass_cli/eval/jail/namespaces.py": {f"{EVAL}.jail.libc"},
+    "bass_cli/eval/jail/program.py": {
+        f"{EVAL}.jail.landlock", f"{EVAL}.jail.libc", f"{EVAL}.jail.namespaces", f"{EVAL}.jail.order",
+        f"{EVAL}.jail.seccomp",
+    },
+    "bass_cli/eval/jail/warden.py": {
+        f"{EVAL}.jail.descendants", f"{EVAL}.jail.libc", f"{EVAL}.jail.namespaces", f"{EVAL}.jail.order",
+        f"{EVAL}.jail.program",
+    },
     "bass_cli/bench/__init__.py": set(),
     "bass_cli/bench/command.py": {
         "bass_cli.job", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid", f"{BENCH}.plot", f"{BENCH}.report",

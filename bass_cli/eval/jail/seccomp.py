@@ -1,0 +1,84 @@
+"""A filter on system calls: no sockets, no signals to others, no tracing, no new namespaces, no rare kernel interfaces.
+
+Needs no privilege. It is the second wall behind namespaces, and the first where they are forbidden.
+Source: the kernel's userspace-api/seccomp_filter; numbers for x86-64 and arm64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from .libc import PR_SET_SECCOMP, SetupError, call, machine
+
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+COLUMN = {"x86_64": 0, "aarch64": 1}
+Numbers = dict[str, "tuple[int | None, int | None]"]  # of a call: on x86-64, on arm64
+SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+           "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424)}  # fmt: skip
+FORBIDDEN: Numbers = {
+    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425), "pidfd_getfd": (438, 438),
+}  # fmt: skip
+# What neither Landlock nor a limit keeps from changing files outside; only forbidden where no mount namespace does.
+ATTRIBUTES: Numbers = {
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
+    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+}  # fmt: skip
+FORKS: Numbers = {"fork": (57, None), "vfork": (58, None)}
+CLONE, CLONE3, NEW_USER, THREAD = (56, 220), 435, 0x10000000, 0x10000
+LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+KILL, ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
+NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, EVERYBODY = 0, 4, 16, 0x40000000, 0xFFFFFFFF
+Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, operand
+
+
+def filter_for(name: str, own: int | None, attributes: bool = True, forks: bool = True) -> list[Instruction]:
+    """The program of the filter for a processor.
+
+    `own` is the only process that may be signalled; None, in a process namespace, stands for all but its first one and
+    everybody at once. `attributes`: files' modes, owners and times may be changed. `forks`: processes may be made.
+    """
+    column = COLUMN[name]
+    lines: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, ARCHITECTURE[name]), (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER_AT),
+    ]  # fmt: skip
+    if name == "x86_64":
+        lines += [(ANY_BIT, 0, 1, OTHER_ABI), (RETURN, 0, 0, NO_SUCH_CALL)]
+    calls = [*FORBIDDEN.values(), *(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
+    for number in (numbers[column] for numbers in calls):
+        lines += [] if number is None else [(EQUAL, 0, 1, number), (RETURN, 0, 0, NOT_PERMITTED)]
+    # clone3 hides its flags from a filter; without it the C library takes clone
+    lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
+    threads_only = [] if forks else [(ANY_BIT, 1, 0, THREAD), (RETURN, 0, 0, NOT_PERMITTED)]
+    lines += [(EQUAL, 0, 4 + len(threads_only), CLONE[column]), (LOAD, 0, 0, ARGUMENT_AT), (ANY_BIT, 0, 1, NEW_USER),
+              (RETURN, 0, 0, NOT_PERMITTED), *threads_only, (RETURN, 0, 0, ALLOW)]  # fmt: skip
+    for numbers in SIGNALS.values():
+        lines += [(EQUAL, 0, 5, numbers[column]), (LOAD, 0, 0, ARGUMENT_AT)]
+        if own is None:
+            lines += [(EQUAL, 1, 0, 1), (EQUAL, 0, 1, EVERYBODY), (RETURN, 0, 0, NOT_PERMITTED)]
+        else:
+            lines += [(EQUAL, 0, 1, own), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NOT_PERMITTED)]
+        lines += [(LOAD, 0, 0, NUMBER_AT)]
+    return [*lines, (RETURN, 0, 0, ALLOW)]
+
+
+def restrict(own: int | None, attributes: bool, forks: bool) -> None:
+    """Put the filter (see `filter_for`) on this process and its descendants; `no_new_privs` must be set before."""
+    if machine() not in ARCHITECTURE:
+        raise SetupError("seccomp", f"the numbers of system calls are not known for {machine()}")
+    lines = filter_for(machine(), own, attributes, forks)
+    code = b"".join(
+        kind.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little") for kind, yes, no, operand in lines
+    )
+    held = ctypes.create_string_buffer(code)
+    header = (ctypes.c_uint64 * 2)(len(lines), ctypes.addressof(held))
+    try:
+        call("prctl", PR_SET_SECCOMP, 2, ctypes.byref(header), 0, 0)
+    except OSError as error:
+        raise SetupError("seccomp", error) from None

