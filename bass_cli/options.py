@@ -150,7 +150,7 @@ Budgets = Annotated[
 ]
 PromptFormat = Annotated[
     str | None,
-    _Option("--prompt-format", envvar="BASS_PROMPT_FORMAT", help="raw, strip, strip-nl (what is cut off the ends) or chat [raw]."),
+    _Option("--prompt-format", envvar="BASS_PROMPT_FORMAT", help="raw, strip or strip-nl (cut off the ends), chat [raw]."),
 ]
 EvaluationOut = Annotated[
     str | None, _Option("--out", envvar="BASS_OUT", help="Samples' file [TASK-PAIR.jsonl].", metavar="FILE")

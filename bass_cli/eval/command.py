@@ -49,7 +49,7 @@ def evaluate(
 ) -> None:
     """Generate and score: humaneval, mbpp or xsum, with a wall-clock budget a prompt or a sweep of budgets."""
     screen = Screen(quiet)
-    with exit_codes(screen, "interrupted; the samples and verdicts so far are kept, and the same command goes on from here"):
+    with exit_codes(screen, "interrupted; samples and verdicts so far are kept, and the same command goes on from here"):
         from bass_cli.eval.evaluation import Evaluation
 
         if budgets is None:
