@@ -194,7 +194,8 @@ TABLE: dict[str, set[str]] = {
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
 AT_IMPORT_OF_CLI = {
-    "typer", "bass_cli", f"{EVAL}.command", f"{EVAL}.score_command", "bass_cli.exits", "bass_cli.options", "bass_cli.screen",
+    "typer", "bass_cli", f"{EVAL}.command", f"{EVAL}.score_command", "bass_cli.exits", "bass_cli.options",
+    "bass_cli.screen",
 }  # fmt: skip
 NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))
