@@ -182,6 +182,15 @@ def test_bad_input_is_found_before_anything_is_run(content: str | None, argument
     assert (result.exit_code, result.stdout, Sandbox.opened, Path("f.jsonl.verdicts.jsonl").exists()) == (2, "", 0, False)
 
 
+def test_bytes_that_are_not_text() -> None:
+    Path("f.jsonl").write_bytes(b'{"task_id": "\xff"}\n' + GOOD.encode())
+    assert "f.jsonl:1: the text is not valid UTF-8" in cli("f.jsonl").stderr
+    Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9)[:-9])
+    result = cli("f.jsonl")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "f.jsonl: the gzip file is damaged or cut short" in result.stderr
+
+
 def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
     rows = [{"id": "HumanEval/0", "sample": 4, "text": "+ 1", "finish_reason": "stop"},
             {"id": "7", "meta": {"task_id": "HumanEval/1"}, "sample": 0, "text": "+ 1", "finish_reason": None}]  # fmt: skip
