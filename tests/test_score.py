@@ -68,7 +68,7 @@ def test_the_report_of_a_file_of_ours() -> None:
     assert report["pass_first"] == 1 / 4  # 0's likelier sample fails; 1's likelier one was cut off
     assert report["pass_first_of_finished"] == 1 / 2
     assert report["pass_all"] == 2 / 4
-    assert report["pass_at_k"] == {"1": (0.5 + 0.5 + 0 + 0) / 4, "2": (1 + 1 + 0 + 0) / 4, "3": None}
+    assert list(report["pass_at_k"].items()) == [("1", (0.5 + 0.5 + 0 + 0) / 4), ("2", (1 + 1 + 0 + 0) / 4), ("3", None)]
     assert report["seconds_to_first"] == pytest.approx({"mean": 0.75, "median": 0.75, "p90": 0.95, "max": 1.0})
     assert report["seconds_to_last"] == pytest.approx({"mean": 1.0, "median": 1.0, "p90": 1.4, "max": 1.5})
     assert (report["tokens"], report["tokens_per_second"]) == (54, 54 / (1.5 + 2.25 + 2.5))
@@ -108,6 +108,7 @@ def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
     result = cli("f.jsonl.gz", ALLOW)
     assert (result.exit_code, result.stdout) == (0, "")
     assert "ranked by order (no log-probabilities)" in result.stderr
+    assert result.stderr.count("ranked by order") == 1
     report = scored("f.jsonl.gz", "--k", "1")
     assert BY_ORDER in report["notes"]
     assert (report["ranked_by"], report["pass_first"], report["pass_all"]) == ("order", 1 / 3, 1.0)
@@ -179,6 +180,15 @@ def test_bad_input_is_found_before_anything_is_run(content: str | None, argument
     result = cli("f.jsonl", ALLOW, *arguments)
     assert expected in result.stderr
     assert (result.exit_code, result.stdout, Sandbox.opened, Path("f.jsonl.verdicts.jsonl").exists()) == (2, "", 0, False)
+
+
+def test_bytes_that_are_not_text() -> None:
+    Path("f.jsonl").write_bytes(b'{"task_id": "\xff"}\n' + GOOD.encode())
+    assert "f.jsonl:1: the text is not valid UTF-8" in cli("f.jsonl").stderr
+    Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9)[:-9])
+    result = cli("f.jsonl")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "f.jsonl: the gzip file is damaged or cut short" in result.stderr
 
 
 def test_a_torn_last_line_and_lines_with_little_in_them() -> None:

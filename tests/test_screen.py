@@ -80,3 +80,17 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
     assert written == ["2/4 samples, 10 tokens/s, 3.00 accepted a round, 0:06 elapsed, about 0:06 left"]
     summary = screen.summary("o.jsonl")
     assert (summary["seconds"], summary["tokens_per_second"], summary["finish_reasons"]) == (7.0, 17.14, {"eos": 4})
+
+
+def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    screen = Screen(now=lambda: now[0])
+    with screen.counting("verdicts", 9) as progress:
+        for second in (1, 4, 6, 7):
+            now[0] = float(second)
+            progress(second, 9)
+    assert capsys.readouterr().err == "6/9 verdicts, 0:06 elapsed\n"
+    with Screen(quiet=True, now=lambda: now[0]).counting("verdicts", 9) as progress:
+        now[0] = 60.0
+        progress(9, 9)
+    assert capsys.readouterr().err == ""
