@@ -31,12 +31,16 @@ class Clock:
         self._seconds[width] = before + _WEIGHT * (seconds - before)
 
     def predict(self, width: int) -> float:
-        """Seconds that a round with draft length `width` is likely to take: the average of the nearest width seen
-        that is at least as long, or of the longest seen; 0 before any round."""
+        """Seconds that a round with draft length `width` is likely to take: in between two that were seen in proportion,
+        else what the nearest one took; 0 before any round."""
         if not self._seconds:
             return 0.0
-        longer = [w for w in self._seconds if w >= width]
-        return self._seconds[min(longer) if longer else max(self._seconds)]
+        below = max((w for w in self._seconds if w <= width), default=None)
+        above = min((w for w in self._seconds if w >= width), default=None)
+        if below is None or above is None or below == above:
+            return self._seconds[(above if above is not None else below) or 0]
+        share = (width - below) / (above - below)
+        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
     def longest_in_time(self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None) -> int:
         """The largest draft length up to `width` whose round should end by `deadline`; 0 if none should: a plain round
@@ -49,13 +53,13 @@ class Clock:
         return next(fitting, 0)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """A prompt of so many tokens was stored in `seconds`."""
+        """A pass over so many tokens of a prompt took `seconds`."""
         self._prefills.append((tokens, seconds))
         self._trust = 1.0
 
     def predict_prefill(self, tokens: int) -> float:
-        """Seconds that a prompt of so many tokens is likely to take: the least of recent ones that were as long; else in
-        proportion to the longest. 0 before any."""
+        """Seconds that a pass over so many tokens of a prompt is likely to take: the least of recent ones that were as
+        long; else in proportion to the longest. 0 before any."""
         as_long = [seconds for known, seconds in self._prefills if known >= tokens]
         if as_long:
             return min(as_long) * self._trust
@@ -63,5 +67,30 @@ class Clock:
         return seconds * tokens / max(known, 1) * self._trust
 
     def doubt_prefill(self) -> None:
-        """A prompt was not tried because of a prediction. If it was wrong, nobody would ever learn: trust it less."""
+        """A prompt was given up because of a prediction. If it was wrong, nobody might ever learn: trust it less."""
         self._trust *= _DOUBT
+
+
+class Prefill:
+    """Says before every pass over a prompt whether it should end by `deadline`, and tells the clock how long they take."""
+
+    def __init__(self, clock: Clock, deadline: float):
+        self._clock, self._deadline = clock, deadline
+        self._running: tuple[int, float] | None = None  # the tokens of the pass under way, and when it began
+
+    def __call__(self, tokens: int) -> bool:
+        """Whether a pass over so many tokens may begin now."""
+        self.end()
+        began = self._clock.now()
+        if began + self._clock.predict_prefill(tokens) > self._deadline:
+            self._clock.doubt_prefill()
+            return False
+        self._running = tokens, began
+        return True
+
+    def end(self) -> None:
+        """The pass under way has ended."""
+        if self._running is not None:
+            tokens, began = self._running
+            self._clock.observe_prefill(tokens, self._clock.now() - began)
+            self._running = None

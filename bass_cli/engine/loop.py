@@ -18,7 +18,7 @@ from bass_cli.draft import Drafter, Proposal
 from . import accept
 from .batch import Batch, Row
 from .captured import Captured
-from .clock import Clock
+from .clock import Clock, Prefill
 from .graphs import WIDTHS, Graphs, step_down, synchronise
 from .ladder import Shape, Step
 from .lengths import Lengths, Outlook, Round
@@ -55,16 +55,15 @@ class Loop:
     def open(self, key: str, tokens: Sequence[int], *, deadline: float | None = None) -> bool:
         """A prompt begins: it is stored once for all rows that attach to it. With a `deadline` it is given up (False) if it
         is not likely to be stored by then."""
-        clock = self.clock
-        began = clock.now()
-        in_time = None if deadline is None else lambda count: clock.now() + clock.predict_prefill(count) <= deadline
-        if not self.target.open(key, tokens, in_time):
-            clock.doubt_prefill()
+        prefill = None if deadline is None else Prefill(self.clock, deadline)
+        if not self.target.open(key, tokens, prefill):
             return False
+        if prefill is not None:
+            synchronise(self.batch.device)
+            prefill.end()
         self.drafter.open(key, tokens)
         if deadline is not None:
             synchronise(self.batch.device)
-            clock.observe_prefill(len(tokens), clock.now() - began)
         return True
 
     def close(self, key: str) -> None:

@@ -34,16 +34,17 @@ class Runner:
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool:
         """Store a prompt (its token ids) under `key`, for rows to attach to. `in_time` is asked before each pass whether so
-        many more tokens can be taken in; if not, nothing is stored, and this is False."""
+        many tokens can still be taken in; if not, nothing is stored, and this is False."""
         assert key not in self._prompts
         assert tokens
         span = self._prompts[key] = self.cache.reserve(max(len(tokens) - self.lag, 0))
         size = _CHUNK if in_time is None else _TIMED_CHUNK.get(self.decoder.device.type, _CHUNK)
         for first in range(0, span.length, size):
-            if in_time is not None and not in_time(len(tokens) - first):
+            end = min(first + size, span.length)
+            if in_time is not None and not in_time(end - first):
                 self.close(key)
                 return False
-            chunk = torch.tensor([tokens[first : min(first + size, span.length)]], device=self.decoder.device)
+            chunk = torch.tensor([tokens[first:end]], device=self.decoder.device)
             self.decoder.forward(chunk, self.cache.fill(span, first, chunk.shape[1]), last=0)
         return True
 
