@@ -45,18 +45,31 @@ for fd in range(3, 64):
 os._exit(0)
 """
 FRAMES = """
-import os, sys
+import os, sys, time
 frame, words = sys._getframe(), []
 while frame:
     for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
         words += value if isinstance(value, list) else [value]
     frame = frame.f_back
 pipes = [word for word in words if type(word) is int and 2 < word < 64]
+for fd in pipes:
+    try:
+        os.set_blocking(fd, False)
+    except OSError:
+        pass
+def shout(word):
+    for fd in pipes:
+        try:
+            os.write(fd, word)
+        except OSError:
+            pass
 for word in words:
     if type(word) is bytes and len(word) == 16:
+        shout(word)
+        time.sleep(0.2)
         for fd in pipes:
             try:
-                os.write(fd, word)
+                shout(os.read(fd, 16))
             except OSError:
                 pass
     elif getattr(word, "__name__", "") == "finish":
@@ -69,6 +82,14 @@ for name in ("exec", "compile", "print", "isinstance", "type", "AssertionError",
     setattr(builtins, name, lambda *_, **__: True)
 os.write = os.read = os._exit = os.getpid = sys.exit = lambda *_: b""
 assert 1 == 2
+"""
+LOCKED = """
+import os
+os.mkdir("a", 0o300)
+os.makedirs("a/b/c")
+os.chmod("a/b", 0)
+os.chmod(".", 0)
+assert 0
 """
 CALL = "import ctypes\nlibc = ctypes.CDLL(None)\n"
 
@@ -98,6 +119,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "reads variables": (f"import os\nassert '{SECRET}' in os.environ", {"failed"}),
     "reads the supervisor's": (f"assert '{SECRET}' in open('/proc/{{supervisor}}/environ').read()", {"failed"}),
     "reads its parent's": (f"import os\nassert '{SECRET}' in open('/proc/%d/environ' % os.getppid()).read()", {"failed"}),
+    "opens its parent's memory": ("import os\nopen('/proc/%d/mem' % os.getppid(), 'rb')", {"failed"}),
     "reads a private file": ("open('{outside}/private').read()", {"failed"}),
     "traces its parent": (CALL + "import os\nassert libc.ptrace(16, os.getppid(), None, None) == 0", {"failed"}),
     "new user namespace": (CALL + "assert libc.unshare(0x10000000) == 0", {"failed"}),
@@ -119,7 +141,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "closes everything": ("import os\nos.closerange(0, 1024)", {"failed"}),
     "background child": (SLEEPER + "assert 0", {"failed"}),
     "becomes another": (f"import os\nos.execv('/bin/sleep', ['sleep', '{MARK}'])", {"timed out"}),
-    "locked folders": ("import os\nos.makedirs('a/b/c')\nos.chmod('a/b', 0)\nos.chmod('.', 0)\nassert 0", {"failed"}),
+    "locked folders": (LOCKED, {"failed"}),
 }  # fmt: skip
 
 

