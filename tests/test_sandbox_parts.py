@@ -16,6 +16,7 @@ import pytest
 from hostile import SLEEPER
 from test_sandbox import leftovers, survivors
 
+from bass_cli.eval import cell
 from bass_cli.eval.cell import Report
 from bass_cli.eval.folder import remove_tree, work_folder
 from bass_cli.eval.isolation import LAYERS, Isolation, describe, find_layers
@@ -189,6 +190,24 @@ def test_layers_that_the_system_refuses_are_left_out() -> None:
     assert all(set(layers) <= set(LAYERS) for layers in tried)
     with pytest.raises(MachineError, match=r"cannot be run.*lost"):
         find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
+
+
+def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
+    reports = iter([cell.LOST, refused, good, cell.LOST, cell.LOST, refused])
+    monkeypatch.setattr(cell.Crew, "run", lambda *_: next(reports))
+    assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
+    with pytest.raises(MachineError, match="not the program's: pid: full"):
+        list(sandbox.run([(0, "")]))
+
+
+def test_a_warden_that_says_nothing_is_ended(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
+    with pytest.raises(MachineError):
+        list(sandbox.run([(0, SLEEPER + "while True: pass")]))
+    assert survivors() == []
 
 
 def test_warnings_say_what_is_not_kept_out() -> None:
