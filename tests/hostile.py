@@ -1,6 +1,6 @@
 """Programs that attack the sandbox. Each ends without an exception only if its attack worked, so that "passed" is a breach.
 
-Run as a script (layers and a folder as arguments) it is a supervisor of its own, for tests under another user.
+`main` is a supervisor of its own, for tests under another user.
 """
 
 from __future__ import annotations
@@ -140,6 +140,9 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "searches the frames": (FRAMES, {"failed"}),
     "ends in a fork": ("import os\nif os.fork():\n    os.wait()\n    assert 0", {"failed"}),
     "closes everything": ("import os\nos.closerange(0, 1024)", {"failed"}),
+    "a null byte": ("x = 1\0", {"failed"}),
+    "half a character": ("x = '\udcff'", {"failed"}),
+    "parentheses": ("(" * 100_000, ANY),
     "background child": (SLEEPER + "assert 0", {"failed"}),
     "becomes another": (f"import os\nos.execv('/bin/sleep', ['sleep', '{MARK}'])", {"timed out"}),
     "locked folders": (LOCKED, {"failed"}),
@@ -169,5 +172,6 @@ def supervise(layers: list[str], outside: Path, port: int) -> dict[str, object]:
         return {"verdicts": named, "layers": sandbox.layers, "isolation": sandbox.isolation, "user": os.getuid()}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """`supervise` with the command line's layers (with commas between), folder and port; prints JSON."""
     print(json.dumps(supervise(sys.argv[1].split(","), Path(sys.argv[2]), int(sys.argv[3]))))

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hostile import LIMITS, MARK, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
@@ -134,25 +135,29 @@ def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
     assert verdict.detail == "line 4: ZeroDivisionError: division by zero"
 
 
+def as_user(user: int) -> dict[str, Any]:
+    environment = {SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {"user": user, "group": user, "extra_groups": [], "cwd": "/", "env": environment}
+
+
 def other_interpreter(user: int) -> list[str]:
     """A command that starts Python with this one's packages as another user, or skip."""
     if os.geteuid():
         pytest.skip("only root can try other users")
     packages = next(path for path in sys.path if path.endswith("site-packages"))
+    ours = [str(TESTS), str(TESTS.parent)]
+    start = f"import sys; sys.path[:1] = {ours}; sys.path.append({packages!r}); import hostile"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info[1]}"):
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            check = [python, "-c", f"import sys; sys.path.append({packages!r}); import pydantic, yaml"]
-            subprocess.run(check, user=user, group=user, extra_groups=[], check=True, capture_output=True, cwd="/")
-            return [python, "-c", f"import sys, runpy; sys.argv[:1] = []; sys.path[1:1] = [{str(TESTS.parent)!r}]; "
-                    f"sys.path.append({packages!r}); runpy.run_path(sys.argv[0], run_name='__main__')"]  # fmt: skip
+            subprocess.run([python, "-c", start], check=True, capture_output=True, **as_user(user))
+            return [python, "-c", f"{start}; hostile.main()"]
     pytest.skip("no Python that another user may run")
 
 
 def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, str]]:
     """The statuses and details of all attacks under a supervisor of another user."""
-    command = [*other_interpreter(user), str(TESTS / "hostile.py"), layers, str(target.folder), str(target.port)]
-    done = subprocess.run(command, user=user, group=user, extra_groups=[], capture_output=True, text=True, cwd="/",
-                          env={SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1"}, timeout=120)  # fmt: skip
+    command = [*other_interpreter(user), layers, str(target.folder), str(target.port)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, **as_user(user))
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert set(answer["layers"]) <= set(layers.split(","))
