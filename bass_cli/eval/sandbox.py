@@ -106,6 +106,8 @@ class Sandbox:
                 if not waiting:
                     return
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    if crew.dismissed:  # the sandbox has been left: what was killed has no verdict
+                        return
                     yield waiting.pop(done), done.result()
         finally:
             for future in waiting:

@@ -126,10 +126,20 @@ def _convert(path: Path) -> Any:
         # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    inner.backend_tokenizer.add_special_tokens(_control_tokens(metadata))  # some versions take them for ordinary text
     for kind, name in _SPECIAL.items():  # some versions of transformers get them wrong
         if (id_ := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(inner, kind, inner.convert_ids_to_tokens(id_))
     return _without_extras(inner, entries["token_embd.weight"].shape[0])
+
+
+def _control_tokens(metadata: Mapping[str, Any]) -> list[Any]:
+    """The tokens that have no text of their own, as the file says."""
+    import tokenizers
+
+    texts, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    return [tokenizers.AddedToken(text, special=True, normalized=False)
+            for text, kind in zip(texts, kinds, strict=False) if kind == _CONTROL]
 
 
 def _without_extras(inner: Any, rows: int) -> Any:

@@ -10,6 +10,7 @@ import os
 import sys
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+LIBRARY = ctypes.CDLL(None, use_errno=True)  # loaded already: this is only a handle, and a new one is slow to make
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 
 
@@ -28,7 +29,7 @@ def machine() -> str:
 
 def call(name: str, *arguments: object) -> int:
     """Call a function of the C library; whole numbers go as C longs, so that variadic functions see all their bits."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function = getattr(LIBRARY, name)
     result = int(function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments)))
     if result == -1:
         number = ctypes.get_errno()

@@ -119,7 +119,8 @@ def _tasks_besides(order: Order) -> int:
     release = tuple(int(part) for part in os.uname().release.replace("-", ".").split(".")[:2])
     if "user" in order["layers"] and release >= (5, 14):
         return 2
-    return SPARE_TASKS + sum(_tasks(name, os.getuid()) for name in os.listdir("/proc") if name.isdigit())
+    names = os.listdir("/proc") if os.path.isdir("/proc") else []
+    return SPARE_TASKS + sum(_tasks(name, os.getuid()) for name in names if name.isdigit())
 
 
 def _tasks(process: str, user: int) -> int:
