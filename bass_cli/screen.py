@@ -34,19 +34,21 @@ class Screen:
 
     def __init__(self, quiet: bool = False, *, now: Callable[[], float] = time.monotonic) -> None:
         self._quiet, self._now = quiet, now
-        self._began = self._printed = now()
-        self._decoding: float | None = None  # when the first round began: speed leaves the loading out
-        self._total: int | None = None
         self._progress: Any = None
         self._task: Any = None
+        self._reset(None)
+
+    def _reset(self, total: int | None) -> None:
+        self._total = total
+        self._began = self._printed = self._now()
+        self._decoding: float | None = None  # when the first round began: speed leaves the loading out
         self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
 
     def start(self, total: int | None) -> None:
-        """Show progress towards `total` samples (None: nobody knows how many) from now on."""
-        self._total = total
-        self._began = self._printed = self._now()
+        """Count anew, and show progress towards `total` samples (None: nobody knows how many) from now on."""
+        self._reset(total)
         if not self._quiet and sys.stderr.isatty():
             self._progress = _progress_bar("samples, ")
             self._task = self._progress.add_task("", total=total, figures="")

