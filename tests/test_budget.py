@@ -92,7 +92,7 @@ def test_what_is_finished_in_time_is_kept_and_the_rest_says_so():
 
 
 def test_a_round_that_would_be_late_is_shortened():
-    """Rounds take 0.01 s and 0.01 more for each token of a row: after two of 4 drafts 0.035 s are left, room for 1 draft."""
+    """Rounds take 0.01 s and 0.01 more for each token of a row: after two of 4 drafts 0.034 s are left, room for 1."""
     work, seen = Work(), []
     loop = loop_for(Timed(work, each=0.01, token=0.01), Guess(EOS), rows=1, lengths=Fixed(4))
     loop.clock.now = work

@@ -82,7 +82,8 @@ def test_mbpp_in_both_of_its_versions(tmp_path: Path) -> None:
     assert one.prompt == '"""\nWrite a function to add one.\nassert f(1) == 2\nassert f(2) == 3\n"""\n'
     assert passes(task.program(one, Answer("def f(x):\n    return x + len(str(math.floor(1)))", False)))
     assert not passes(task.program(one, Answer("def f(x): return 2", False)))  # the second test
-    assert passes(task.program(two, Answer(task.completion(two, "```python\ndef g(x): return x + 2\n```", chat=True), True)))
+    answer = task.completion(two, "```python\ndef g(x): return x + 2\n```", chat=True)
+    assert passes(task.program(two, Answer(answer, True)))
     assert "assert g(1) == 3" in task.question(two)
 
 
