@@ -137,7 +137,7 @@ class Conductor:
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
         self._tasks.append(_Task(prompt, tokens, limit, waiting, began, deadline))
-        self._loop.open(prompt.id, tokens)
+        self._loop.open(prompt.id, tokens, self._tokenizer.encode_part(prompt.reference) if prompt.reference else ())
 
     def _encode(self, prompt: Prompt) -> list[int]:
         messages = prompt.messages

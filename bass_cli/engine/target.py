@@ -1,0 +1,23 @@
+"""What a loop needs of its target: model/runner.py, or a toy law in a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Target(Protocol):
+    """A model that keeps what it was fed, by row; the methods are a Runner's."""
+
+    def open(self, key: str, tokens: Sequence[int]) -> None: ...
+    def close(self, key: str) -> None: ...
+    def attach(self, row: int, key: str) -> None: ...
+    def detach(self, row: int) -> None: ...
+    def move(self, source: int, target: int, length: int) -> None: ...
+    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *,
+                last: int | None = None) -> Tensor: ...
+
+    @property
+    def version(self) -> int: ...
