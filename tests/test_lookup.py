@@ -226,7 +226,8 @@ def test_tokens_are_plain_decodings_whatever_is_looked_up(draft):
     due = plain(target, rows_for(PROMPTS, 4, limit=30, temperature=0.8, seed=3))
     right = {key: tokens for (key, sample), tokens in due.items() if sample == 1}
     worst = table().amax(0).argmin(-1).tolist()
-    wrong = dict.fromkeys(right, [token for old in range(VOCAB) for token in (old, worst[old], worst[worst[old]])])
+    unlikely = [token for old in range(VOCAB) for token in (old, worst[old], worst[worst[old]])]
+    wrong = dict.fromkeys(right, unlikely)
     drafted, accepted = {}, {}
     for name, references in (("right", right), ("wrong", wrong)):
         for rows, lengths in ((1, Fixed(4)), (5, Reactive()), (12, Bass()), (3, Goodput(limit=6))):

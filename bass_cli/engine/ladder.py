@@ -23,7 +23,7 @@ Kind = Literal["round", "given", "catch up"]
 
 class Shape(NamedTuple):
     """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": the drafts come
-    from the host, though the drafter has a model); in catching up, of a drafter after plain rounds, `width` tokens a row."""
+    from the host, though the drafter has a model); in catching up, of a drafter after plain rounds, `width` tokens."""
 
     kind: Kind
     rows: int
