@@ -135,7 +135,7 @@ def test_a_sample_that_has_ended_is_still_seen_and_so_are_rows_that_moved():
 def test_an_index_goes_with_its_prompt_and_its_last_row():
     def alive():
         gc.collect()
-        return sum(isinstance(it, Index) for it in gc.get_objects())
+        return sum(type(it) is Index for it in gc.get_objects())
 
     before = alive()
     desk = Desk(rows=2)
