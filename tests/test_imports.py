@@ -92,7 +92,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/draft/model.py": {
         "torch", "bass_kernels", "bass_cli.draft", MODEL, "bass_cli.engine.sampling", "bass_cli.engine.batch",
     },
-    "bass_cli/draft/lookup.py": {"torch", "bass_cli.draft", "bass_cli.drafts", "bass_cli.engine.batch"},
+    "bass_cli/draft/lookup.py": {"numpy", "torch", "bass_cli.draft", "bass_cli.drafts", "bass_cli.engine.batch"},
     "bass_cli/draft/index.py": set(),
     "bass_cli/draft/trust.py": set(),
     "bass_cli/draft/combined.py": {

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -109,7 +110,8 @@ class LookupDrafter:
             return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
         filled = [guess.tokens + row.tokens[-1:] * (length - len(guess.tokens))
                   for guess, row in zip(guesses, batch.hosts, strict=True)]
-        return Proposal(torch.tensor(filled, device=batch.device), None, tuple(guess.count for guess in guesses))
+        tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).to(batch.device)
+        return Proposal(tokens, None, tuple(guess.count for guess in guesses))
 
     propose = offer
 
@@ -119,7 +121,7 @@ class LookupDrafter:
             self._learn(sample.guess, row)
             sample.catch_up(row)
         for sample, row in zip(self._samples, batch.hosts, strict=True):
-            tokens, matched = follow(sample.indexes, row.tokens[-SIZES[0] :], length)
+            tokens, matched = follow(sample.indexes, row.tokens[-SIZES[0] :], length, enough=self._enough)
             count = min(self._trust.worth(matched), max(row.room - 1, 0))
             sample.guess = Guess(len(row.tokens), tokens, matched, count)
         return [sample.guess for sample in self._samples]
@@ -128,9 +130,15 @@ class LookupDrafter:
         """That a token stands which was found after so many matched ones."""
         return self._trust.chance(matched)
 
+    def _enough(self, matched: list[int]) -> bool:
+        return self._trust.worth(matched) < len(matched)
+
     def _learn(self, guess: Guess, row: Row) -> None:
         """Whether it was drafted does not matter: what the row became says what would have stood."""
-        new = row.tokens[guess.start : guess.start + len(guess.tokens)]
-        stood = next((i for i, pair in enumerate(zip(guess.tokens, new, strict=False)) if pair[0] != pair[1]), len(new))
-        self._trust.learn(guess.matched[: len(new)], stood)
+        new, stood = row.tokens[guess.start : guess.start + len(guess.tokens)], 0
+        for token, due in zip(guess.tokens, new, strict=False):
+            if token != due:
+                break
+            stood += 1
+        self._trust.learn(guess.matched[: min(len(new), stood + 1)], stood)
         guess.tokens = guess.matched = []

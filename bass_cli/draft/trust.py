@@ -18,22 +18,22 @@ class Trust:
     """The chance that a token stands if all before it in its draft do; matches of len(_BEFORE) tokens and more are one
     class."""
 
-    __slots__ = ("_stood", "_tried")
+    __slots__ = ("_chances", "_stood", "_tried")
 
     def __init__(self) -> None:
-        self._tried = [0.0, *(_WEIGHT for _ in _BEFORE)]
-        self._stood = [0.0, *(_WEIGHT * chance for chance in _BEFORE)]
+        self._tried = [_WEIGHT] * len(_BEFORE)
+        self._stood = [_WEIGHT * chance for chance in _BEFORE]
+        self._chances = list(_BEFORE)
 
     def chance(self, matched: int) -> float:
         """Of one token after so many matched ones (1 or more)."""
-        at = min(matched, len(_BEFORE))
-        return self._stood[at] / self._tried[at]
+        return self._chances[min(matched, len(_BEFORE)) - 1]
 
     def worth(self, matched: Sequence[int]) -> int:
         """How many tokens of a draft count, given how many tokens were matched before each."""
-        left = 1.0
+        chances, most, left = self._chances, len(_BEFORE), 1.0
         for count, size in enumerate(matched):
-            left *= self.chance(size)
+            left *= chances[size - 1 if size < most else -1]
             if left < _FLOOR:
                 return count
         return len(matched)
@@ -41,9 +41,10 @@ class Trust:
     def learn(self, matched: Sequence[int], stood: int) -> None:
         """The first `stood` of these tokens were right, and the one after them, if it is there, was wrong."""
         for count, size in enumerate(matched[: stood + 1]):
-            at = min(size, len(_BEFORE))
+            at = min(size, len(_BEFORE)) - 1
             self._tried[at] += 1
             self._stood[at] += count < stood
+            self._chances[at] = self._stood[at] / self._tried[at]
             if self._tried[at] > _MEMORY:
                 self._tried[at] /= 2
                 self._stood[at] /= 2
