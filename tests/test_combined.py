@@ -112,9 +112,9 @@ def test_the_model_goes_on_where_lookup_ends():
     """Lookup gives one right token of four; the target as its own draft adds the other three."""
     law = Markov(table(), 1)
     loop = loop_for(law, "lookup", beside=Markov(table(), 2), rows=1, lengths=Fixed(4))
-    dues = ((seed, plain(law, [Row("0", 0, seed, [1, 2], 20, temperature=0.7)])["0", 0]) for seed in range(20))
+    dues = ((seed, plain(law, [Row("0", 0, seed, [1, 2], 20, temperature=3.0)])["0", 0]) for seed in range(20))
     seed, due = next(found for found in dues if found[1][0] not in (1, 2))
-    row = Row("0", 0, seed, [1, 2], 20, temperature=0.7)
+    row = Row("0", 0, seed, [1, 2], 20, temperature=3.0)
     loop.drafter._chance = 0.0
     loop.open("0", row.tokens, [2, due[0]])
     loop.admit(row)
