@@ -56,7 +56,7 @@ class Drafter(Protocol):
 
     def offer(self, batch: Batch, length: int) -> Proposal | None:
         """Drafts from the host for every live row, with counts, before anything of the round runs; None: `propose` has to
-        say, with what it was told here. Called before each round if `offers`; past tokens decide, nothing else."""
+        say, with what was found here. If `offers`, called before each round that may draft; past tokens decide."""
 
     def prepare(self, batch: Batch, length: int) -> int:
         """What the host has to do before every `propose(batch, length)`, and with length 0 before every round without.
