@@ -25,11 +25,23 @@ def table(seed=0, sharpness=4.0):
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(FAMILIES[0], folder)
-    checkpoint = open_checkpoint(folder)
-    return Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+def pair(tmp_path_factory):
+    """A target, and a draft that has not much in common with it."""
+    both = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp("model")
+        write_checkpoint(FAMILIES[0], folder)
+        checkpoint = open_checkpoint(folder)
+        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+        generator = torch.Generator().manual_seed(seed)
+        both.append(Decoder(checkpoint.spec, {name: w + seed * w.std() * torch.randn(w.shape, generator=generator)
+                                              if w.dim() > 1 else w for name, w in weights.items()}))
+    return tuple(both)
+
+
+@pytest.fixture(scope="module")
+def target(pair):
+    return pair[0]
 
 
 def captured(target, *, rows, lengths):
@@ -106,6 +118,26 @@ def test_the_models_cache_is_in_step_after_rounds_of_lookup(target, graphs):
                 assert kept == done.width == 3
                 seen["after"] += number > 3
     assert min(seen.values()) > 0, seen
+
+
+def test_the_model_is_fed_with_what_was_looked_up(pair):
+    """Row 0 looks up what it will be, and the model would have drafted something else: its cache must hold the former."""
+    live = [Row("0", s, 1, [5, 6, 7, 8], 40, temperature=1.2) for s in range(2)]
+    due = plain(pair[0], [Row("0", 0, 1, [5, 6, 7, 8], 40, temperature=1.2)])["0", 0]
+    loop = loop_for(pair[0], "lookup:reference", beside=pair[1], rows=2, lengths=Fixed(3))
+    loop.drafter._chance = 0.0
+    loop.open("0", live[0].tokens, [8, *due])
+    for row in live:
+        loop.admit(row)
+    done = [loop.round() for _ in range(5)]
+    assert sum(it.accepted[0] for it in done if it.drafted is None) > 6
+    loop.drafter._model.propose(loop.batch, 1)  # repairs the last two
+    fresh = loop_for(pair[0], pair[1], rows=1, lengths=Fixed(1))
+    fresh.open("0", live[0].tokens)
+    found, full = loop.drafter._model._runner.cache, fresh.drafter._runner.cache
+    base, end = found.base(0), len(live[0].tokens) - 2
+    for own, prompt in zip(found.own_keys, full.prompt_keys, strict=True):
+        torch.testing.assert_close(own[0, :, : end - base], prompt[:, base:end], rtol=1e-4, atol=1e-4)
 
 
 def test_the_model_goes_on_where_lookup_ends():
