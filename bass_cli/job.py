@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from bass_cli.drafts import check_draft
 
 DEFAULT_PAIR = "smollm2"
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
@@ -79,6 +81,7 @@ Length = Annotated[Literal["auto", "bass"] | int, BeforeValidator(_draft_length)
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
 Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
 Name = Annotated[str, Field(min_length=1)]
+Draft = Annotated[Name, AfterValidator(check_draft)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
@@ -119,7 +122,7 @@ class Pair(Strict):
 
     name: Name
     target: Name
-    draft: Name = "none"
+    draft: Draft = "none"
     dtype: Dtype = "auto"
     tokenizer: Name | None = None
     speculation: Speculation = Speculation()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli import __version__
+from bass_cli.drafts import parse_draft
 from bass_cli.job import Pair, load_pair, packaged_pairs
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
@@ -28,7 +29,8 @@ def describe_pairs() -> list[dict[str, Any]]:
 
 
 def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
-    models = {"target": pair.target} if _is_built_in(pair.draft) else {"target": pair.target, "draft": pair.draft}
+    draft = _draft_files(pair)
+    models = {"target": pair.target} | ({"draft": draft} if draft else {})
     missing: dict[str, str] = {}
     for role, name in models.items():
         if (place := place_of(name)) != "here":
@@ -49,8 +51,10 @@ def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _is_built_in(model: str) -> bool:
-    return model in ("none", "lookup") or model.startswith("skip:")
+def _draft_files(pair: Pair) -> str | None:
+    """The model that the draft needs beside the target, if any."""
+    model = parse_draft(pair.draft).model
+    return None if model is None or model.startswith("skip:") else model
 
 
 def place_of(model: str) -> str:
@@ -79,7 +83,7 @@ def _is_cached(model: str) -> bool:
 def weight_bytes(pair: Pair, device: str) -> int | None:
     """Roughly what the weights of a pair take in memory, from the number of parameters in the names of its models."""
     width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
-    counts = [parameters_in(name) for name in (pair.target, pair.draft) if not _is_built_in(name)]
+    counts = [parameters_in(name) for name in (pair.target, _draft_files(pair)) if name is not None]
     known = [count for count in counts if count is not None]
     return sum(known) * width if len(known) == len(counts) else None
 

@@ -20,7 +20,10 @@ Prompts = Annotated[
     ),
 ]
 Pair = Annotated[str | None, _Option("--pair", envvar="BASS_PAIR", help="Known pair or YAML file [smollm2].")]
-Draft = Annotated[str | None, _Option("--draft", envvar="BASS_DRAFT", help="Another draft than the pair's.")]
+Draft = Annotated[
+    str | None,
+    _Option("--draft", envvar="BASS_DRAFT", help="Model, lookup[:SOURCES], skip:LAYERS, lookup+MODEL, none [the pair's]."),
+]
 Samples = Annotated[int | None, _Option("--n", envvar="BASS_N", help="Samples a prompt [8].")]
 Out = Annotated[str | None, _Option("--out", envvar="BASS_OUT", help="Output file, or - [-].", metavar="FILE")]
 MaxNewTokens = Annotated[

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bass_cli import __version__
+from bass_cli.drafts import parse_draft
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
@@ -71,10 +72,14 @@ def prepare(job: Job) -> Plan:
     target_path = locate(pair.target, folder=folder)
     target = open_checkpoint(target_path)
     draft, draft_path = None, None
-    if pair.draft not in ("none", "lookup") and not pair.draft.startswith("skip:"):
-        draft_path = locate(pair.draft, folder=folder)
+    sources, model = parse_draft(pair.draft)
+    if sources and model and job.speculation.coupling != "shared":
+        raise UserError(f'draft "{pair.draft}": lookup beside a model needs shared coupling, and coupling is '
+                        f'{job.speculation.coupling}; use "{model}" or "lookup" alone')
+    if model and not model.startswith("skip:"):
+        draft_path = locate(model, folder=folder)
         draft = open_checkpoint(draft_path)
-    skipped = _skipped(pair.draft, target.spec.layers)
+    skipped = _skipped(model or "", target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
         raise UserError(f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has no meaning')
     tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path)

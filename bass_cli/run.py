@@ -116,10 +116,13 @@ class Conductor:
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
         task = _Task(prompt, tokens, limit, waiting, began, deadline)
-        if self._loop.open(prompt.id, tokens, deadline=deadline):
+        if self._loop.open(prompt.id, tokens, self._reference(prompt), deadline=deadline):
             self._tasks.append(task)
         else:
             yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)
+
+    def _reference(self, prompt: Prompt) -> list[int]:
+        return self._tokenizer.encode_part(prompt.reference) if prompt.reference else []
 
     def _encode(self, prompt: Prompt) -> list[int]:
         messages = prompt.messages

@@ -64,6 +64,9 @@ class Tour:
     def next(self, rows, outlook=None):
         return next(self._lengths)
 
+    def trim(self, counts, outlook=None):
+        return max(counts)
+
     def observe(self, done):
         pass
 

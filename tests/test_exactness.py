@@ -10,7 +10,6 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from toys import Reactive, drive, loop_for, plain
 
-from bass_cli.draft.lookup import LookupDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Bass, Fixed
 from bass_cli.model.decoder import Decoder
@@ -134,29 +133,6 @@ def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
     loop.admit(long)
     assert loop.round().width == 6
     assert long.generated == 7
-
-
-def test_lookup_finds_what_followed_before_and_repeats_a_repetition():
-    class Stub:
-        rows = 1
-
-        def __init__(self, tokens):
-            self.hosts, self.tokens, self.device = [Row("p", 0, 0, tokens, 9)], torch.zeros(1, 1, dtype=torch.int64), None
-
-        def __len__(self):
-            return 1
-
-    def proposal(prompt, generated, length):
-        drafter, stub = LookupDrafter(), Stub(prompt)
-        drafter.open("p", prompt)
-        drafter.attach(0, "p")
-        stub.hosts[0].tokens += generated
-        return drafter.propose(stub, length).tokens.tolist()
-
-    assert proposal([1, 2, 3, 4, 5, 6], [9, 2, 3], 3) == [[4, 5, 6]]
-    assert proposal([1, 2, 3, 4, 5, 1, 2, 7], [8, 1, 2], 2) == [[7, 8]]  # the latest match of the longest n-gram
-    assert proposal([5, 1, 2], [1, 2, 1, 2], 5) == [[1, 2, 1, 2, 1]]
-    assert proposal([1, 2, 3], [4, 5], 4) == [[]]
 
 
 def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bass_cli.drafts import Draft, parse_draft
 from bass_cli.job import Job, MachineError, Pair, UserError, load_pair, make_job, packaged_pairs, parse_duration
 
 PAIR = Pair(name="p", target="t")
@@ -151,3 +153,30 @@ def test_models_are_frozen_and_strict() -> None:
     with pytest.raises(ValueError, match="Extra inputs"):
         Job.model_validate({"pair": PAIR, "nn": 3})
     assert issubclass(MachineError, UserError)
+
+
+@pytest.mark.parametrize(("text", "due"), [
+    ("none", ((), None)), ("Qwen/Qwen2.5-0.5B", ((), "Qwen/Qwen2.5-0.5B")), ("skip:1-3", ((), "skip:1-3")),
+    ("lookup", (("own", "siblings", "prompt", "reference"), None)), ("lookup:own, prompt", (("own", "prompt"), None)),
+    ("lookup+a/b+c", (("own", "siblings", "prompt", "reference"), "a/b+c")),
+    ("lookup:reference+skip:1", (("reference",), "skip:1")), ("lookups/model", ((), "lookups/model")),
+])
+def test_what_a_draft_may_say(text: str, due: Draft) -> None:
+    assert parse_draft(text) == due
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("lookup:sibling", '"lookup:sibling": there is no source "sibling" to look in; did you mean "siblings"?'),
+    ("lookup:", 'no source "" to look in; known: own, siblings, prompt, reference'),
+    ("lookup:own,+x", 'no source ""'), ("lookup+", "needs a model after the plus"),
+    ("lookup+none", "needs a model after the plus"), ("lookup+lookup:own", "needs a model after the plus"),
+])
+def test_a_draft_that_says_nothing_names_its_place(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "pair.yaml"
+    file.write_text(f"target: x\ndraft: '{text}'\n")
+    with pytest.raises(UserError, match=re.escape(reason)) as caught:
+        load_pair(str(file))
+    assert f'{file}:2: key "draft": ' in str(caught.value)
+    with pytest.raises(UserError, match=re.escape(reason)) as caught:
+        make_job(load_pair("smollm2"), {"draft": text})
+    assert "--draft (or BASS_DRAFT): " in str(caught.value)

@@ -6,7 +6,7 @@ import pytest
 
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.lengths import Bass, Fixed, Round, make_lengths
+from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round, make_lengths
 
 
 def trace(controller, rounds, accept):
@@ -112,3 +112,45 @@ def test_goodput_goes_plain_when_drafts_fail_and_comes_back_when_they_stand_agai
 def test_auto_under_maximal_coupling_does_not_depend_on_time():
     assert isinstance(make_lengths("auto", limit=8, coupling="maximal"), Bass)
     assert isinstance(make_lengths("auto", limit=8, coupling="shared"), Goodput)
+
+
+def learnt(rows, rate, *, rounds=60):
+    """A Goodput that drafted 4 in every row and kept as many as `rate` says, on the machine above."""
+    controller, chance = Goodput(limit=8), random.Random(0)
+    for number in range(rounds):
+        width = controller.next(rows) if number < 4 else 4
+        kept = tuple(next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows))
+        controller.observe(Round(width, kept, machine(rows, width)))
+    return controller
+
+
+def test_goodput_trims_drafts_that_few_rows_have():
+    controller = learnt(8, 0.8)
+    assert controller.trim([4] * 8) >= 3
+    assert controller.trim([4] + [0] * 7) == 0, "eight rows would pay for the drafts of one"
+    assert controller.trim([8] + [2] * 7) == 2
+    assert learnt(1, 0.8).trim([8]) > 4
+
+
+def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_many_plain_rounds():
+    controller = learnt(32, 0.05)
+    assert controller.next(32, Outlook(free=True)) == 8
+    assert [controller.trim([6] * 32), controller.next(32)] == [0, 0]
+    for _ in range(17):
+        controller.observe(Round(0, (0,) * 32, machine(32, 0)))
+    assert controller.trim([6] * 32) == 2
+    assert controller.trim([1] * 32) == 1
+
+
+def test_goodput_learns_from_rows_that_had_drafts_only():
+    """Two of 32 rows draft, and keep all; the others' places are filled up, and what stands there is luck."""
+    controller = learnt(32, 0.3)
+    for _ in range(200):
+        controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
+    assert controller.trim([4] * 32) == 4
+    assert min(controller._survival[:5]) > 0.9
+
+
+@pytest.mark.parametrize("controller", [Fixed(7), Bass()])
+def test_other_controllers_take_the_longest_draft_there_is(controller):
+    assert controller.trim((0, 3, 5, 1)) == 5

@@ -1,5 +1,6 @@
 """The conductor: what ends a sample, refilling, budgets; a row's tokens do not depend on anything around it."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -22,6 +23,8 @@ class Letters:
 
     def encode(self, text):
         return [ord(c) - ord("a") for c in text]
+
+    encode_part = encode
 
     def decode(self, ids):
         return "".join(chr(ord("a") + i) for i in ids if i != EOS)
@@ -198,3 +201,16 @@ def test_the_controller_is_told_how_much_is_still_to_come():
     assert seen[5] == (4, (4 * 5 + 8 * 10) / 4), "samples are taken to become twice as long as they are"
     assert seen[10] == (4, (4 * 10 + 4 * 10) / 4), "ten tokens, as those that have ended"
     assert seen[-1] == (4, 1)
+
+
+def test_a_prompts_reference_is_drafted_from():
+    """One that holds a sample's very text is nearly all it takes; one that is wrong changes nothing."""
+    settings, given = job(n=1, max_new_tokens=14), prompts("abc")
+    due = run(settings, given, draft="none", lengths=Fixed(0), target=table(eos=-50.0))[0]
+    references, found = {"right": "c" + due.text, "wrong": "".join(f"c{letter}" for letter in "abdefghijk"), "no": None}, {}
+    for name, text in references.items():
+        texts = [dataclasses.replace(given[0], reference=text)]
+        found[name] = run(settings, texts, draft="lookup:reference", lengths=Fixed(13), target=table(eos=-50.0))[0]
+        assert found[name].token_ids == due.token_ids
+    assert found["right"].rounds < found["wrong"].rounds <= found["no"].rounds == 14
+    assert found["wrong"].drafted > found["no"].drafted == 0

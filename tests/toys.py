@@ -19,7 +19,7 @@ class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position modulo P. It has the
     interface of a Runner, for target (lag 1) and draft (lag 2)."""
 
-    version = 0
+    version, rows, device = 0, 64, torch.device("cpu")
 
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
@@ -58,7 +58,7 @@ class Markov:
 class Guess:
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
 
-    on_device, longest, version = True, 1000, 0
+    on_device, offers, longest, version = True, False, 1000, 0
 
     def __init__(self, vocab):
         self._vocab = vocab
@@ -85,6 +85,9 @@ class Reactive:
     def next(self, rows, outlook=None):
         self._rounds += 1
         return 0 if self._rounds % 4 == 0 else self._length
+
+    def trim(self, counts, outlook=None):
+        return max(counts)
 
     def observe(self, done):
         self._length = 1 + (sum(done.accepted) + done.width) % 4
@@ -120,16 +123,17 @@ def rows_for(prompts, n, *, limit=12, **sampling):
                 **{k: v for k, v in sampling.items() if k != "seed"}) for (p, tokens), s in grid]
 
 
-def loop_for(target, draft, *, rows, lengths=None, coupling="shared", limit=SPAN - 40):
-    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter, "lookup" or "none"."""
+def loop_for(target, draft, *, rows, lengths=None, coupling="shared", beside=None):
+    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter, or the name of
+    one: "none", "lookup", "lookup:SOURCES"; with `beside`, a Decoder or toy runner, "lookup+" that model."""
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
-    if isinstance(draft, Decoder):
-        draft = Runner(draft, rows=rows, span=SPAN, lag=2)
+    draft, beside = (Runner(it, rows=rows, span=SPAN, lag=2) if isinstance(it, Decoder) else it for it in (draft, beside))
     if isinstance(draft, (Runner, Markov)):
         draft = make_drafter("model", runner=draft, coupling=coupling, temperature=None)
     elif isinstance(draft, str):
-        draft = make_drafter(draft, runner=None, coupling=coupling, temperature=None)
+        draft = make_drafter(draft if beside is None else f"{draft}+model", runner=beside, coupling=coupling,
+                             temperature=None)
     return Loop(batch=Batch(rows=rows, context=64, device=torch.device("cpu")), target=target, drafter=draft,
                 lengths=lengths or Fixed(3), coupling=coupling, clock=Clock())
 

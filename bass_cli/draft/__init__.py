@@ -8,34 +8,39 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.drafts import parse_draft
 from bass_cli.engine.batch import Batch
 from bass_cli.model.runner import Runner
 
 
 class Proposal(NamedTuple):
     """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were drawn from,
-    under maximal coupling with a draft model; None means point masses, or shared coupling, which needs no laws."""
+    under maximal coupling with a draft model; None means point masses, or shared coupling, which needs no laws. counts
+    (point masses only, by live row): how many of a row's tokens are drafts; those after them only fill its place up. None:
+    all are."""
 
     tokens: Tensor
     law: ops.Law | None
+    counts: tuple[int, ...] | None = None
 
 
 class Drafter(Protocol):
     """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch.
 
     `on_device`: `propose` and `catch_up` read and write nothing but device tensors at addresses that only change with
-    `version`, so that they can be captured; what the host must do before is in `prepare`. `longest`: the most tokens it
-    ever proposes.
+    `version`, so that they can be captured; what the host must do before is in `prepare`. `offers`: `offer` may have
+    drafts from the host; always so if it is not `on_device`. `longest`: the most tokens it ever proposes.
     """
 
     on_device: bool
+    offers: bool
     longest: int
 
     @property
     def version(self) -> int: ...
 
-    def open(self, key: str, tokens: Sequence[int]) -> None:
-        """A prompt begins: rows will attach to it."""
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
+        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its samples may resemble."""
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
@@ -49,9 +54,13 @@ class Drafter(Protocol):
     def move(self, source: int, target: int, length: int) -> None:
         """Row `source`, `length` tokens long, becomes row `target`."""
 
+    def offer(self, batch: Batch, length: int) -> Proposal | None:
+        """Drafts from the host for every live row, with counts, before anything of the round runs; None: `propose` has to
+        say, with what was found here. If `offers`, called before each round that may draft; past tokens decide."""
+
     def prepare(self, batch: Batch, length: int) -> int:
-        """What the host has to do before every `propose(batch, length)`. Returns how many tokens, right before each row's
-        last two, `catch_up` has to take in first."""
+        """What the host has to do before every `propose(batch, length)`, and with length 0 before every round without.
+        Returns how many tokens, right before each row's last two, `catch_up` has to take in first."""
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
         """Take in the `count` tokens of every row that begin `behind` ([] int64) tokens before its end; any that are
@@ -64,9 +73,9 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    on_device, longest, version = True, 0, 0
+    on_device, offers, longest, version = True, False, 0, 0
 
-    def open(self, key: str, tokens: Sequence[int]) -> None:
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
         pass
 
     def close(self, key: str) -> None:
@@ -81,6 +90,9 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
+    def offer(self, batch: Batch, length: int) -> None:
+        return None
+
     def prepare(self, batch: Batch, length: int) -> int:
         return 0
 
@@ -92,14 +104,17 @@ class NoDrafter:
 
 
 def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:
-    """The drafter for a pair's `draft`: "none", "lookup", or whatever `runner` (lag 2) holds: a draft model, or the
-    target with layers skipped."""
+    """The drafter for a pair's `draft` (bass_cli/drafts.py). `runner` (lag 2) holds its model, if it has one: a draft
+    model, or the target with layers skipped."""
+    from .combined import CombinedDrafter
     from .lookup import LookupDrafter
     from .model import ModelDrafter
 
-    if draft == "none":
-        return NoDrafter()
-    if draft == "lookup":
-        return LookupDrafter()
+    sources, model = parse_draft(draft)
+    if model is None:
+        return LookupDrafter(sources) if sources else NoDrafter()
     assert runner is not None
+    if sources:
+        assert coupling == "shared"
+        return CombinedDrafter(LookupDrafter(sources), runner, temperature=temperature)
     return ModelDrafter(runner, coupling=coupling, temperature=temperature)

@@ -1,72 +1,100 @@
-"""N-gram lookup as drafter: what followed the row's last tokens before, in its prompt or its own output.
+"""N-gram lookup as drafter: what followed a row's last tokens before, in its own output, in that of the other samples of
+its prompt (live or finished), in the prompt, or in a reference text that the prompt carries.
 
-No model and no laws: each proposal is a point mass. Works on the host; an index costs a few dictionary writes a token.
+No model and no laws: each proposal is a point mass. Works on the host. What it proposes depends on committed tokens only,
+so the same job drafts the same twice. Not here: the search (index.py), how long a draft is worth (trust.py).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import numpy
 import torch
 from torch import Tensor
 
+from bass_cli.drafts import SOURCES
 from bass_cli.engine.batch import Batch, Row
 
 from . import Proposal
+from .index import SIZES, Index, follow
+from .trust import Trust
 
-_SIZES = (4, 3, 2)  # n-gram lengths, the first that matches wins
+
+@dataclass(slots=True, eq=False)
+class Guess:
+    """What was looked up for a row: tokens, how many tokens were matched before each, and how many are worth a place in
+    the round. `start`: the length of the row then."""
+
+    start: int = 0
+    tokens: list[int] = field(default_factory=list)
+    matched: list[int] = field(default_factory=list)
+    count: int = 0
 
 
-class _Index:
-    """Where each n-gram of a growing sequence was last followed by something: n-gram to the place after it."""
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """A live row: the indexes it is looked up in, the one that takes in its own output (None: no source is its output),
+    and its number there."""
 
-    __slots__ = ("_after", "_length")
+    indexes: tuple[Index, ...]
+    own: Index | None
+    row: Row | None = None  # known from its first round on
+    number: int = 0
+    guess: Guess = field(default_factory=Guess)
 
-    def __init__(self, length: int = 0):
-        self._after: dict[tuple[int, ...], int] = {}
-        self._length = length
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take in tokens[length so far:]; the n-grams before each new token are now followed by it."""
-        for place in range(self._length, len(tokens)):
-            for size in _SIZES:
-                if size <= place:
-                    self._after[tuple(tokens[place - size : place])] = place
-        self._length = len(tokens)
-
-    def find(self, gram: tuple[int, ...]) -> int | None:
-        return self._after.get(gram)
+    def catch_up(self, row: Row) -> None:
+        """Put the row's new tokens into the index."""
+        if self.own is None:
+            return
+        if self.row is None:
+            self.row, self.number = row, self.own.begin(row.tokens, known=row.prompt_length)
+        self.own.extend(self.number)
 
 
 class LookupDrafter:
-    """Drafts by n-gram lookup. A row without a match gets its last token repeated; if no row has one, nothing is
-    proposed, and the round is a plain one."""
+    """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one index, which goes when the
+    prompt is closed and its last row has ended."""
 
-    on_device, longest, version = False, sys.maxsize, 0
+    on_device, offers, longest, version = False, True, sys.maxsize, 0
 
-    def __init__(self) -> None:
-        self._prompts: dict[str, _Index] = {}
-        self._rows: list[tuple[_Index, _Index]] = []  # by row: its prompt's index, its own
+    def __init__(self, sources: Sequence[str] = SOURCES) -> None:
+        self._sources = frozenset(sources)
+        self._prompts: dict[str, Index] = {}
+        self._samples: list[_Sample] = []  # by row
+        self._trust = Trust()
 
-    def open(self, key: str, tokens: Sequence[int]) -> None:
-        self._prompts[key] = index = _Index()
-        index.extend(tokens)
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
+        self._prompts[key] = index = Index()
+        for source, text in (("reference", reference), ("prompt", tokens)):
+            if source in self._sources and text:
+                index.extend(index.begin(list(text)))
 
     def close(self, key: str) -> None:
         del self._prompts[key]
 
     def attach(self, row: int, key: str) -> None:
-        assert row == len(self._rows)
-        prompt = self._prompts[key]
-        self._rows.append((prompt, _Index(prompt._length)))
+        assert row == len(self._samples)
+        shared = self._prompts[key]
+        if "siblings" in self._sources:
+            self._samples.append(_Sample((shared,), shared))
+        elif "own" in self._sources:
+            own = Index()
+            self._samples.append(_Sample((own, shared), own))
+        else:
+            self._samples.append(_Sample((shared,), None))
 
     def detach(self, row: int) -> None:
-        if row == len(self._rows) - 1:
-            self._rows.pop()
+        sample = self._samples[row]
+        if sample.row is not None:
+            sample.catch_up(sample.row)
+        if row == len(self._samples) - 1:
+            self._samples.pop()
 
     def move(self, source: int, target: int, length: int) -> None:
-        self._rows[target] = self._rows.pop()
+        self._samples[target] = self._samples.pop()
 
     def prepare(self, batch: Batch, length: int) -> int:
         return 0
@@ -74,24 +102,43 @@ class LookupDrafter:
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
         pass
 
-    def propose(self, batch: Batch, length: int) -> Proposal:
-        found = [self._continue(indexes, row, length) for indexes, row in zip(self._rows, batch.hosts, strict=True)]
-        if length == 0 or not any(found):
-            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        filled = [f or [row.tokens[-1]] * length for f, row in zip(found, batch.hosts, strict=True)]
-        return Proposal(torch.tensor(filled, device=batch.device), None)
+    def offer(self, batch: Batch, length: int) -> Proposal:
+        """Up to `length` tokens for every live row. Those beyond a row's count are no more than a guess, or its last
+        token again; if no row's count is above 0, nothing is proposed."""
+        guesses = self.look_up(batch, length)
+        if not any(guess.count for guess in guesses):
+            return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
+        filled = [guess.tokens + row.tokens[-1:] * (length - len(guess.tokens))
+                  for guess, row in zip(guesses, batch.hosts, strict=True)]
+        tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).to(batch.device)
+        return Proposal(tokens, None, tuple(guess.count for guess in guesses))
 
-    def _continue(self, indexes: tuple[_Index, _Index], row: Row, length: int) -> list[int]:
-        """`length` tokens that may follow the row's, or none. Where a match runs into the row's end, it goes on in
-        what was just proposed: a repetition repeats."""
-        prompt, own = indexes
-        own.extend(row.tokens)
-        for size in _SIZES:
-            gram = tuple(row.tokens[-size:])
-            place = own.find(gram)
-            place = prompt.find(gram) if place is None else place
-            if place is not None:
-                period = len(row.tokens) - place
-                known = row.tokens[place : place + length]
-                return [known[j % period] for j in range(length)]
-        return []
+    propose = offer
+
+    def look_up(self, batch: Batch, length: int) -> list[Guess]:
+        """A guess for every live row, after learning from the last ones, of all rows: samples see each other's."""
+        for sample, row in zip(self._samples, batch.hosts, strict=True):
+            self._learn(sample.guess, row)
+            sample.catch_up(row)
+        for sample, row in zip(self._samples, batch.hosts, strict=True):
+            tokens, matched = follow(sample.indexes, row.tokens[-SIZES[0] :], length, enough=self._enough)
+            count = min(self._trust.worth(matched), max(row.room - 1, 0))
+            sample.guess = Guess(len(row.tokens), tokens, matched, count)
+        return [sample.guess for sample in self._samples]
+
+    def chance(self, matched: int) -> float:
+        """That a token stands which was found after so many matched ones."""
+        return self._trust.chance(matched)
+
+    def _enough(self, matched: list[int]) -> bool:
+        return self._trust.worth(matched) < len(matched)
+
+    def _learn(self, guess: Guess, row: Row) -> None:
+        """Whether it was drafted does not matter: what the row became says what would have stood."""
+        new, stood = row.tokens[guess.start : guess.start + len(guess.tokens)], 0
+        for token, due in zip(guess.tokens, new, strict=False):
+            if token != due:
+                break
+            stood += 1
+        self._trust.learn(guess.matched[: min(len(new), stood + 1)], stood)
+        guess.tokens = guess.matched = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,13 +22,22 @@ from bass_cli.model.runner import Runner
 from . import Proposal
 
 
+class Given(NamedTuple):
+    """Drafts that are settled already, on the device: row r's first counts[r] tokens. tokens [rows, longest], counts
+    [rows], both int64. The model is fed with them, so that its cache keeps in step, and goes on where they end."""
+
+    tokens: Tensor
+    counts: Tensor
+
+
 class ModelDrafter:
     """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
-    theirs is 0."""
+    theirs is 0. `given`: see there; with shared coupling only, for these drafts have no law."""
 
-    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
+    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None, given: Given | None = None):
         assert runner.lag == 2
-        self.on_device, self.longest = True, sys.maxsize
+        assert given is None or coupling == "shared"
+        self.on_device, self.offers, self.longest, self._given = True, False, sys.maxsize, given
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
@@ -35,7 +45,7 @@ class ModelDrafter:
     def version(self) -> int:
         return self._runner.version
 
-    def open(self, key: str, tokens: Sequence[int]) -> None:
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
         self._runner.open(key, tokens)
 
     def close(self, key: str) -> None:
@@ -54,6 +64,9 @@ class ModelDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         self._runner.move(source, target, length)
         self._fed[target] = self._fed.pop()
+
+    def offer(self, batch: Batch, length: int) -> None:
+        return None
 
     def prepare(self, batch: Batch, length: int) -> int:
         ends = [len(row.tokens) for row in batch.hosts]
@@ -80,6 +93,9 @@ class ModelDrafter:
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
             token, law = self._choose(logits, laws, places[step], lengths)
+            if self._given is not None and step < self._given.tokens.shape[1]:
+                settled = step < self._given.counts[: batch.rows]
+                token = torch.where(settled, self._given.tokens[: batch.rows, step], token)
             chosen.append(token)
             if law is not None:
                 drawn_from.append(law)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import Literal
 
 from torch import Tensor
 
 from .batch import Batch
 from .clock import Clock
 from .graphs import Graphs, bucket
-from .ladder import Ladder, Shape, Step
+from .ladder import Kind, Ladder, Shape, Step
 
 
 class Captured:
@@ -41,7 +40,7 @@ class Captured:
         if self._graphs.renew(version):
             self._ladder.forget()
 
-    def wish(self, kind: Literal["round", "catch up"], width: int) -> Shape:
+    def wish(self, kind: Kind, width: int) -> Shape:
         """The shape made for the live rows."""
         return Shape(kind, self.bucket(len(self._batch)), width)
 

@@ -6,6 +6,8 @@ draft length costs once (on CUDA a captured graph) counts against what it should
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .lengths import NOTHING_KNOWN, Outlook, Round
 
 _MEMORY = 0.05  # weight of the newest round in the moving estimate of what is kept, once there were many
@@ -40,6 +42,8 @@ class Goodput:
             self._opening = []
         if not plain:
             return 0
+        if outlook.free:
+            return self._limit
         best = self._best(rows, outlook)
         if best == 0 and self._plain >= self._patience:
             probe = min(range(min(1, self._limit), min(4, self._limit) + 1), key=lambda k: (outlook.entry(k), abs(k - 2)))
@@ -47,11 +51,19 @@ class Goodput:
                 return probe
         return best
 
-    def _best(self, rows: int, outlook: Outlook) -> int:
-        """The length with the fewest seconds a token that is left."""
+    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
+        """The length that pays, if only rows with so many drafts can keep them; now and then a short probe."""
+        rows, most = len(counts), max(counts)
+        if self._opening or not self._cost.known:
+            return most
+        best = self._best(rows, outlook, [sum(count >= k for count in counts) / rows for k in range(most + 1)])
+        return min(most, 2) if best == 0 and self._plain >= self._patience else best
+
+    def _best(self, rows: int, outlook: Outlook, shares: Sequence[float] | None = None) -> int:
+        """The length with the fewest seconds a token that is left. shares: by length, of the rows that have such drafts."""
         best, least, expected = 0, 0.0, 1.0
-        for k in range(self._limit + 1):
-            expected += self._survival[k] if k else 0.0
+        for k in range(self._limit + 1 if shares is None else len(shares)):
+            expected += self._survival[k] * (1.0 if shares is None else shares[k]) if k else 0.0
             found = _CAUTION * outlook.entry(k) / outlook.left + self._cost.predict(rows, k) / expected
             if k == 0 or found * 1.02 < least:  # a longer draft must be worth it
                 best, least = k, found
@@ -69,21 +81,23 @@ class Goodput:
             self._plain += 1
             return
         probing = self._plain >= self._patience
-        self._learn_survival(done.accepted, width, _MEMORY_PROBE if probing else _MEMORY)
-        if sum(done.accepted) > rows * width / 2:
+        meant = (width,) * rows if done.drafted is None else done.drafted
+        self._learn_survival(done.accepted, meant, _MEMORY_PROBE if probing else _MEMORY)
+        if sum(done.accepted) > sum(meant) / 2:
             self._patience = _PATIENCE[0]
         elif probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
         self._plain = 0
 
-    def _learn_survival(self, accepted: tuple[int, ...], width: int, memory: float) -> None:
-        rows = len(accepted)
-        for i in range(1, width + 1):
-            kept = sum(a >= i for a in accepted) / rows
-            self._seen[i] += rows
-            self._survival[i] += max(memory, rows / self._seen[i]) * (kept - self._survival[i])
-        ratio = self._survival[width] ** (1 / width)
-        for i in range(width + 1, self._limit + 1):
+    def _learn_survival(self, accepted: tuple[int, ...], meant: tuple[int, ...], memory: float) -> None:
+        """From the rows that were meant to draft so far: what only filled their place up tells nothing."""
+        longest = max(meant)
+        for i in range(1, longest + 1):
+            told = [kept >= i for kept, count in zip(accepted, meant, strict=True) if count >= i]
+            self._seen[i] += len(told)
+            self._survival[i] += max(memory, len(told) / self._seen[i]) * (sum(told) / len(told) - self._survival[i])
+        ratio = self._survival[longest] ** (1 / longest)
+        for i in range(longest + 1, self._limit + 1):
             self._survival[i] = self._survival[i - 1] * ratio
 
 

@@ -28,6 +28,11 @@ def step_down(width: int) -> int:
     return WIDTHS[bisect.bisect_right(WIDTHS, width) - 1]
 
 
+def step_up(width: int) -> int:
+    """The shortest draft length that graphs are made for, from `width` up; the longest there is beyond that."""
+    return WIDTHS[min(bisect.bisect_left(WIDTHS, width), len(WIDTHS) - 1)]
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done all that it was given."""
     if device.type == "cuda":

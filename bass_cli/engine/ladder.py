@@ -18,13 +18,14 @@ _STEP = 0.2  # what a draft step costs of a pass on the device
 _ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
 _STEP_LAUNCHES = 0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
+Kind = Literal["round", "given", "catch up"]
 
 
 class Shape(NamedTuple):
-    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row; in catching up (of a
-    drafter after plain rounds) `width` tokens a row."""
+    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": the drafts come
+    from the host, though the drafter has a model); in catching up, of a drafter after plain rounds, `width` tokens."""
 
-    kind: Literal["round", "catch up"]
+    kind: Kind
     rows: int
     width: int
 
@@ -115,7 +116,7 @@ def _price(shape: Shape) -> float:
     """What it costs on the device, in plain passes."""
     if shape.kind == "catch up":
         return 1 + shape.rows * shape.width / _ARITHMETIC
-    return 1 + _STEP * shape.width + shape.rows * (shape.width + 1) / _ARITHMETIC
+    return 1 + (_STEP * shape.width if shape.kind == "round" else 0.0) + shape.rows * (shape.width + 1) / _ARITHMETIC
 
 
 def _launches(shape: Shape) -> float:

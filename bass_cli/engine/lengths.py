@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 
 class Round(NamedTuple):
     """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds` of wall clock, without
-    what capturing took. `steady`: the time is what later rounds of that width will take too."""
+    what capturing took. `steady`: the time is what later rounds of that width will take too. `drafted`: how many of a
+    row's drafts were meant, where they came from the host; the others only filled its place up. None: all."""
 
     width: int
     accepted: tuple[int, ...]
     seconds: float
     steady: bool = True
+    drafted: tuple[int, ...] | None = None
 
 
 class Outlook(NamedTuple):
     """What lies before a controller: `left` tokens that each row of the batch may still generate, its share of those of
     waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
-    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds."""
+    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `free`: to ask the drafter costs
+    next to nothing, and `trim` has the last word on the length."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
     catch_up: float = 0.0
+    free: bool = False
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
@@ -40,6 +45,9 @@ class Lengths(Protocol):
         """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook depends on timings:
         a controller that is used under maximal coupling must not look at it."""
 
+    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
+        """Draft length for this round, now that it is known how many drafts (not all 0) the host has for each live row."""
+
     def observe(self, done: Round) -> None:
         """A round has ended."""
 
@@ -52,6 +60,9 @@ class Fixed:
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
+
+    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
+        return max(counts)
 
     def observe(self, done: Round) -> None:
         pass
@@ -68,6 +79,9 @@ class Bass:
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
+
+    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
+        return max(counts)
 
     def observe(self, done: Round) -> None:
         if done.width == 0:  # nothing was drafted, nothing was learnt

@@ -19,9 +19,10 @@ from . import accept
 from .batch import Batch, Row
 from .captured import Captured
 from .clock import Clock, Prefill
-from .graphs import WIDTHS, Graphs, step_down, synchronise
-from .ladder import Shape, Step
+from .graphs import Graphs, step_down, step_up, synchronise
+from .ladder import Kind, Shape
 from .lengths import Lengths, Outlook, Round
+from .offers import Offers
 from .target import Target
 
 _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
@@ -49,19 +50,20 @@ class Loop:
                                       longest=drafter.longest)
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
-        self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
+        self._offers = Offers(batch, drafter)
 
     @torch.inference_mode()
-    def open(self, key: str, tokens: Sequence[int], *, deadline: float | None = None) -> bool:
-        """A prompt begins: it is stored once for all rows that attach to it. With a `deadline` it is given up (False) if it
-        is not likely to be stored by then."""
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), *,
+             deadline: float | None = None) -> bool:
+        """A prompt begins: it is stored once for all rows that attach to it. `reference`: see Drafter.open. With a
+        `deadline` it is given up (False) if it is not likely to be stored by then."""
         prefill = None if deadline is None else Prefill(self.clock, deadline)
         if not self.target.open(key, tokens, prefill):
             return False
         if prefill is not None:
             synchronise(self.batch.device)
             prefill.end()
-        self.drafter.open(key, tokens)
+        self.drafter.open(key, tokens, reference)
         if deadline is not None:
             synchronise(self.batch.device)
         return True
@@ -91,27 +93,26 @@ class Loop:
     def round(self, deadline: float | None = None) -> Round:
         """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
-        captured = self._captured
+        captured, rooms = self._captured, self.batch.rooms()
         if captured is None:
-            width = self.clock.longest_in_time(self._width(self.batch.rooms()), deadline)
-            self.catch_up(width)
-            began = self.clock.now()
-            packed, width = self._run(width)
+            width = self.clock.longest_in_time(self._width(rooms), deadline)
         else:
             captured.renew(self._version)
-            rooms = self.batch.rooms()
-            wish = captured.wish("round", self._width_in_time(captured, deadline, rooms))
-            step = captured.choose(wish, left=self._left(rooms), deadline=deadline)
-            self.catch_up(step.shape.width)
-            began = captured.start()
-            packed, width = self._replay(captured, wish, step)
-        kept = self._to_host(packed, width)
-        seconds = self.clock.now() - began
-        done = Round(width, kept, seconds) if captured is None else Round(width, kept, seconds - captured.capturing,
-                                                                          captured.steady)
-        if done.steady:
-            self.clock.observe(width, done.seconds)
-        self._idle = 0 if width else self._idle + 1
+            width = self._width_in_time(captured, deadline, rooms)
+        began = self.clock.now()
+        offered = self._offers.ask(width, self.lengths, self._outlook(rooms))
+        asking = self.clock.now() - began
+        packed, width, began = (self._run(width, offered) if captured is None
+                                else self._replay(captured, width, offered, deadline))
+        meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
+        kept = self._to_host(packed, width, meant)
+        seconds = asking + self.clock.now() - began - (captured.capturing if captured else 0.0)
+        # Where a model usually drafts, what a round takes without it says little about later rounds.
+        steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
+        done = Round(width, kept, seconds, steady, meant)
+        if steady:
+            self.clock.observe(width, seconds)
+        self._idle = 0 if width and offered is None else self._idle + 1
         self.lengths.observe(done)
         return done
 
@@ -126,6 +127,8 @@ class Loop:
         for count, width in itertools.product(sorted({captured.bucket(n) for n in rows}), sorted(widths)):
             width = step_down(min(width, self.drafter.longest))
             captured.capture(Shape("round", count, width))
+            if width and self.drafter.on_device and self.drafter.offers:
+                captured.capture(Shape("given", count, width))
             for tokens in _CATCH_UP if width and self.drafter.on_device else ():
                 captured.capture(Shape("catch up", count, tokens))
 
@@ -162,10 +165,13 @@ class Loop:
     def _width(self, rooms: list[int]) -> int:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
+        wanted = self.lengths.next(len(rooms), self._outlook(rooms))
+        return max(0, min(wanted, self.drafter.longest, max(rooms) - 1))
+
+    def _outlook(self, rooms: list[int]) -> Outlook:
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
-        outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
-                          self._catching if self._idle else 0.0)
-        return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
+        return Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
+                       self._catching if self._idle else 0.0, free=not self.drafter.on_device)
 
     def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
         """The draft length that graphs are made for, and whose round should end by `deadline`, capturing included."""
@@ -179,32 +185,37 @@ class Loop:
 
         return step_down(self.clock.longest_in_time(wanted, deadline, predict))
 
-    def _run(self, width: int) -> tuple[Tensor, int]:
-        proposal = self.drafter.propose(self.batch, width)
-        return self._verify(proposal).cpu(), proposal.tokens.shape[1]
+    def _run(self, width: int, offered: Proposal | None) -> tuple[Tensor, int, float]:
+        """A round: what the host needs of it, its draft length, and when it began."""
+        self.catch_up(width if offered is None else 0)
+        began = self.clock.now()
+        proposal = self.drafter.propose(self.batch, width) if offered is None else offered
+        return self._verify(proposal).cpu(), proposal.tokens.shape[1], began
 
-    def _replay(self, captured: Captured, wish: Shape, step: Step) -> tuple[Tensor, int]:
-        """The same round as a graph, which may take some dummy rows too."""
-        if not self.drafter.on_device:
-            tokens = self.drafter.propose(self.batch, step.shape.width).tokens
-            self._drafts[: len(self.batch), : tokens.shape[1]] = tokens
-            if tokens.shape[1] != step.shape.width:
-                wish = wish._replace(width=tokens.shape[1])
-                step = captured.choose(wish, left=self._left(self.batch.rooms()), exact=True)
+    def _replay(self, captured: Captured, width: int, offered: Proposal | None,
+                deadline: float | None) -> tuple[Tensor, int, float]:
+        """The same round as a graph, which may take some dummy rows too, and another draft length."""
+        kind: Kind = "round"
+        if offered is not None:
+            self._offers.put(offered)
+            width = step_up(offered.tokens.shape[1])
+            kind = "given" if width and self.drafter.on_device else "round"
+        wish = captured.wish(kind, width)
+        step = captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
+                               exact=offered is not None and not width)
+        self.catch_up(step.shape.width if offered is None else 0)
+        began = captured.start()
         packed = captured.perform(wish, step)
         assert packed is not None
-        return packed, step.shape.width
+        return packed, step.shape.width, began
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""
-        if shape.kind == "round":
-            return lambda: self._verify(self._proposal(shape.rows, shape.width))
-        return lambda: self.drafter.catch_up(self.batch, self._behind, shape.width)
-
-    def _proposal(self, rows: int, width: int) -> Proposal:
-        if self.drafter.on_device:
-            return self.drafter.propose(self.batch, width)
-        return Proposal(self._drafts[:rows, :width], None)
+        if shape.kind == "catch up":
+            return lambda: self.drafter.catch_up(self.batch, self._behind, shape.width)
+        if shape.kind == "given" or not self.drafter.on_device:
+            return lambda: self._verify(self._offers.placed(shape.rows, shape.width))
+        return lambda: self._verify(self.drafter.propose(self.batch, shape.width))
 
     def _verify(self, proposal: Proposal) -> Tensor:
         """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know,
@@ -213,7 +224,7 @@ class Loop:
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
-        drafts, law = proposal
+        drafts, law, _ = proposal
         width = drafts.shape[1]
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
@@ -226,16 +237,17 @@ class Loop:
         batch.commit(verdict.block, verdict.accepted)
         return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
 
-    def _to_host(self, packed: Tensor, width: int) -> tuple[int, ...]:
-        """Extends the Rows by what a round gave (on the host); returns accepted by row."""
+    def _to_host(self, packed: Tensor, width: int, meant: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Extends the Rows by what a round gave (on the host); returns accepted by row. meant: how many drafts each row had
+        (None: all); what only filled its place up counts as drafted if it stood."""
         table = packed[: len(self.batch)].numpy()
         values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
         lines = table[:, : width + 2].tolist()
-        for row, line, score in zip(self.batch.hosts, lines, values, strict=True):
+        for index, (row, line, score) in enumerate(zip(self.batch.hosts, lines, values, strict=True)):
             count = line[0] + 1
             row.tokens += line[1 : 1 + count]
             row.log_probabilities += score[:count]
             row.rounds += 1
-            row.drafted += width
+            row.drafted += width if meant is None else max(meant[index], line[0])
             row.accepted += line[0]
         return tuple(line[0] for line in lines)

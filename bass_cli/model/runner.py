@@ -26,7 +26,7 @@ class Runner:
 
     def __init__(self, decoder: Decoder, *, rows: int, span: int, lag: int):
         spec = decoder.spec
-        self.decoder, self.lag = decoder, lag
+        self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(layers=len(decoder.layers), kv_heads=spec.kv_heads, head_size=spec.head_size, rows=rows,
                              span=span + lag, dtype=decoder.dtype, device=decoder.device)
         self._prompts: dict[str, Span] = {}

@@ -69,6 +69,10 @@ class Tokenizer:
         """Ids of a prompt, with the special tokens that the tokenizer puts around a text."""
         return self._inner(text)["input_ids"]
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text as it may stand inside another, without special tokens."""
+        return self._inner(text, add_special_tokens=False)["input_ids"]
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation that is the assistant's to go on; UserError if there is no template or it refuses."""
         if not self.has_chat_template:

@@ -1,0 +1,53 @@
+"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, or lookup+MODEL. Only the words.
+
+Not here: whether the model is there (plan.py), who drafts (draft/).
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+SOURCES = ("own", "siblings", "prompt", "reference")
+_LOOKUP = "lookup"
+
+
+class Draft(NamedTuple):
+    """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder, file or skip:LAYERS; None
+    without one."""
+
+    sources: tuple[str, ...]
+    model: str | None
+
+
+def parse_draft(text: str) -> Draft:
+    """The parts of a `draft`; ValueError says what is wrong with it. "siblings" are all samples of a prompt, so they
+    include "own"."""
+    if text == "none":
+        return Draft((), None)
+    if not _is_lookup(text):
+        return Draft((), text)
+    words, plus, model = text.removeprefix(_LOOKUP).partition("+")
+    if plus and (not model or model == "none" or _is_lookup(model)):
+        raise ValueError(f'"{text}" needs a model after the plus, as in lookup+Qwen/Qwen2.5-0.5B or lookup+skip:4-9')
+    return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, model or None)
+
+
+def check_draft(text: str) -> str:
+    """The text as it is; ValueError as in `parse_draft`."""
+    parse_draft(text)
+    return text
+
+
+def _is_lookup(text: str) -> bool:
+    return text == _LOOKUP or text.startswith((f"{_LOOKUP}:", f"{_LOOKUP}+"))
+
+
+def _sources(text: str, words: str) -> tuple[str, ...]:
+    found = [word.strip() for word in words.split(",")]
+    for word in found:
+        if word not in SOURCES:
+            close = difflib.get_close_matches(word, SOURCES, n=1, cutoff=0.5)
+            hint = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(SOURCES)}"
+            raise ValueError(f'"{text}": there is no source "{word}" to look in; {hint}')
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,45 @@
+"""Drafts that come from the host: asked for before a round, cut to the length that pays, kept where graphs find them.
+
+Not here: who drafts (draft/), what is done with them (loop.py).
+"""
+
+from __future__ import annotations
+
+from bass_cli.draft import Drafter, Proposal
+
+from .batch import Batch
+from .graphs import WIDTHS
+from .lengths import Lengths, Outlook
+
+
+class Offers:
+    """What one loop's drafter has from the host. A graph reads it at a fixed address: `put` puts it there."""
+
+    def __init__(self, batch: Batch, drafter: Drafter):
+        self._batch, self._drafter = batch, drafter
+        self._tokens = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])
+
+    def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
+        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the drafter's `propose` runs
+        in the round. The rows' counts never go beyond the width."""
+        if not self._drafter.offers or (width == 0 and self._drafter.on_device):
+            return None
+        offered = self._drafter.offer(self._batch, width) if width else _nothing(self._batch)
+        if offered is None:
+            return None
+        assert offered.counts is not None
+        best = min(lengths.trim(offered.counts, outlook), max(offered.counts)) if any(offered.counts) else 0
+        return Proposal(offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts))
+
+    def put(self, offered: Proposal) -> None:
+        """From now on `placed` has these drafts; beyond their length stands what stood there."""
+        rows, width = offered.tokens.shape
+        self._tokens[:rows, :width] = offered.tokens
+
+    def placed(self, rows: int, width: int) -> Proposal:
+        """What a graph verifies, dummy rows included."""
+        return Proposal(self._tokens[:rows, :width], None)
+
+
+def _nothing(batch: Batch) -> Proposal:
+    return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
