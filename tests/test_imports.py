@@ -103,6 +103,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/captured.py": {"torch", "bass_cli.engine"},
     "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput"},
     "bass_cli/engine/goodput.py": {"bass_cli.engine.lengths"},
+    "bass_cli/engine/surface.py": set(),
     "bass_cli/engine/clock.py": set(),
     "kernels/__init__.py": {"bass_kernels"},
     "kernels/noise.py": {"torch"},
