@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from .clock import Clock
 from .graphs import WIDTHS, Graphs, step_down
 from .ladder import Shape, Step
 from .lengths import Lengths, Outlook, Round
+from .packed import pack, unpack
 
 _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
 
@@ -111,7 +111,7 @@ class Loop:
             self.catch_up(step.shape.width)
             began = captured.start()
             packed, width = self._replay(captured, wish, step)
-        kept = self._to_host(packed, width)
+        kept = unpack(packed, self.batch.hosts, width=width)
         seconds = self.clock.now() - began
         done = Round(width, kept, seconds) if captured is None else Round(width, kept, seconds - captured.capturing,
                                                                           captured.steady)
@@ -169,8 +169,10 @@ class Loop:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
+        hosts = self.batch.hosts
         outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
-                          self._catching if self._idle else 0.0)
+                          self._catching if self._idle else 0.0, sum(len(row.tokens) for row in hosts) / len(hosts),
+                          tuple(hosts), tuple(rooms))
         return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
 
     def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
@@ -213,9 +215,7 @@ class Loop:
         return Proposal(self._drafts[:rows, :width], None)
 
     def _verify(self, proposal: Proposal) -> Tensor:
-        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know,
-        [B, 2k + 3] int64: how many drafts were accepted; the block of k + 1 tokens, valid up to and including that
-        place; and the bits of their log-probabilities."""
+        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know."""
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
@@ -230,18 +230,4 @@ class Loop:
         else:
             verdict = accept.maximal(drafts, law, logits, batch.laws, lengths)
         batch.commit(verdict.block, verdict.accepted)
-        return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
-
-    def _to_host(self, packed: Tensor, width: int) -> tuple[int, ...]:
-        """Extends the Rows by what a round gave (on the host); returns accepted by row."""
-        table = packed[: len(self.batch)].numpy()
-        values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
-        lines = table[:, : width + 2].tolist()
-        for row, line, score in zip(self.batch.hosts, lines, values, strict=True):
-            count = line[0] + 1
-            row.tokens += line[1 : 1 + count]
-            row.log_probabilities += score[:count]
-            row.rounds += 1
-            row.drafted += width
-            row.accepted += line[0]
-        return tuple(line[0] for line in lines)
+        return pack(verdict)
