@@ -36,25 +36,21 @@ class Outcome:
         self.mean, self.last, self.widths, self.seconds = statistics.fmean(ends), max(ends), widths, seconds
 
 
-def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0, entries=None):
+def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0):
     """Rows whose drafts each stand with their own rate (a function of the row's tokens so far, or a number), each to get
-    `tokens`; `waiting` samples follow where one ends. `entry`: seconds that the first round of a length takes besides,
-    unless a graph of a length near is there: then that length is run."""
+    `tokens`; `waiting` samples follow where one ends. `entry`: seconds that a length's second round takes besides, and a
+    sixth of it its first one, unless a length near it has a graph."""
     chance, now, ends, widths = random.Random(seed), 0.0, [], []
     live = [[i, tokens, rate] for i, rate in enumerate(rates)]
     following = [[len(rates) + i, tokens, rates[i % len(rates)]] for i in range(waiting)]
-    held = set()
+    graphs = _Graphs(entry)
     while live:
         backlog = sum(row[1] for row in following)
-        entries = tuple(entry if k not in held and not (k and held - {0}) else 0.0 for k in range(33)) if entry else ()
-        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), entries,
-                          samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live))
+        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), *graphs.costs(),
+                          samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live), colds=graphs.colds())
         width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
-        if entry and width not in held:
-            now += entries[width]
-            held.add(width)
         took = cost(len(live), width) * chance.uniform(1 - noise, 1 + noise)
-        now += took
+        now += took + graphs.use(width)
         kept = [next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width) for row in live]
         widths.append(width)
         for row, count in zip(live, kept, strict=True):
@@ -65,6 +61,34 @@ def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0
         while following and len(live) < len(rates):
             live.append(following.pop(0))
     return Outcome(ends, widths, now)
+
+
+class _Graphs:
+    """What captures cost: the first use of a length runs uncaptured, the second one captures."""
+
+    def __init__(self, entry):
+        self._entry, self._uses = entry, {}
+
+    def _left(self, width):
+        """(seconds of the next use, seconds until it is captured)"""
+        uses = self._uses.get(width, 0)
+        if not self._entry or uses > 1 or (width and any(k and n > 1 for k, n in self._uses.items())):
+            return 0.0, 0.0
+        return (self._entry, self._entry) if uses else (self._entry / 6, self._entry * 7 / 6)
+
+    def costs(self):
+        """entries, catch_up, context and so on, as an Outlook has them."""
+        if not self._entry:
+            return ()
+        return (tuple(self._left(k)[1] for k in range(33)),)
+
+    def colds(self):
+        return tuple(self._left(k)[0] if not self._uses.get(k) else 0.0 for k in range(33)) if self._entry else ()
+
+    def use(self, width):
+        seconds = self._left(width)[0]
+        self._uses[width] = self._uses.get(width, 0) + 1
+        return seconds
 
 
 def rate_of(row, tokens):

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .costs import Costs, Learned, Profiled
+import numpy
+
+from .costs import Array, Costs, Learned, Profiled, nearest
 from .keeping import Keeping
 from .lengths import NOTHING_KNOWN, Outlook, Round
 from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
-_GUESS, _LEAST, _MOST = 0.7, 0.5, 0.9  # acceptance before any round; what a profile saw of other text, within bounds
+_LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # what a profile saw of other text is a guess, within these bounds
 _OPENING = (2, 0, 4)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
 _REACH = 8  # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
 _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
+_EVIDENCE = 6.0  # trials before which a length is only tried
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
 _GRACE = 3.0  # plain rounds that it may have lost besides, at first
@@ -38,58 +41,70 @@ class Goodput:
         assert surface is not None or not frozen
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         measured = surface is not None and (surface.measured or frozen)
-        self._costs: Costs = Profiled(surface, frozen=frozen) if surface and measured else Learned(surface)
+        self._costs: Costs = (Profiled(surface, self._choices, frozen=frozen) if surface and measured
+                              else Learned(self._choices, surface))
+        self._places = numpy.array(self._choices)
         self._frozen = frozen
-        known = surface.acceptance if surface is not None else None
-        self._keeping = Keeping(limit=limit, guess=_GUESS if known is None else min(max(known, _LEAST), _MOST))
+        self._keeping = Keeping(limit=limit)
+        if surface is not None and surface.acceptance is not None:
+            self._keeping = Keeping(limit=limit, guess=min(max(surface.acceptance, _LEAST), _MOST), strength=_STRENGTH)
         self._first = not measured
         self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
         self._outlook = NOTHING_KNOWN
-        self._last, self._reach = 0, _REACH
+        self._last = 0  # the place of the last choice that was made for its goodput
+        self._within = self._reach(_REACH)  # the first so many choices are thought of
+        self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
         self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        self._outlook = outlook._replace(entries=(), catch_up=0.0) if self._frozen else outlook
+        self._outlook = outlook._replace(entries=(), colds=(), catch_up=0.0) if self._frozen else outlook
         self._keeping.follow(outlook.samples or tuple(range(rows)))
         self._probing = False
-        self._last = self._next(rows, self._outlook)
-        return self._last
+        return self._next(rows, self._outlook)
 
     def _next(self, rows: int, outlook: Outlook) -> int:
-        plain = self._costs.predict(rows, 0, outlook.context) if self._costs.known else 0.0  # seconds a round
+        self._line = self._costs.line(rows, outlook.context) if self._costs.known else None
+        plain = 0.0 if self._line is None else float(self._line[0])  # seconds a round
         if self._opening:
             if outlook.entry(self._opening[-1]) <= _TRIAL * (plain and plain * outlook.left):
                 return self._opening[-1]
             self._opening = []
-        if not plain:
+        if self._line is None:
             return 0
-        best = self._best(rows, outlook)
+        best = self._best(self._line, outlook)
         if best and self._lost > _REGRET * self._spent + _GRACE * plain:
             return 0
         if best == 0 and self._plain >= self._patience:
-            return self._probe(rows, outlook, plain)
+            return self._probe(self._line, outlook)
         return best
 
-    def _best(self, rows: int, outlook: Outlook) -> int:
+    def _best(self, line: Array, outlook: Outlook) -> int:
         """The length with the fewest seconds a token that is left."""
-        rounds = self._keeping.rounds(outlook.rooms).tolist()
-        found = {k: self._costs.predict(rows, k, outlook.context) * rounds[k] + _CAUTION * outlook.entry(k) / outlook.left
-                 for k in self._choices if k <= self._reach}
-        best = min(found, key=found.__getitem__)
-        stays = self._last in found and found[self._last] <= found[best] * (1 + _STAY)
-        return self._last if stays else best
+        found = line * self._keeping.rounds(outlook.rooms)[self._places]
+        if outlook.catch_up or any(outlook.entries):
+            found = found + numpy.array([outlook.entry(k) for k in self._choices]) * (_CAUTION / outlook.left)
+            if self._keeping.trials < _EVIDENCE and outlook.colds:  # nobody knows yet whether drafts stand
+                colds = numpy.array([outlook.colds[min(k, len(outlook.colds) - 1)] for k in self._choices])
+                found[1:][colds[1:] > _TRIAL * float(line[0]) * outlook.left] = numpy.inf
+        found = found[: self._within]
+        best = int(found.argmin())
+        stays = self._last < self._within and found[self._last] <= found[best] * (1 + _STAY)
+        self._last = self._last if stays else best
+        return self._choices[self._last]
 
-    def _probe(self, rows: int, outlook: Outlook, plain: float) -> int:
+    def _probe(self, line: Array, outlook: Outlook) -> int:
         """A short draft, if it can be had for what may still be lost."""
-        lengths = [k for k in self._choices if 1 <= k <= 4]
-        probe = min(lengths, key=lambda k: (outlook.entry(k), k), default=0)
-        dear = outlook.entry(probe) - (outlook.catch_up if probe else 0.0)
-        loss = self._costs.predict(rows, probe, outlook.context) + outlook.catch_up - plain
+        places = [place for place, k in enumerate(self._choices) if 1 <= k <= 4]
+        if not places:
+            return 0
+        place = min(places, key=lambda place: (outlook.entry(self._choices[place]), place))
+        plain, dear = float(line[0]), outlook.entry(self._choices[place]) - outlook.catch_up
+        loss = float(line[place]) + outlook.catch_up - plain
         if dear > _TRIAL * plain * min(self._plain, outlook.left) or self._lost + loss > _REGRET * self._spent:
             return 0
-        self._probing = probe > 0
-        return probe
+        self._probing = True
+        return self._choices[place]
 
     def observe(self, done: Round) -> None:
         if self._opening:
@@ -106,31 +121,33 @@ class Goodput:
         if self._probing:
             self._keeping.doubt()
         self._keeping.observe(done.accepted, width)
-        self._reach = max(self._reach, 2 * width)
+        self._within = max(self._within, self._reach(2 * width))
         if sum(done.accepted) > rows * width / 2:
             self._patience = _PATIENCE[0]
         elif self._probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
         self._plain = 0
 
+    def _reach(self, width: int) -> int:
+        return sum(k <= width for k in self._choices)
+
     def _account(self, done: Round) -> None:
         """What this round has cost beyond plain decoding of the same tokens; what it won is only kept for a while."""
-        if not self._costs.known:
+        if self._line is None:
             return
-        rows, context = len(done.accepted), self._outlook.context
-        plain = self._costs.predict(rows, 0, context)
-        taken = self._costs.predict(rows, done.width, context) if self._frozen or not done.steady else done.seconds
+        plain, rows = float(self._line[0]), len(done.accepted)
+        measured = done.steady and not self._frozen
+        taken = done.seconds if measured else float(self._line[nearest(self._choices, done.width)])
         self._spent += taken
         if done.width:
-            taken += self._outlook.catch_up
-            self._lost += taken - plain * (1 + sum(done.accepted) / rows)
+            self._lost += taken + self._outlook.catch_up - plain * (1 + sum(done.accepted) / rows)
             self._lost = max(self._lost, -_REGRET * self._spent)
 
     def learned(self) -> Surface | None:
         """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""
         if not isinstance(self._costs, Learned):
             return None
-        return self._costs.surface(self._choices, acceptance=self._keeping.rate)
+        return self._costs.surface(acceptance=self._keeping.rate)
 
 
 def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int] = _CHOICES) -> int:

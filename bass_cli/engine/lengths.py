@@ -21,10 +21,11 @@ class Round(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What lies before a controller: `left` tokens that each row of the batch may still generate, its share of those of
+    """What lies before a controller. `left`: tokens that each row of the batch may still generate, its share of those of
     waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
     end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `context`: tokens of the mean
-    row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get."""
+    row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
+    `colds`: the part of the entries that comes before anything is learnt of a length."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -32,6 +33,7 @@ class Outlook(NamedTuple):
     context: float | None = None
     samples: tuple[Hashable, ...] = ()
     rooms: tuple[int, ...] = ()
+    colds: tuple[float, ...] = ()
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""

@@ -169,10 +169,11 @@ class Loop:
         """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
         no other row decides."""
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
-        hosts = self.batch.hosts
-        outlook = Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
-                          self._catching if self._idle else 0.0, sum(len(row.tokens) for row in hosts) / len(hosts),
-                          tuple(hosts), tuple(rooms))
+        hosts, captured = self.batch.hosts, self._captured
+        entries = captured.entries() if captured else ()
+        outlook = Outlook(left / len(rooms), entries, self._catching if self._idle else 0.0,
+                          sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
+                          captured.colds() if captured and any(entries) else ())
         return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
 
     def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
