@@ -15,6 +15,7 @@ import typer
 
 from bass_cli import __version__, options
 from bass_cli.exits import exit_codes
+from bass_cli.profiling.command import profile
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bass_cli.prompts import Source
 
 EPILOG = "Every option can be given as a variable too: BASS_N=4, BASS_TOP_P=0.9. Precedence: pair, variable, flag."
+PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides
 NOT_JOB = ("prompts", "pair", "out", "resume", "overwrite", "quiet", "json_summary")
 
 app = typer.Typer(
@@ -103,7 +105,7 @@ def _generate(given: dict[str, Any], screen: Screen) -> None:
     plan = prepare(job)
     manifest = _manifest(job, source, plan)
     with open_output(out, manifest, resume=given["resume"], overwrite=given["overwrite"]) as writer:
-        for note in writer.notes:
+        for note in (*plan.notes, *writer.notes):
             screen.note(note)
         prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
         screen.start(None if count is None else count * job.n - len(writer.done))
@@ -156,7 +158,12 @@ def _manifest(job: Job, source: Source, plan: Plan) -> dict[str, Any]:
         speculation = job.speculation.model_dump(mode="json")
         results |= {"draft": job.pair.draft, "batch_size": job.batch_size, "draft_length": speculation["length"]}
         results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
+        if plan.surface is not None and plan.surface.measured and speculation["length"] in PROFILED:
+            results |= {"profile": plan.surface.digest()}  # the draft lengths come from it, and reach the samples
     return {"results": results, "job": job.model_dump(mode="json"), "source": source.name, "versions": versions}
+
+
+app.command(epilog=EPILOG)(profile)
 
 
 @app.command(epilog=EPILOG)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 DEFAULT_PAIR = "smollm2"
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
+CONTROLLERS = ("auto", "bass", "table", "bass+table")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
 
 
@@ -61,9 +62,7 @@ def _number_or(value: Any, words: tuple[str, ...], least: int, most: int | None 
 
 
 def _draft_length(value: Any) -> Any:
-    if value == "table":
-        raise ValueError("the profiled table comes in a later version; use auto, bass or a whole number")
-    return _number_or(value, ("auto", "bass"), 0, 64)
+    return _number_or(value, CONTROLLERS, 0, 64)
 
 
 def _batch_size(value: Any) -> Any:
@@ -73,7 +72,7 @@ def _batch_size(value: Any) -> Any:
 Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**63)]
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
-Length = Annotated[Literal["auto", "bass"] | int, BeforeValidator(_draft_length)]
+Length = Annotated[Literal["auto", "bass", "table", "bass+table"] | int, BeforeValidator(_draft_length)]
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
 Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
 Name = Annotated[str, Field(min_length=1)]
@@ -107,7 +106,7 @@ class Speculation(Strict):
 
     @model_validator(mode="after")
     def _within_max(self) -> Speculation:
-        if self.length not in ("auto", "bass") and int(self.length) > self.max:
+        if self.length not in CONTROLLERS and int(self.length) > self.max:
             raise ValueError(f"the draft length {self.length} is above speculation.max, which is {self.max}")
         return self
 

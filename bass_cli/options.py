@@ -42,7 +42,9 @@ Chat = Annotated[
 ]
 DraftLength = Annotated[
     str | None,
-    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH", help="auto, bass or a number; 0 is plain decoding [auto]."),
+    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH",
+            help="auto (by what rounds cost and keep), bass (Algorithm 1), table (by batch size, from bass profile), "
+                 "bass+table, or a number; 0 is plain decoding [auto]."),
 ]
 Coupling = Annotated[
     str | None, _Option("--coupling", envvar="BASS_COUPLING", help="shared or maximal; both are exact [shared].")
@@ -91,6 +93,10 @@ Methods = Annotated[
     str | None,
     _Option("--methods", envvar="BASS_METHODS", help="plain, draft lengths, bass, auto [plain,2,4,6,8,bass,auto]."),
 ]
+ProfileBatchSizes = Annotated[
+    str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows to measure [1,2,4,8; on a GPU to 64].")
+]
+Skip = Annotated[bool, _Option("--skip", envvar="BASS_SKIP", help="Propose layers that the target could skip as draft.")]
 PromptFile = Annotated[
     str | None, _Option("--prompts", envvar="BASS_PROMPTS", help="Prompts to use as they are [built-in].", metavar="FILE")
 ]

@@ -26,6 +26,7 @@ from bass_cli.model.tokenizer import StopDetector, Tokenizer
 from bass_cli.model.weights import load
 from bass_cli.outputs import Completion
 from bass_cli.plan import Plan
+from bass_cli.profiling.store import learning
 from bass_cli.prompts import Prompt
 
 
@@ -52,15 +53,14 @@ class _Live:
 
 def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
              count: int | None = None, on_round: Callable[[Round], None] | None = None) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
-    they end.
+    """Samples 0 to n - 1 of every prompt (`count` of them, if known), but those in `done`, in the order in which they end.
 
     Loads the models at the first step. A prompt that cannot run yields one Completion with finish_reason "error".
     """
     try:
-        loop = build(plan)
-        yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
-                             count=count, on_round=on_round).run(prompts, done)
+        with learning(build(plan), plan.profile) as loop:
+            yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
+                                 count=count, on_round=on_round).run(prompts, done)
     except torch.cuda.OutOfMemoryError:
         raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
 
@@ -83,7 +83,8 @@ def build(plan: Plan) -> Loop:
                                     temperature=speculation.draft_temperature)
     return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
                 target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
-                lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling),
+                lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling,
+                                     surface=plan.surface),
                 coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
 
 

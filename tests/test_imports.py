@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MODEL = "bass_cli.model"
 BENCH = "bass_cli.bench"
+PROFILING = "bass_cli.profiling"
 
 # file: what it may import beside the standard library; a name allows its submodules too, except "bass_cli" itself.
 TABLE: dict[str, set[str]] = {
@@ -19,17 +20,17 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/cli.py": {
         "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
         "bass_cli.prompts", "bass_cli.outputs", "bass_cli.machine", "bass_cli.engine.lengths", "bass_cli.exits",
-        f"{BENCH}.command",
+        f"{BENCH}.command", f"{PROFILING}.command",
     },
     "bass_cli/options.py": {"typer"},
     "bass_cli/exits.py": {"typer", "bass_cli.job", "bass_cli.screen"},
     "bass_cli/job.py": {"pydantic", "yaml"},
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
-    "bass_cli/plan.py": {"bass_cli", "bass_cli.job", MODEL, "torch"},
+    "bass_cli/plan.py": {"bass_cli", "bass_cli.job", MODEL, "bass_cli.engine.surface", f"{PROFILING}.store", "torch"},
     "bass_cli/run.py": {
         "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", "bass_cli.outputs", MODEL, "bass_cli.draft",
-        "bass_cli.engine", "torch",
+        "bass_cli.engine", f"{PROFILING}.store", "torch",
     },
     "bass_cli/outputs.py": {"bass_cli.job", "bass_cli.resume"},
     "bass_cli/resume.py": {"bass_cli.job"},
@@ -64,6 +65,14 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine.batch", "bass_cli.plan", "torch", "transformers", "vllm"},
     "bass_cli/bench/report.py": {"rich"},
     "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},
+    "bass_cli/profiling/__init__.py": set(),
+    "bass_cli/profiling/command.py": {
+        "typer", "bass_cli.options", "bass_cli.exits", "bass_cli.screen", "bass_cli.job", "bass_cli.plan", "bass_cli.run",
+        f"{BENCH}.texts", "bass_cli.engine.goodput", "bass_cli.engine.surface", PROFILING, "torch",
+    },
+    "bass_cli/profiling/measure.py": {"bass_cli.draft", "bass_cli.engine", "numpy"},
+    "bass_cli/profiling/skipping.py": {f"{BENCH}.texts", MODEL, "bass_cli.plan", "torch"},
+    "bass_cli/profiling/store.py": {"bass_cli", "bass_cli.engine", "torch"},
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
@@ -104,9 +113,9 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/captured.py": {"torch", "bass_cli.engine"},
     "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput", "bass_cli.engine.surface", "bass_cli.engine.table"},
     "bass_cli/engine/goodput.py": {
-        "bass_cli.engine.costs", "bass_cli.engine.keeping", "bass_cli.engine.lengths", "bass_cli.engine.surface",
+        "numpy", "bass_cli.engine.costs", "bass_cli.engine.keeping", "bass_cli.engine.lengths", "bass_cli.engine.surface",
     },
-    "bass_cli/engine/costs.py": {"bass_cli.engine.surface"},
+    "bass_cli/engine/costs.py": {"numpy", "bass_cli.engine.surface"},
     "bass_cli/engine/keeping.py": {"numpy"},
     "bass_cli/engine/table.py": {"bass_cli.engine.goodput", "bass_cli.engine.lengths", "bass_cli.engine.surface"},
     "bass_cli/engine/surface.py": set(),
@@ -143,7 +152,9 @@ TABLE: dict[str, set[str]] = {
     "kernels/vocabulary.py": {"triton"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
-AT_IMPORT_OF_CLI = {"typer", "bass_cli", "bass_cli.exits", "bass_cli.options", "bass_cli.screen"}
+AT_IMPORT_OF_CLI = {
+    "typer", "bass_cli", "bass_cli.exits", "bass_cli.options", "bass_cli.profiling.command", "bass_cli.screen",
+}
 NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))
 

@@ -128,7 +128,12 @@ def _blend(line: Sequence[float], at: int, share: float) -> float:
 
 
 def _rising(grid: Sequence[Sequence[float]]) -> Grid:
-    """The least values that are not below the grid's and fall along neither axis."""
-    lines = [itertools.accumulate(line, max) for line in grid]
-    columns = [itertools.accumulate(column, max) for column in zip(*lines, strict=True)]
-    return tuple(zip(*columns, strict=True))
+    """The grid with what falls along an axis evened out."""
+    lines = [_even(line) for line in grid]
+    return tuple(zip(*(_even(column) for column in zip(*lines, strict=True)), strict=True))
+
+
+def _even(line: Sequence[float]) -> list[float]:
+    """Halfway between the largest value so far and the smallest one to come, which rises."""
+    ahead = reversed(list(itertools.accumulate(reversed(line), min)))
+    return [(high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)]
