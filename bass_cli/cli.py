@@ -177,6 +177,7 @@ def bench(
     scale: options.Scale = None,
     batch_sizes: options.BatchSizes = None,
     methods: options.Methods = None,
+    controllers: options.Controllers = False,
     prompts: options.PromptFile = None,
     prompt_tokens: options.PromptTokens = None,
     new_tokens: options.NewTokens = None,

@@ -78,7 +78,12 @@ DraftShape = Annotated[
     str | None, _Option("--draft-shape", envvar="BASS_DRAFT_SHAPE", help="The same as draft; with --acceptance.")
 ]
 Acceptance = Annotated[
-    float | None, _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft token with this chance.")
+    str | None,
+    _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft with this chance; 0.95,0.3: by row in turn."),
+]
+Controllers = Annotated[
+    bool,
+    _Option("--controllers", envvar="BASS_CONTROLLERS", help="Every controller against every fixed draft length."),
 ]
 Depth = Annotated[
     int | None, _Option("--depth", envvar="BASS_DEPTH", help="Draft with the first layers of --shape; with --scale.")
@@ -91,7 +96,8 @@ BatchSizes = Annotated[
 ]
 Methods = Annotated[
     str | None,
-    _Option("--methods", envvar="BASS_METHODS", help="plain, draft lengths, bass, auto [plain,2,4,6,8,bass,auto]."),
+    _Option("--methods", envvar="BASS_METHODS",
+            help="plain, draft lengths, bass, table, bass+table, auto [plain,2,4,6,8,bass,auto]."),
 ]
 ProfileBatchSizes = Annotated[
     str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows to measure [1,2,4,8; on a GPU to 64].")

@@ -60,8 +60,10 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/gate.py": {f"{BENCH}.drive", f"{BENCH}.pairs", "bass_cli.engine", "torch"},
     "bass_cli/bench/cells.py": {f"{BENCH}.ceilings", f"{BENCH}.costs", f"{BENCH}.figures", f"{BENCH}.parts"},
     "bass_cli/bench/grid.py": {
-        "bass_cli", "bass_cli.job", "bass_cli.plan", "bass_kernels", BENCH, "bass_cli.engine", "torch",
+        "bass_cli", "bass_cli.job", "bass_cli.plan", "bass_kernels", BENCH, "bass_cli.engine", f"{PROFILING}.command",
+        f"{PROFILING}.measure", "torch",
     },
+    "bass_cli/bench/comparison.py": set(),
     "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine.batch", "bass_cli.plan", "torch", "transformers", "vllm"},
     "bass_cli/bench/report.py": {"rich"},
     "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},

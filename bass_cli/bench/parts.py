@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling: str) -> Parts:
+def measure_parts(loop: Loop, width: int, *, acceptance: Sequence[float] | None, coupling: str) -> Parts:
     """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
@@ -78,10 +78,10 @@ def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law) if missing else proposal
 
 
-def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, acceptance: float | None,
-             coupling: str) -> accept.Verdict:
+def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *,
+             acceptance: Sequence[float] | None, coupling: str) -> accept.Verdict:
     if acceptance is not None:
-        return accept.imposed(proposal.tokens, logits, batch.laws, lengths, acceptance)
+        return accept.imposed(proposal.tokens, logits, batch.laws, lengths, batch.acceptance[: batch.rows])
     if coupling == "shared":
         return accept.shared(proposal.tokens, logits, batch.laws, lengths)
     return accept.maximal(proposal.tokens, proposal.law, logits, batch.laws, lengths)

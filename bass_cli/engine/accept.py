@@ -32,15 +32,15 @@ def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdi
     return Verdict(accepted, following, targets, scores)
 
 
-def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rate: float) -> Verdict:
-    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with probability
-    `rate`, by torch's own generator, whatever the target says."""
+def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rates: Tensor) -> Verdict:
+    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with its row's
+    probability, rates [B], by torch's own generator, whatever the target says."""
     rows, width = logits.shape[:2]
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
     targets, scores = _choices(logits, laws, places)
     ops.accept_shared(drafts, targets)
     luck = torch.rand(rows, width - 1, device=logits.device)
-    accepted = (luck < rate).long().cumprod(-1).sum(-1)
+    accepted = (luck < rates[:, None]).long().cumprod(-1).sum(-1)
     kept = torch.arange(width, device=lengths.device) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)

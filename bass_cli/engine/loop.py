@@ -46,16 +46,17 @@ class Loop:
     """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal".
 
     With `graphs`, rounds are captured and replayed by shape (ladder.py says which). `acceptance` is for
-    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing.
+    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing; rows take
+    several in turn, beginning with the first row of an empty batch.
     """
 
     def __init__(self, *, batch: Batch, target: Target, drafter: Drafter, lengths: Lengths, coupling: str, clock: Clock,
-                 acceptance: float | None = None, graphs: Graphs | None = None):
+                 acceptance: Sequence[float] | None = None, graphs: Graphs | None = None):
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self._coupling, self._acceptance = coupling, acceptance
+        self._coupling, self._acceptance, self._turn = coupling, acceptance, 0
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
@@ -81,6 +82,9 @@ class Loop:
     def admit(self, row: Row) -> None:
         """Make a row of an open prompt live."""
         index = self.batch.admit(row)
+        if self._acceptance is not None:
+            self._turn = self._turn + 1 if index else 0
+            self.batch.acceptance[index] = self._acceptance[self._turn % len(self._acceptance)]
         self.target.attach(index, row.key)
         self.drafter.attach(index, row.key)
 
@@ -225,7 +229,7 @@ class Loop:
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
         if self._acceptance is not None:
-            verdict = accept.imposed(drafts, logits, batch.laws, lengths, self._acceptance)
+            verdict = accept.imposed(drafts, logits, batch.laws, lengths, batch.acceptance[: batch.rows])
         elif self._coupling == "shared":
             verdict = accept.shared(drafts, logits, batch.laws, lengths)
         else:

@@ -52,6 +52,8 @@ class _Bench:
     deadline: float
     kept: int = 0
     trials: int = 0
+    tokens: int = TOKENS
+    samples: int = _SAMPLES
     opened: set[str] = field(default_factory=set)
 
     def seconds(self, loop: Loop, rows: int, width: int) -> float | None:
@@ -78,9 +80,10 @@ class _Bench:
                 self._count(done)
             if done.width != width or not done.steady:
                 continue
-            if number or done.seconds > _SLOW:  # the first one warms up, where that costs little
+            last = min(loop.batch.rooms()) <= width + 1
+            if number or done.seconds > _SLOW or last:  # the first one warms up, where that costs little
                 found.append(done.seconds)
-            if found and (done.seconds > _SLOW or self.now() > self.deadline):
+            if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
                 break
         return found
 
@@ -90,12 +93,13 @@ class _Bench:
 
     def _fill(self, loop: Loop, rows: int) -> None:
         for index in range(rows):
-            tokens = self.prompts[index // _SAMPLES % len(self.prompts)]
-            key = f"profile {len(tokens)} {index // _SAMPLES % len(self.prompts)}"
+            number = index // self.samples % len(self.prompts)
+            tokens = self.prompts[number]
+            key = f"profile {len(tokens)} {number}"
             if key not in self.opened:
                 self.real.open(key, tokens)  # the target's store is the same for both loops
                 self.opened.add(key)
-            loop.admit(Row(key, index, 0, list(tokens), TOKENS, temperature=0.8, top_p=0.95))
+            loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
 
     def close(self) -> None:
         for key in self.opened:
@@ -108,15 +112,15 @@ def _lengths(width: int) -> Lengths:
 
 
 def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], coupling: str, limit: float,
-            longest: int = WIDTHS[-1], context: int | None = None,
+            longest: int = WIDTHS[-1], context: int | None = None, tokens: int = TOKENS, samples: int = _SAMPLES,
             now: Callable[[], float] = time.perf_counter) -> Surface:
     """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's. `prompts`: token ids, all
     of about one length; `context`: what the model can take, for a second measurement at a longer one. `limit`: seconds;
-    the most telling points come first. Rows must have room for TOKENS new ones."""
+    the most telling points come first. `tokens`: how many new ones rows have room for; `samples`: rows of a prompt."""
     began = now()
     made_up = Loop(batch=loop.batch, target=loop.target, drafter=MadeUp(), lengths=Fixed(0), coupling=coupling,
                    clock=Clock(now), graphs=Graphs(loop.batch.device))
-    bench = _Bench(loop, made_up, prompts, now, began + limit)
+    bench = _Bench(loop, made_up, prompts, now, began + limit, tokens=tokens, samples=samples)
     rows = sorted(set(rows))
     widths = [width for width in WIDTHS if width <= longest]
     steps = [width for width in (4, 1) if width <= longest]
@@ -132,7 +136,7 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     verifying = _filled(verify, rows, widths)
     acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
     return make_surface(rows, widths, verify=verifying, draft=_drafting(whole, verifying, rows, widths),
-                        context=base + TOKENS / 10, growth=growth, acceptance=acceptance)
+                        context=base + tokens / 10, growth=growth, acceptance=acceptance)
 
 
 def _order(rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> list[tuple[str, int, int]]:
