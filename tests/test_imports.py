@@ -105,6 +105,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/draft/lookup.py": {"torch", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/__init__.py": set(),
     "bass_cli/engine/batch.py": {"torch"},
+    "bass_cli/engine/stopping.py": {"torch", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/packed.py": {"torch", "numpy", "bass_cli.engine"},
     "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},

@@ -8,14 +8,14 @@ more it missed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Laws
-from bass_cli.engine.sampling import propose_maximal, propose_shared
+from bass_cli.engine.sampling import propose_maximal, propose_scored, propose_shared
 from bass_cli.model.runner import Runner
 
 from . import Proposal
@@ -70,6 +70,14 @@ class ModelDrafter:
         self._runner.feed(tokens, positions, batch.ends(-2))
 
     def propose(self, batch: Batch, length: int) -> Proposal:
+        return self._propose(batch, length, None)
+
+    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
+        """engine.stopping.Stoppable; shared coupling only."""
+        assert self._coupling == "shared"
+        return self._propose(batch, length, goes_on)
+
+    def _propose(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
@@ -79,11 +87,19 @@ class ModelDrafter:
         drawn_from: list[ops.Law] = []
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
-            token, law = self._choose(logits, laws, places[step], lengths)
-            chosen.append(token)
-            if law is not None:
-                drawn_from.append(law)
+            if goes_on is None:
+                token, law = self._choose(logits, laws, places[step], lengths)
+                chosen.append(token)
+                if law is not None:
+                    drawn_from.append(law)
+            else:
+                token, scores = propose_scored(logits, laws, places[step])
+                chosen.append(token)
+                if not goes_on(scores.exp()):
+                    break
             tokens, positions = token[:, None], places[step][:, None]
+        if len(chosen) < length:  # `prepare` took all of them for fed
+            self._fed = [fed - (length - len(chosen)) for fed in self._fed]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 
     def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:

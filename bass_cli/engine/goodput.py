@@ -23,6 +23,7 @@ _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 _EVIDENCE = 6.0  # trials before which a length is only tried
+_STRETCH = 2  # how much longer a draft may become that is stopped when it is unsure
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
 _GRACE = 3.0  # plain rounds that it may have lost besides, at first
@@ -53,6 +54,7 @@ class Goodput:
         self._outlook = NOTHING_KNOWN
         self._last = 0  # the place of the last choice that was made for its goodput
         self._within = self._reach(_REACH)  # the first so many choices are thought of
+        self._pace = 0.0  # seconds a token takes a row
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
         self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
@@ -82,6 +84,7 @@ class Goodput:
     def _best(self, line: Array, outlook: Outlook) -> int:
         """The length with the fewest seconds a token that is left."""
         found = line * self._keeping.rounds(outlook.rooms)[self._places]
+        self._pace = float(found.min())
         if outlook.catch_up or any(outlook.entries):
             found = found + numpy.array([outlook.entry(k) for k in self._choices]) * (_CAUTION / outlook.left)
             if self._keeping.trials < _EVIDENCE and outlook.colds:  # nobody knows yet whether drafts stand
@@ -91,7 +94,7 @@ class Goodput:
         best = int(found.argmin())
         stays = self._last < self._within and found[self._last] <= found[best] * (1 + _STAY)
         self._last = self._last if stays else best
-        return self._choices[self._last]
+        return min(_STRETCH * self._choices[self._last], self._choices[-1]) if outlook.stops else self._choices[self._last]
 
     def _probe(self, line: Array, outlook: Outlook) -> int:
         """A short draft, if it can be had for what may still be lost."""
@@ -127,6 +130,14 @@ class Goodput:
         elif self._probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
         self._plain = 0
+
+    def least(self, drafted: int) -> float:
+        """lengths.Stopper: one more draft pays if the tokens it should bring take longer at the pace of now."""
+        if self._line is None or not self._pace:
+            return 0.0
+        before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
+        rate = self._keeping.rate
+        return float((after - before) / (self._pace * rate))
 
     def _reach(self, width: int) -> int:
         return sum(k <= width for k in self._choices)

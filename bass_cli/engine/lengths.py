@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from .surface import Surface
@@ -25,7 +25,8 @@ class Outlook(NamedTuple):
     waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
     end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `context`: tokens of the mean
     row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
-    `colds`: the part of the entries that comes before anything is learnt of a length."""
+    `colds`: the part of the entries that comes before anything is learnt of a length; `stops`: the drafting will be ended
+    where it is no longer worth it, so a length is only the most there can be."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -34,6 +35,7 @@ class Outlook(NamedTuple):
     samples: tuple[Hashable, ...] = ()
     rooms: tuple[int, ...] = ()
     colds: tuple[float, ...] = ()
+    stops: bool = False
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
@@ -52,6 +54,14 @@ class Lengths(Protocol):
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
+
+
+@runtime_checkable
+class Stopper(Protocol):
+    """A controller that can also say inside a round, under shared coupling, when to stop drafting."""
+
+    def least(self, drafted: int) -> float:
+        """The share of the live rows that must be expected to keep all of so many drafts for one more to be worth it."""
 
 
 class Fixed:

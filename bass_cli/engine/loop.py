@@ -21,8 +21,9 @@ from .captured import Captured
 from .clock import Clock
 from .graphs import WIDTHS, Graphs, step_down
 from .ladder import Shape, Step
-from .lengths import Lengths, Outlook, Round
+from .lengths import Lengths, Outlook, Round, Stopper
 from .packed import pack, unpack
+from .stopping import Stoppable, Stopping
 
 _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
 
@@ -63,6 +64,7 @@ class Loop:
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self._function, exact=coupling == "maximal",
                                       longest=drafter.longest)
+        self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
         self._drafts = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])  # where a graph finds a host drafter's tokens
@@ -122,6 +124,8 @@ class Loop:
         if done.steady:
             self.clock.observe(width, done.seconds)
         self._idle = 0 if width else self._idle + 1
+        if self._stopping is not None:
+            self._stopping.observe(kept)
         self.lengths.observe(done)
         return done
 
@@ -177,7 +181,8 @@ class Loop:
         entries = captured.entries() if captured else ()
         outlook = Outlook(left / len(rooms), entries, self._catching if self._idle else 0.0,
                           sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
-                          captured.colds() if captured and any(entries) else ())
+                          captured.colds() if captured and any(entries) else (),
+                          self._stopping is not None and isinstance(self.drafter, Stoppable))
         return max(0, min(self.lengths.next(len(rooms), outlook), self.drafter.longest, max(rooms) - 1))
 
     def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
@@ -193,7 +198,11 @@ class Loop:
         return step_down(self.clock.longest_in_time(wanted, deadline, predict))
 
     def _run(self, width: int) -> tuple[Tensor, int]:
-        proposal = self.drafter.propose(self.batch, width)
+        drafter, lengths = self.drafter, self.lengths
+        if width and self._stopping is not None and isinstance(drafter, Stoppable) and isinstance(lengths, Stopper):
+            proposal = self._stopping.propose(drafter, self.batch, width, lengths.least)
+        else:
+            proposal = drafter.propose(self.batch, width)
         return self._verify(proposal).cpu(), proposal.tokens.shape[1]
 
     def _replay(self, captured: Captured, wish: Shape, step: Step) -> tuple[Tensor, int]:
