@@ -35,7 +35,7 @@ def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_o
     cost = device(draft)
     surface = surface_of(cost)
     all_rates = [rates[i % len(rates)] for i in range(rows)]
-    lost, slower = against(lambda: Goodput(limit=32, surface=surface), cost, all_rates, seeds=max(2, 16 // rows))
+    lost, slower = against(lambda: Goodput(limit=32, surface=surface), cost, all_rates, seeds=max(2, 24 // rows))
     assert lost < 0.05
     assert slower < 0.02
 
@@ -116,6 +116,20 @@ def test_unlike_rows_are_told_apart_and_shape_the_choice():
     assert slow[8] > 0.6 > both[8]
     keeping.follow((1, 3, "new"))
     assert keeping.rounds()[8] < slow[8], "a new row begins as the pool"
+
+
+def test_a_change_weighs_more_than_all_that_was_before_it():
+    keeping = Keeping(limit=8)
+    keeping.follow((0, 1))
+    for number in range(60):
+        keeping.observe([6, 5] if number % 2 else [4, 6], 6)
+    assert keeping.rate > 0.85
+    for _ in range(4):
+        keeping.observe([0, 0], 6)
+    assert keeping.rate < 0.6
+    for _ in range(4):
+        keeping.observe([6, 6], 6)
+    assert keeping.rate > 0.45
 
 
 def test_rows_that_are_alike_share_one_rate():

@@ -189,6 +189,9 @@ def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
     assert surface is not None
     assert not surface.measured
     assert Goodput(limit=8, surface=surface)._costs.known
+    refused = bass("generate", "p.txt", "--draft-length", "table")
+    assert refused.exit_code == 2, "what was learnt on the side is no profile"
+    assert "bass profile" in refused.stderr
 
 
 @pytest.mark.parametrize(("arguments", "reason"), [

@@ -118,3 +118,5 @@ def test_confidence_is_worth_what_it_was_worth():
             stopping.propose(Told(confidence), loop.batch, 8, lambda drafted: 0.5)
             stopping.observe([min(kept * 8, taken[confidence])])
     assert taken == {0.95: 1, 0.1: 8}
+    Stopping().propose(Told(0.8), loop.batch, 8, lambda drafted: 0.5)
+    assert taken[0.8] == 3, "the chances of all drafts so far: 0.79, 0.63, 0.496"

@@ -28,7 +28,7 @@ class Keeping:
     """A trial is a draft whose turn came: those a row kept, and the first that it did not. `guess`: the rate before any,
     which counts as `strength` trials. `limit`: the longest draft that is ever asked about."""
 
-    def __init__(self, *, limit: int, guess: float = 0.75, strength: float = 3.0):
+    def __init__(self, *, limit: int, guess: float = 0.7, strength: float = 3.0):
         self._guess, self._strength = guess, strength
         self._kept = self._trials = self._quick_kept = self._quick_trials = 0.0
         self._samples: Sequence[Hashable] = ()
