@@ -12,7 +12,7 @@ from bass_cli.draft import Drafter, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Fixed, make_lengths
+from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
 from bass_cli.engine.loop import Loop
 from bass_cli.job import Job
 from bass_cli.model.decoder import Decoder
@@ -58,8 +58,13 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
                                     temperature=speculation.draft_temperature)
     return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
                 target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
-                lengths=make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling),
-                coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
+                lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
+
+
+def lengths_for(plan: Plan) -> Lengths:
+    """A new controller for the plan's job, which begins from what is known of the pair's costs."""
+    speculation = plan.job.speculation
+    return make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling, surface=plan.surface)
 
 
 def _longest(job: Job) -> int:

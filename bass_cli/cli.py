@@ -15,6 +15,7 @@ from bass_cli import __version__, options
 from bass_cli.eval.command import evaluate
 from bass_cli.eval.score_command import score
 from bass_cli.exits import exit_codes
+from bass_cli.profiling.command import profile
 from bass_cli.screen import Screen
 
 EPILOG = "Every option can be given as a variable too: BASS_N=4, BASS_TOP_P=0.9. Precedence: pair, variable, flag."
@@ -82,6 +83,9 @@ def generate(
 
 
 
+app.command(epilog=EPILOG)(profile)
+
+
 @app.command(epilog=EPILOG)
 def bench(
     context: typer.Context,
@@ -93,6 +97,7 @@ def bench(
     scale: options.Scale = None,
     batch_sizes: options.BatchSizes = None,
     methods: options.Methods = None,
+    controllers: options.Controllers = False,
     prompts: options.PromptFile = None,
     prompt_tokens: options.PromptTokens = None,
     new_tokens: options.NewTokens = None,

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
+_PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides
+
 
 def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     """`bass generate` with its flags as given (None: not given). Says whether every sample was finished."""
@@ -50,7 +52,7 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
     """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary."""
     from bass_cli import run
 
-    for note in writer.notes:
+    for note in (*plan.notes, *writer.notes):
         screen.note(note)
     screen.start(None if count is None else count * plan.job.n - len(writer.done))
     more = {} if loop is None else {"loop": loop}
@@ -110,4 +112,6 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
         speculation = job.speculation.model_dump(mode="json")
         results |= {"draft": job.pair.draft, "batch_size": job.batch_size, "draft_length": speculation["length"]}
         results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
+        if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
+            results |= {"profile": plan.surface.digest()}  # the draft lengths come from it, and reach the samples
     return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from bass_cli.drafts import check_draft
+from bass_cli.fields import CONTROLLERS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
 
 DEFAULT_PAIR = "smollm2"
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
@@ -38,51 +38,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     choices = list(known)
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
     return f'did you mean "{close[0]}"?' if close else f"known: {', '.join(choices)}"
-
-
-def _refuse_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a number is needed, not true or false")
-    return value
-
-
-def _stops(value: Any) -> Any:
-    listed = (value,) if isinstance(value, str) else value
-    if isinstance(listed, (list, tuple)) and "" in listed:
-        raise ValueError("an empty stop string would stop every sample at once")
-    return listed
-
-
-def _number_or(value: Any, words: tuple[str, ...], least: int, most: int | None = None) -> Any:
-    """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value):
-        value = int(value)
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if value in words or (whole and least <= value and (most is None or value <= most)):
-        return value
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{value!r} is not valid; use {', '.join(words)} or a whole number {bounds}")
-
-
-def _draft_length(value: Any) -> Any:
-    if value == "table":
-        raise ValueError("the profiled table comes in a later version; use auto, bass or a whole number")
-    return _number_or(value, ("auto", "bass"), 0, 64)
-
-
-def _batch_size(value: Any) -> Any:
-    return _number_or(value, ("auto",), 1)
-
-
-Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**63)]
-Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
-Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
-Length = Annotated[Literal["auto", "bass"] | int, BeforeValidator(_draft_length)]
-BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
-Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
-Name = Annotated[str, Field(min_length=1)]
-Draft = Annotated[Name, AfterValidator(check_draft)]
-Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 
 class Strict(BaseModel):
@@ -112,7 +67,7 @@ class Speculation(Strict):
 
     @model_validator(mode="after")
     def _within_max(self) -> Speculation:
-        if self.length not in ("auto", "bass") and int(self.length) > self.max:
+        if self.length not in CONTROLLERS and int(self.length) > self.max:
             raise ValueError(f"the draft length {self.length} is above speculation.max, which is {self.max}")
         return self
 

@@ -45,7 +45,9 @@ Chat = Annotated[
 ]
 DraftLength = Annotated[
     str | None,
-    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH", help="auto, bass or a number; 0 is plain decoding [auto]."),
+    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH",
+            help="auto (by what rounds cost and keep), bass (Algorithm 1), table (by batch size, from bass profile), "
+                 "bass+table, or a number; 0 is plain decoding [auto]."),
 ]
 Coupling = Annotated[
     str | None, _Option("--coupling", envvar="BASS_COUPLING", help="shared or maximal; both are exact [shared].")
@@ -79,7 +81,12 @@ DraftShape = Annotated[
     str | None, _Option("--draft-shape", envvar="BASS_DRAFT_SHAPE", help="The same as draft; with --acceptance.")
 ]
 Acceptance = Annotated[
-    float | None, _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft token with this chance.")
+    str | None,
+    _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft with this chance; 0.95,0.3: by row in turn."),
+]
+Controllers = Annotated[
+    bool,
+    _Option("--controllers", envvar="BASS_CONTROLLERS", help="Every controller against every fixed draft length."),
 ]
 Depth = Annotated[
     int | None, _Option("--depth", envvar="BASS_DEPTH", help="Draft with the first layers of --shape; with --scale.")
@@ -92,8 +99,13 @@ BatchSizes = Annotated[
 ]
 Methods = Annotated[
     str | None,
-    _Option("--methods", envvar="BASS_METHODS", help="plain, draft lengths, bass, auto [plain,2,4,6,8,bass,auto]."),
+    _Option("--methods", envvar="BASS_METHODS",
+            help="plain, draft lengths, bass, table, bass+table, auto [plain,2,4,6,8,bass,auto]."),
 ]
+ProfileBatchSizes = Annotated[
+    str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows to measure [1,2,4,8; on a GPU to 64].")
+]
+Skip = Annotated[bool, _Option("--skip", envvar="BASS_SKIP", help="Propose layers that the target could skip as draft.")]
 PromptFile = Annotated[
     str | None, _Option("--prompts", envvar="BASS_PROMPTS", help="Prompts to use as they are [built-in].", metavar="FILE")
 ]

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bass_cli import __version__
 from bass_cli.drafts import parse_draft
+from bass_cli.engine.surface import Surface
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
+from bass_cli.profiling import store
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a CPU and on a GPU
@@ -24,7 +27,8 @@ _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may propose.
-    `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out."""
+    `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out. `profile`: the file for what rounds cost
+    (None without a draft), `surface`: what it holds, if it is there. `notes`: what the user should know."""
 
     job: Job
     target: Checkpoint
@@ -34,6 +38,9 @@ class Plan:
     skipped: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    profile: Path | None = None
+    surface: Surface | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -91,7 +98,23 @@ def prepare(job: Job) -> Plan:
         draft_vocab = min(vocab, other.size, draft.spec.vocab)
     if job.chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {pair.target} has no chat template")
-    return Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, _dtype(job.dtype, device))
+    dtype, notes = _dtype(job.dtype, device), list[str]()
+    profile, surface = None, None
+    if pair.draft != "none":
+        profile = store.path_of(target=target.fingerprint(), draft=_draft_identity(pair.draft, draft), device=device,
+                                dtype=dtype)
+        surface = store.load_surface(profile, notes.append)
+    if "table" in str(job.speculation.length) and not (surface and surface.measured):
+        raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '
+                        f"make one with: bass profile --pair {pair.name}, or use auto or bass")
+    return Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes))
+
+
+def _draft_identity(setting: str, draft: Checkpoint | None) -> str:
+    """What a profile knows the draft by: its files, and whether something is looked up before they are asked."""
+    if draft is None:
+        return setting
+    return f"lookup+{draft.fingerprint()}" if parse_draft(setting).sources else draft.fingerprint()
 
 
 def _device(wanted: str) -> torch.device:

@@ -22,6 +22,7 @@ from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import StopDetector, Tokenizer
 from bass_cli.outputs import Completion
 from bass_cli.plan import Plan
+from bass_cli.profiling.store import learning
 from bass_cli.prompts import Prompt
 
 
@@ -60,8 +61,9 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
             loop = build(plan)
             if plan.job.budget is not None:
                 warm_up(loop, plan)
-        yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
-                             count=count, on_round=on_round).run(prompts, done)
+        with learning(loop, plan.profile):
+            yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
+                                 count=count, on_round=on_round).run(prompts, done)
     except torch.cuda.OutOfMemoryError:
         raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
 

@@ -25,7 +25,7 @@ def prepare(job: Any) -> Any:
     if "huge" in job.pair.target:
         raise MachineError("the model does not fit into memory")
     identity = {"target": job.pair.target, "device": "cpu", "dtype": "fp32", "versions": {"bass": "0"}}
-    return types.SimpleNamespace(job=job, identity=lambda: dict(identity))
+    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None)
 
 
 def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,

@@ -36,7 +36,7 @@ from bass_kernels.dispatch import schedule
 
 KEYS = ("pair", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods", "prompts",
         "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
-        "coupling", "device", "dtype", "rivals", "attention")  # fmt: skip
+        "coupling", "device", "dtype", "rivals", "attention", "controllers")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": 0.7}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
@@ -307,7 +307,7 @@ def test_the_document() -> None:
                    "--methods", "2,bass,auto", *SMALL)
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert list(document) == ["machine", "pair", "settings", "gate", "captures", "cells", "failures"]
+    assert list(document) == ["machine", "pair", "settings", "gate", "captures", "cells", "controllers", "failures"]
     assert document["pair"]["kind"] == "acceptance set"
     assert "acceptance set to 0.6" in document["pair"]["label"]
     assert document["gate"] == {"finite": True, "strict": True, "rows": None, "rows_equal": None, "tokens": None,
@@ -383,7 +383,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--depth", "2"], "--depth and --scale are needed together"),
     (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers (got 4)"),
     (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be a number from 0 on"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "it should be from 0 to 1 (got 1.5)"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "or several like 0.95,0.3 (got 1.5)"),
     (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): it needs --shape NAME too"),
     (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a --shape"),
     (["--shape", "tiny", "--methods", "bas"], 'there is no method "bas"; '),

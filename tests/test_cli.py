@@ -116,7 +116,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({}, ["p.jsonl", "--n", "many"], "--n"),
     ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),
     ({}, ["p.jsonl", "--temprature", "1"], "--temperature"),
-    ({}, ["p.jsonl", "--draft-length", "table"], "--draft-length (or BASS_DRAFT_LENGTH): the profiled"),
+    ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): 'tables'"),
     ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the output folder nowhere is not there"),
     ({}, ["p.jsonl", "--out", "/proc/o.jsonl"], "/proc/o.jsonl: "),
     ({}, ["p.jsonl", "--out", "."], ".: this is a folder"),

@@ -8,13 +8,25 @@ import functools
 import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint
+from devices import device, surface_of
 from toys import Reactive, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
-from bass_cli.engine.lengths import Bass, Fixed
+from bass_cli.engine.lengths import Bass, Fixed, make_lengths
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 
+SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
+
+
+def auto(coupling):
+    """Goodput with a profile; under maximal coupling it sees nothing but what was kept."""
+    return make_lengths("auto", limit=9, coupling=coupling, surface=SURFACE)
+
+
+CONTROLLERS = (lambda: auto("shared"), lambda: make_lengths("auto", limit=9, coupling="shared"),
+               lambda: make_lengths("table", limit=9, coupling="shared", surface=SURFACE),
+               lambda: make_lengths("bass+table", limit=9, coupling="shared", surface=SURFACE))
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
 
 
@@ -58,7 +70,7 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
     target, draft = decoders(family)
     due, accepted, drafted = plain(target, rows()), 0, 0
     for batch in (1, 2, 5):
-        for lengths in (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive):
+        for lengths in (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive, *CONTROLLERS):
             live = rows()
             loop = loop_for(target, drafts(target, draft)[drafter], rows=batch, lengths=lengths())
             assert drive(loop, live) == due, f"batch {batch}, {lengths()}"
@@ -72,7 +84,7 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
 def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, family, drafter):
     target, draft = decoders(family)
     due = {key: tokens for key, tokens in plain(target, rows()).items() if key[1] == 0}
-    for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass()), (5, Fixed(1))):
+    for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass()), (5, Fixed(1)), (5, auto("maximal"))):
         loop = loop_for(target, drafts(target, draft)[drafter], rows=batch, lengths=lengths, coupling="maximal")
         found = drive(loop, rows())
         assert {key: found[key] for key in due} == due

@@ -193,7 +193,7 @@ def test_a_store_that_moves_is_captured_again(decoders):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 def test_imposed_acceptance(decoders, rate):
     target, draft = decoders("llama")
-    loop, live = loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=rate), rows()
+    loop, live = loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)), rows()
     drive(loop, live)
     drafted, kept, rounds = (sum(getattr(row, name) for row in live) for name in ("drafted", "accepted", "rounds"))
     if rate in (0.0, 1.0):

@@ -13,24 +13,28 @@ ROOT = Path(__file__).parent.parent
 MODEL = "bass_cli.model"
 BENCH = "bass_cli.bench"
 EVAL = "bass_cli.eval"
+PROFILING = "bass_cli.profiling"
 
 # file: what it may import beside the standard library; a name allows its submodules too, except "bass_cli" itself.
 TABLE: dict[str, set[str]] = {
     "bass_cli/__init__.py": set(),
     "bass_cli/cli.py": {
         "typer", "bass_cli", "bass_cli.options", "bass_cli.screen", "bass_cli.machine", "bass_cli.exits",
-        "bass_cli.generation", f"{BENCH}.command", "bass_cli.eval.command", f"{EVAL}.score_command",
+        "bass_cli.generation", f"{BENCH}.command", f"{EVAL}.command", f"{EVAL}.score_command", f"{PROFILING}.command",
     },
     "bass_cli/options.py": {"typer"},
     "bass_cli/exits.py": {"typer", "bass_cli.job", "bass_cli.screen"},
-    "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.drafts"},
+    "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.fields"},
+    "bass_cli/fields.py": {"pydantic", "bass_cli.drafts"},
     "bass_cli/drafts.py": set(),
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
-    "bass_cli/plan.py": {"bass_cli", "bass_cli.drafts", "bass_cli.job", MODEL, "torch"},
+    "bass_cli/plan.py": {
+        "bass_cli", "bass_cli.drafts", "bass_cli.job", MODEL, "bass_cli.engine.surface", f"{PROFILING}.store", "torch",
+    },
     "bass_cli/run.py": {
         "bass_cli.assembly", "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", "bass_cli.outputs", MODEL,
-        "bass_cli.engine", "torch",
+        "bass_cli.engine", f"{PROFILING}.store", "torch",
     },
     "bass_cli/assembly.py": {"bass_cli.draft", "bass_cli.engine", "bass_cli.job", MODEL, "bass_cli.plan"},
     "bass_cli/generation.py": {
@@ -87,7 +91,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/gate.py": {f"{BENCH}.drive", f"{BENCH}.pairs", "bass_cli.engine", "torch"},
     "bass_cli/bench/cells.py": {f"{BENCH}.ceilings", f"{BENCH}.costs", f"{BENCH}.figures", f"{BENCH}.parts"},
     "bass_cli/bench/grid.py": {
-        "bass_cli", "bass_cli.job", "bass_cli.plan", "bass_kernels", BENCH, "bass_cli.engine", "torch",
+        "bass_cli", "bass_cli.job", "bass_cli.plan", "bass_kernels", BENCH, "bass_cli.engine", f"{PROFILING}.command",
+        f"{PROFILING}.measure", "torch",
     },
     "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine", "bass_cli.plan", "torch", "transformers", "vllm"},
     "bass_cli/bench/report.py": {"rich"},
@@ -121,6 +126,15 @@ TABLE: dict[str, set[str]] = {
         "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.screen", f"{EVAL}.samples",
         f"{EVAL}.scoring", f"{EVAL}.tasks",
     },
+    "bass_cli/bench/comparison.py": set(),
+    "bass_cli/profiling/__init__.py": set(),
+    "bass_cli/profiling/command.py": {
+        "typer", "bass_cli.options", "bass_cli.exits", "bass_cli.screen", "bass_cli.job", "bass_cli.plan",
+        "bass_cli.assembly", f"{BENCH}.texts", "bass_cli.engine.goodput", "bass_cli.engine.surface", PROFILING, "torch",
+    },
+    "bass_cli/profiling/measure.py": {"bass_cli.draft", "bass_cli.engine", "numpy"},
+    "bass_cli/profiling/skipping.py": {f"{BENCH}.texts", MODEL, "bass_cli.plan", "torch"},
+    "bass_cli/profiling/store.py": {"bass_cli", "bass_cli.engine", "torch"},
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
@@ -156,17 +170,25 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/engine/__init__.py": set(),
     "bass_cli/engine/batch.py": {"torch"},
-    "bass_cli/engine/loop.py": {"torch", "numpy", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
+    "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/offers.py": {"bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/target.py": {"torch"},
-    "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
+    "bass_cli/engine/stopping.py": {"torch", "bass_cli.draft", "bass_cli.engine"},
+    "bass_cli/engine/packed.py": {"torch", "numpy", "bass_cli.engine"},
+    "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
     "bass_cli/engine/graphs.py": {"torch"},
     "bass_cli/engine/forecast.py": set(),
     "bass_cli/engine/ladder.py": {"bass_cli.engine.graphs"},
     "bass_cli/engine/captured.py": {"torch", "bass_cli.engine"},
-    "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput"},
-    "bass_cli/engine/goodput.py": {"bass_cli.engine.lengths"},
+    "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput", "bass_cli.engine.surface", "bass_cli.engine.table"},
+    "bass_cli/engine/goodput.py": {
+        "numpy", "bass_cli.engine.costs", "bass_cli.engine.keeping", "bass_cli.engine.lengths", "bass_cli.engine.surface",
+    },
+    "bass_cli/engine/costs.py": {"numpy", "bass_cli.engine.surface"},
+    "bass_cli/engine/keeping.py": {"numpy"},
+    "bass_cli/engine/table.py": {"bass_cli.engine.goodput", "bass_cli.engine.lengths", "bass_cli.engine.surface"},
+    "bass_cli/engine/surface.py": set(),
     "bass_cli/engine/clock.py": set(),
     "kernels/__init__.py": {"bass_kernels"},
     "kernels/noise.py": {"torch"},
@@ -201,8 +223,8 @@ TABLE: dict[str, set[str]] = {
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
 AT_IMPORT_OF_CLI = {
-    "typer", "bass_cli", f"{EVAL}.command", f"{EVAL}.score_command", "bass_cli.exits", "bass_cli.options",
-    "bass_cli.screen",
+    "typer", "bass_cli", f"{EVAL}.command", f"{EVAL}.score_command", f"{PROFILING}.command", "bass_cli.exits",
+    "bass_cli.options", "bass_cli.screen",
 }  # fmt: skip
 NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))

@@ -14,12 +14,17 @@ import torch
 from toys import Guess, Markov, Reactive, drive, loop_for
 
 from bass_cli.engine.batch import Row, noise_key
-from bass_cli.engine.lengths import Bass, Fixed
+from bass_cli.engine.lengths import Bass, Fixed, make_lengths
+from bass_cli.engine.surface import make_surface
 
 VOCAB, LENGTH, DRAWS = 5, 3, 25_000  # draws of each of the four kinds of row: 100,000 in all
 DRAWS_LOOKUP = 8_000  # a drafter on the host takes its time for so many rows
 # (prompt, temperature, top_k, top_p): a ragged batch with sampling mixed by row.
 ROWS = (([0], 1.0, 0, 1.0), ([1, 2, 3], 0.6, 0, 0.8), ([4, 0], 1.5, 3, 1.0), ([2, 2, 1, 3, 0, 1], 0.9, 4, 0.7))
+
+
+# Drafting that costs little with any number of rows, so that `auto` drafts, as far as what was kept says.
+CHEAP = make_surface((1,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.4]])
 
 
 def tables(seed, vocab=VOCAB):
@@ -103,7 +108,8 @@ def admit_all(loop, rows):
             loop.drafter.attach(index, row.key)
 
 
-@pytest.mark.parametrize("lengths", [lambda: Fixed(2), Reactive], ids=["fixed", "reactive"])
+@pytest.mark.parametrize("lengths", [lambda: Fixed(2), Reactive, lambda: make_lengths(
+    "auto", limit=4, coupling="maximal", surface=CHEAP)], ids=["fixed", "reactive", "auto"])
 @pytest.mark.parametrize("draft", ["model", "smaller", "point", "lookup"])
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_sampled_law_is_the_targets(coupling, draft, lengths):

@@ -10,7 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from bass_cli import __version__
 from bass_cli.bench import gate, pairs, rivals
 from bass_cli.bench.ceilings import Ceilings, ceilings_of
 from bass_cli.bench.cells import Costs, cell, draft_length
+from bass_cli.bench.comparison import compare
 from bass_cli.bench.costs import cost_of
 from bass_cli.bench.drive import decode, empty, fill
 from bass_cli.bench.figures import Run, latency
@@ -28,8 +29,11 @@ from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
-from bass_cli.job import MachineError
+from bass_cli.engine.surface import Surface
+from bass_cli.job import CONTROLLERS, MachineError
 from bass_cli.plan import Plan
+from bass_cli.profiling.command import LIMITS
+from bass_cli.profiling.measure import measure as profile
 
 _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 Note = Callable[[str], None]
@@ -37,7 +41,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way."""
+    """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way.
+    `surface`: what rounds cost, for the controllers that want to know."""
 
     settings: Settings
     models: pairs.Models
@@ -46,6 +51,7 @@ class Bench:
     ceilings: Ceilings
     note: Note
     failures: list[str] = field(default_factory=list)
+    surface: Surface | None = None
 
     def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None, repeat: int = 0) -> list[Row]:
         return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat)
@@ -60,8 +66,8 @@ class Bench:
 
     def lengths(self, method: str) -> Lengths:
         speculation = self.settings.job.speculation
-        if method in ("bass", "auto"):
-            return make_lengths(method, limit=speculation.max, coupling=speculation.coupling)
+        if method in CONTROLLERS:
+            return make_lengths(method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface)
         return Fixed(0 if method == PLAIN else int(method))
 
 
@@ -87,6 +93,8 @@ def _measure(settings: Settings, plan: Plan | None, note: Note) -> dict[str, Any
     bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note)
     _grow(bench)
     passed = _gate(bench)
+    if passed.passed:
+        bench = replace(bench, surface=_profile(bench, plan))
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
     for batch in settings.batch_sizes if passed.passed else ():
@@ -99,8 +107,24 @@ def _measure(settings: Settings, plan: Plan | None, note: Note) -> dict[str, Any
     return {
         "machine": _machine(bench), "pair": pairs.describe(models, settings), "settings": _describe(settings),
         "gate": passed.report(), "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
-        "failures": bench.failures,
+        "controllers": compare(cells) if settings.controllers else [], "failures": bench.failures,
     }
+
+
+def _profile(bench: Bench, plan: Plan | None) -> Surface | None:
+    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now. A job's first use has
+    none, and neither have `bass` and `auto` here unless controllers are compared."""
+    settings, loop = bench.settings, bench.loops.speculative
+    if plan is not None and plan.surface is not None and plan.surface.measured:
+        return plan.surface
+    if loop is None or not (settings.controllers or any("table" in method for method in settings.methods)):
+        return None
+    bench.note("measuring what rounds cost")
+    most = max(settings.batch_sizes)
+    rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
+    return profile(loop, bench.prompts, rows=sorted(rows), coupling=settings.job.speculation.coupling,
+                   limit=LIMITS[loop.batch.device.type], longest=settings.longest, tokens=settings.new_tokens,
+                   samples=settings.samples_per_prompt)
 
 
 def _grow(bench: Bench) -> None:

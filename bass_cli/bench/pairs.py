@@ -74,7 +74,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     batch = Batch(rows=rows, context=context + longest + 1, device=device)
     target = Runner(models.target, rows=rows, span=span, lag=1)
 
-    def loop(drafter: Drafter, acceptance: float | None) -> Loop:
+    def loop(drafter: Drafter, acceptance: tuple[float, ...] | None) -> Loop:
         return Loop(batch=batch, target=target, drafter=drafter, lengths=Fixed(0), coupling=coupling, clock=Clock(),
                     acceptance=acceptance, graphs=Graphs(device))
 
@@ -115,11 +115,20 @@ def _random_models(settings: Settings) -> Models:
     target = Decoder(spec, weights)
     if draft is not None:
         drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
-        return Models("set", f"{name}, acceptance set to {settings.acceptance}", target, drafting, None)
+        return Models("set", f"{name}, acceptance set to {_rates(settings)}", target, drafting, None)
     if settings.depth is not None:
         label = f"{name}, the other layers' output scaled by {settings.scale}"
         return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
     return Models("plain", f"{name}, random weights, no draft", target, None, None)
+
+
+def _rates(settings: Settings) -> str:
+    rates = settings.acceptance or ()
+    return f"{rates[0]}" if len(rates) == 1 else f"{', '.join(map(str, rates))}, by row in turn"
+
+
+def _number_or_all(rates: tuple[float, ...] | None) -> float | list[float] | None:
+    return None if rates is None else rates[0] if len(rates) == 1 else list(rates)
 
 
 def device_of(wanted: str) -> torch.device:
@@ -151,7 +160,7 @@ def describe(models: Models, settings: Settings) -> dict[str, Any]:
         "target": _describe_decoder(settings.job.pair.target, models.target),
         "draft": {"name": settings.job.pair.draft} if models.drafting is None
         else _describe_decoder(settings.job.pair.draft, models.drafting),
-        "acceptance": settings.acceptance, "depth": settings.depth, "scale": settings.scale,
+        "acceptance": _number_or_all(settings.acceptance), "depth": settings.depth, "scale": settings.scale,
         "coupling": settings.job.speculation.coupling,
     }
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from bass_cli.draft import Proposal
 from bass_cli.engine import accept
@@ -37,7 +36,7 @@ class Parts(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling: str) -> Parts:
+def measure_parts(loop: Loop, width: int, *, acceptance: Sequence[float] | None, coupling: str) -> Parts:
     """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
@@ -52,7 +51,7 @@ def measure_parts(loop: Loop, width: int, *, acceptance: float | None, coupling:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = _verdict(proposal, logits, batch, lengths, acceptance=acceptance, coupling=coupling)
+            verdict = accept.judge(proposal, logits, batch, lengths, coupling=coupling, imposing=acceptance is not None)
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
@@ -82,15 +81,6 @@ def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     """A drafter on the host knows no dummy rows; they get drafts of 0."""
     missing = batch.rows - len(proposal.tokens)
     return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law) if missing else proposal
-
-
-def _verdict(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, acceptance: float | None,
-             coupling: str) -> accept.Verdict:
-    if acceptance is not None:
-        return accept.imposed(proposal.tokens, logits, batch.laws, lengths, acceptance)
-    if coupling == "shared":
-        return accept.shared(proposal.tokens, logits, batch.laws, lengths)
-    return accept.maximal(proposal.tokens, proposal.law, logits, batch.laws, lengths)
 
 
 def _called(part: Callable[[], object], device: torch.device) -> float:

@@ -24,6 +24,10 @@ def show(document: dict[str, Any]) -> None:
                f"{document['pair']['coupling']} coupling, medians of {settings['repeats']} repeats")
     console.print(heading, markup=False, highlight=False)
     console.print(table)
+    for entry in document["controllers"]:
+        losses = ", ".join(f"{method} {loss:+.1%}" for method, loss in entry["loss"].items())
+        console.print(f"batch {entry['batch']}: best fixed length {entry['best']}, {entry['ms_per_token']:.3g} ms a token; "
+                      f"against it {losses}", markup=False, highlight=False)
     for capture in document["captures"]:
         console.print(f"batch {capture['batch']}, {capture['loop']}: {capture['graphs']} graphs captured in "
                       f"{capture['seconds']:.1f} s", markup=False, highlight=False)

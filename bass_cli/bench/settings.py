@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bass_cli.bench.shapes import spec_of
-from bass_cli.job import DEFAULT_PAIR, Job, Pair, UserError, load_pair, make_job, nearest
+from bass_cli.job import CONTROLLERS, DEFAULT_PAIR, Job, Pair, UserError, load_pair, make_job, nearest
 
 PLAIN = "plain"
+_CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
@@ -23,12 +24,13 @@ _LONGEST = 64  # draft length; the same bound as --draft-length
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair. `methods`: plain first,
-    then draft lengths as text, bass or auto. `acceptance`, or `depth` and `scale`, say what a random pair's draft is."""
+    then draft lengths as text, or controllers. `acceptance`, which rows take in turn, or `depth` and `scale`, say what a
+    random pair's draft is. `controllers`: all are held against the fixed lengths."""
 
     job: Job
     shape: str | None
     draft_shape: str | None
-    acceptance: float | None
+    acceptance: tuple[float, ...] | None
     depth: int | None
     scale: float | None
     batch_sizes: tuple[int, ...]
@@ -40,16 +42,18 @@ class Settings:
     rivals: tuple[str, ...]
     prompts: str | None
     attention: str
+    controllers: bool = False
 
     @property
     def longest(self) -> int:
         """The longest draft of any method."""
         lengths = [int(method) for method in self.methods if method.isdigit()]
-        return max([self.job.speculation.max] * bool({"bass", "auto"} & set(self.methods)) + lengths, default=0)
+        return max([self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths, default=0)
 
 
 def make_settings(given: Mapping[str, Any]) -> Settings:
     """Settings from the command line's values, None where nothing was given; UserError for the first mistake."""
+    acceptance = _acceptance(given["acceptance"])
     _check_combination(given)
     pair = load_pair(given["pair"] or DEFAULT_PAIR) if given["shape"] is None else _random_pair(given)
     rivals = _words(given["rivals"] or "", RIVALS, "rivals")
@@ -63,9 +67,9 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         "max_new_tokens": _count(given["new_tokens"], "new_tokens", 128), "batch_size": max(batch_sizes)})
     if given["acceptance"] is not None and job.speculation.coupling != "shared":
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
-    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptance=given["acceptance"],
-                    depth=given["depth"], scale=given["scale"],
-                    batch_sizes=batch_sizes, methods=_methods(given["methods"], has_draft=pair.draft != "none"),
+    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptance=acceptance,
+                    depth=given["depth"], scale=given["scale"], controllers=given["controllers"],
+                    batch_sizes=batch_sizes, methods=_methods(given, has_draft=pair.draft != "none"),
                     rivals=rivals, prompts=given["prompts"], attention=_attention(given["attention"]),
                     new_tokens=job.sampling.max_new_tokens,
                     prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", 300),
@@ -90,10 +94,21 @@ def _check_combination(given: Mapping[str, Any]) -> None:
         raise UserError("--depth and --scale are needed together: the draft's layers, and the weight of the others")
     if acceptance is not None and depth is not None:
         raise UserError("--acceptance and --depth are two kinds of draft; leave one of them out")
-    if acceptance is not None and not 0 <= acceptance <= 1:
-        raise UserError(f"{_option('acceptance')}: it should be from 0 to 1 (got {acceptance})")
     if scale is not None and not 0 <= scale < float("inf"):
         raise UserError(f"{_option('scale')}: it should be a number from 0 on (got {scale})")
+
+
+def _acceptance(given: str | float | None) -> tuple[float, ...] | None:
+    """The chances in 0.85 or 0.95,0.3, each from 0 to 1."""
+    if given is None:
+        return None
+    try:
+        rates = tuple(float(word) for word in _split(str(given)))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 <= rate <= 1 for rate in rates):
+        raise UserError(f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 (got {given})")
+    return rates
 
 
 def _random_pair(given: Mapping[str, Any]) -> Pair:
@@ -112,14 +127,17 @@ def _random_pair(given: Mapping[str, Any]) -> Pair:
     return Pair(name=name, target=given["shape"], draft=draft)
 
 
-def _methods(given: str | None, *, has_draft: bool) -> tuple[str, ...]:
+def _methods(given: Mapping[str, Any], *, has_draft: bool) -> tuple[str, ...]:
     """Plain and the others in the order given, each once. Without a draft only plain is possible."""
-    words = _split(given if given is not None else _METHODS if has_draft else PLAIN)
+    if given["controllers"] and not has_draft:
+        raise UserError("--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair has no draft")
+    default = PLAIN if not has_draft else _CONTROLLED if given["controllers"] else _METHODS
+    words = _split(default if given["methods"] is None else given["methods"])
     for word in words:
         number = int(word) if word.isdecimal() and word.isascii() else None
-        if number is None and word not in (PLAIN, "bass", "auto"):
+        if number is None and word not in (PLAIN, *CONTROLLERS):
             raise UserError(f'{_option("methods")}: there is no method "{word}"; '
-                            f"{nearest(word, (PLAIN, 'bass', 'auto', 'a draft length'))}")
+                            f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}")
         if number is not None and not 1 <= number <= _LONGEST:
             raise UserError(f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); 0 is called plain")
         if word != PLAIN and not has_draft:

@@ -67,7 +67,7 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
 
 def _real_prompts(tokenizer: Tokenizer, file: str | None, lengths: list[int]) -> list[list[int]]:
     if file is None:
-        return [_joined(tokenizer, i, length) for i, length in enumerate(lengths)]
+        return [joined(tokenizer, i, length) for i, length in enumerate(lengths)]
     given = [_encode(tokenizer, prompt) for prompt in read_prompts(open_source(file), limit=len(lengths))]
     return [given[i % len(given)] for i in range(len(lengths))]
 
@@ -99,7 +99,7 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     return tokens
 
 
-def _joined(tokenizer: Tokenizer, prompt: int, length: int) -> list[int]:
+def joined(tokenizer: Tokenizer, prompt: int, length: int) -> list[int]:
     """Passages in rotation, beginning with another one for each prompt, cut to `length` tokens."""
     tokens: list[int] = []
     turn = 0

@@ -90,7 +90,7 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
-    def offer(self, batch: Batch, length: int) -> None:
+    def offer(self, batch: Batch, length: int) -> Proposal | None:
         return None
 
     def prepare(self, batch: Batch, length: int) -> int:

@@ -8,7 +8,7 @@ more it missed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Laws
-from bass_cli.engine.sampling import propose_maximal, propose_shared
+from bass_cli.engine.sampling import propose_maximal, propose_scored, propose_shared
 from bass_cli.model.runner import Runner
 
 from . import Proposal
@@ -83,6 +83,15 @@ class ModelDrafter:
         self._runner.feed(tokens, positions, batch.ends(-2))
 
     def propose(self, batch: Batch, length: int) -> Proposal:
+        return self._propose(batch, length, None)
+
+    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
+        """engine.stopping.Stoppable; shared coupling only, and no tokens may be given."""
+        assert self._coupling == "shared"
+        assert self._given is None
+        return self._propose(batch, length, goes_on)
+
+    def _propose(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
@@ -92,15 +101,27 @@ class ModelDrafter:
         drawn_from: list[ops.Law] = []
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
-            token, law = self._choose(logits, laws, places[step], lengths)
-            if self._given is not None and step < self._given.tokens.shape[1]:
-                settled = step < self._given.counts[: batch.rows]
-                token = torch.where(settled, self._given.tokens[: batch.rows, step], token)
-            chosen.append(token)
-            if law is not None:
-                drawn_from.append(law)
-            tokens, positions = token[:, None], places[step][:, None]
+            if goes_on is None:
+                token, law = self._choose(logits, laws, places[step], lengths)
+                chosen.append(self._settled(token, step))
+                if law is not None:
+                    drawn_from.append(law)
+            else:
+                token, scores = propose_scored(logits, laws, places[step])
+                chosen.append(token)
+                if not goes_on(scores.exp()):
+                    break
+            tokens, positions = chosen[-1][:, None], places[step][:, None]
+        if len(chosen) < length:  # `prepare` took all of them for fed
+            self._fed = [fed - (length - len(chosen)) for fed in self._fed]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
+
+    def _settled(self, token: Tensor, step: int) -> Tensor:
+        """A step's tokens [B], the given ones instead where there are some."""
+        if self._given is None or step >= self._given.tokens.shape[1]:
+            return token
+        rows = len(token)
+        return torch.where(step < self._given.counts[:rows], self._given.tokens[:rows, step], token)
 
     def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:
         if self._coupling == "shared":

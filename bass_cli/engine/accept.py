@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.draft import Proposal
 
-from .batch import Laws
+from .batch import Batch, Laws
 
 
 class Verdict(NamedTuple):
@@ -23,6 +24,16 @@ class Verdict(NamedTuple):
     scores: Tensor
 
 
+def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str, imposing: bool) -> Verdict:
+    """By "shared" or "maximal" coupling, or `imposing` the batch's own acceptances (see `imposed`)."""
+    drafts, law, _ = proposal
+    if imposing:
+        return imposed(drafts, logits, batch.laws, lengths, batch.acceptance[: batch.rows])
+    if coupling == "shared":
+        return shared(drafts, logits, batch.laws, lengths)
+    return maximal(drafts, law, logits, batch.laws, lengths)
+
+
 def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
     """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V] with the noise of
     their positions; lengths [B] is the position of the first draft."""
@@ -32,15 +43,15 @@ def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdi
     return Verdict(accepted, following, targets, scores)
 
 
-def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rate: float) -> Verdict:
-    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with probability
-    `rate`, by torch's own generator, whatever the target says."""
+def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rates: Tensor) -> Verdict:
+    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with its row's
+    probability, rates [B], by torch's own generator, whatever the target says."""
     rows, width = logits.shape[:2]
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
     targets, scores = _choices(logits, laws, places)
     ops.accept_shared(drafts, targets)
     luck = torch.rand(rows, width - 1, device=logits.device)
-    accepted = (luck < rate).long().cumprod(-1).sum(-1)
+    accepted = (luck < rates[:, None]).long().cumprod(-1).sum(-1)
     kept = torch.arange(width, device=lengths.device) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)

@@ -94,6 +94,7 @@ class Batch:
         self._alive = column()  # 1 for live rows
         self._temperature, self._top_p = column(dtype=torch.float32), column(dtype=torch.float32)
         self._top_k, self._keys = column(), column(2)
+        self.acceptance = column(dtype=torch.float32)  # for benchmarks of random weights: see Loop
         self.hosts: list[Row] = []
         self.version = 0
         self._padded: int | None = None
@@ -155,7 +156,8 @@ class Batch:
         row = self.hosts.pop()
         if index != last:
             self.hosts[index] = row
-            for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys):
+            for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys,
+                           self.acceptance):
                 column[index] = column[last]
         self.lengths[last], self._alive[last], self._temperature[last] = 1, 0, 0.0
         self._top_k[last], self._top_p[last] = 0, 1.0

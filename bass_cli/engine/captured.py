@@ -60,6 +60,10 @@ class Captured:
         """Ladder.entries for the live rows."""
         return self._ladder.entries(self.bucket(len(self._batch)))
 
+    def colds(self) -> tuple[float, ...]:
+        """Ladder.colds for the live rows."""
+        return self._ladder.colds(self.bucket(len(self._batch)))
+
     def perform(self, wish: Shape, step: Step) -> Tensor | None:
         """Run a shape as `step` says, for what was wished; its result on the host."""
         began = self._clock.now()

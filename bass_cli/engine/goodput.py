@@ -1,73 +1,138 @@
-"""Draft length by goodput: the one that should end the job first, from what past rounds kept and took.
+"""Draft length by goodput: the one with which the rows should have what is left to them first (after arXiv 2406.14066).
 
-A first version of what arXiv 2406.14066 does with a profile: here the cost of a round is fitted while it runs. What a new
-draft length costs once (on CUDA a captured graph) counts against what it should save in the rest of the job.
+From what a round costs (costs.py: a profile, or what was learnt so far) and what rows keep (keeping.py). What a new draft
+length costs once (on CUDA a captured graph) counts against what it should save in the rest of the job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .lengths import NOTHING_KNOWN, Outlook, Round
+import numpy
 
-_MEMORY = 0.05  # weight of the newest round in the moving estimate of what is kept, once there were many
-_MEMORY_PROBE = 0.5  # the same for a probe after many plain rounds: what was known is old
-_GUESS = 2.0  # rows of one round that the guess of what is kept counts as
-_FORGET = 0.97  # what a round later an observation of cost still weighs
-_OPENING = (4, 0, 6, 2)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
-_PATIENCE = (16, 512)  # plain rounds before a probe: at first, and at most
-_TRIAL = 0.02  # share of the time that may go into trying
+from .costs import Array, Costs, Learned, Profiled, nearest
+from .keeping import Keeping
+from .lengths import NOTHING_KNOWN, Outlook, Round
+from .surface import Surface
+
+_CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
+_LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # what a profile saw of other text is a guess, within these bounds
+_OPENING = (2, 0, 4)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
+_REACH = 8  # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
+_PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
+_TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
+_EVIDENCE = 6.0  # trials before which a length is only tried
+_STRETCH = 2  # how much longer a draft may become that is stopped when it is unsure
+_STAY = 0.01  # by which another length must be better than the last one
+_REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
+_GRACE = 3.0  # plain rounds that it may have lost besides, at first
 
 
 class Goodput:
-    """Chooses k to minimise the seconds until every row has the tokens that are left: what k costs once, and a round's
-    predicted seconds for each 1 + expected drafts kept. 0 where drafting does not pay, with a short probe now and then,
-    ever more rarely, so that it comes back after a bad stretch. It sees past rounds only."""
+    """Chooses k to minimise seconds a round x rounds a token, over the tokens that the rows still need. 0 where drafting
+    does not pay, with a short probe now and then, ever more rarely, so that it comes back after a bad stretch. What
+    drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only.
 
-    def __init__(self, *, limit: int):
-        self._limit = limit
-        self._survival = [0.7**i for i in range(limit + 1)]  # chance that a row keeps at least i drafts
-        self._seen = [_GUESS] * (limit + 1)  # rows that told of it
-        self._first = True
-        self._cost = _Cost()
-        self._opening = [min(k, limit) for k in reversed(_OPENING)]
-        self._plain, self._patience = 0, _PATIENCE[0]
+    `surface`: of a profile, so that nothing has to be tried; if it is not `measured`, something to begin from. `frozen`:
+    no time that is measured reaches the draft lengths, for maximal coupling; needs a profile.
+    """
+
+    def __init__(self, *, limit: int, surface: Surface | None = None, frozen: bool = False):
+        assert surface is not None or not frozen
+        self._choices = (*(k for k in _CHOICES if k < limit), limit)
+        measured = surface is not None and (surface.measured or frozen)
+        self._costs: Costs = (Profiled(surface, self._choices, frozen=frozen) if surface and measured
+                              else Learned(self._choices, surface))
+        self._places = numpy.array(self._choices)
+        self._frozen = frozen
+        self._keeping = Keeping(limit=limit)
+        if surface is not None and surface.acceptance is not None:
+            self._keeping = Keeping(limit=limit, guess=min(max(surface.acceptance, _LEAST), _MOST), strength=_STRENGTH)
+        self._first = not measured
+        self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
+        self._outlook = NOTHING_KNOWN
+        self._last = 0  # the place of the last choice that was made for its goodput
+        self._within = self._reach(_REACH)  # the first so many choices are thought of
+        self._pace = 0.0  # seconds a token takes a row
+        self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
+        self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
+        self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        plain = self._cost.predict(rows, 0) if self._cost.known else 0.0  # seconds a round
+        self._outlook = self._seen(outlook)
+        self._keeping.follow(outlook.samples or tuple(range(rows)))
+        self._probing = False
+        return self._next(rows, self._outlook)
+
+    def _next(self, rows: int, outlook: Outlook) -> int:
+        self._line = self._costs.line(rows, outlook.context) if self._costs.known else None
+        plain = 0.0 if self._line is None else float(self._line[0])  # seconds a round
         if self._opening:
             if outlook.entry(self._opening[-1]) <= _TRIAL * (plain and plain * outlook.left):
                 return self._opening[-1]
             self._opening = []
-        if not plain:
+        if self._line is None:
             return 0
         if outlook.free:
-            return self._limit
-        best = self._best(rows, outlook)
-        if best == 0 and self._plain >= self._patience:
-            probe = min(range(min(1, self._limit), min(4, self._limit) + 1), key=lambda k: (outlook.entry(k), abs(k - 2)))
-            if outlook.entry(probe) <= _TRIAL * plain * min(self._plain, outlook.left):
-                return probe
-        return best
+            return self._choices[-1]
+        found = self._unless_lost(self._best(self._line, outlook), plain)
+        if found == 0 and self._plain >= self._patience:
+            places = [k for k in self._choices if 1 <= k <= 4]
+            return self._probe(min(places, key=lambda k: (outlook.entry(k), k), default=0), self._line, outlook)
+        return found
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """The length that pays, if only rows with so many drafts can keep them; now and then a short probe."""
-        rows, most = len(counts), max(counts)
-        if self._opening or not self._cost.known:
+        most, outlook = max(counts), self._seen(outlook)
+        if self._opening or not self._costs.known:
             return most
-        best = self._best(rows, outlook, [sum(count >= k for count in counts) / rows for k in range(most + 1)])
-        return min(most, 2) if best == 0 and self._plain >= self._patience else best
-
-    def _best(self, rows: int, outlook: Outlook, shares: Sequence[float] | None = None) -> int:
-        """The length with the fewest seconds a token that is left. shares: by length, of the rows that have such drafts."""
-        best, least, expected = 0, 0.0, 1.0
-        for k in range(self._limit + 1 if shares is None else len(shares)):
-            expected += self._survival[k] * (1.0 if shares is None else shares[k]) if k else 0.0
-            found = _CAUTION * outlook.entry(k) / outlook.left + self._cost.predict(rows, k) / expected
-            if k == 0 or found * 1.02 < least:  # a longer draft must be worth it
-                best, least = k, found
+        choices = self._costs.line(len(counts), outlook.context)
+        line = numpy.interp(numpy.arange(most + 1), self._choices, choices)
+        found = line / self._keeping.tokens(counts) + self._once(range(most + 1), line, outlook)
+        found = found[: self._choices[self._within - 1] + 1]
+        best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]))
+        if best == 0 and self._plain >= self._patience:
+            return self._probe(min(most, 2), choices, outlook)
         return best
+
+    def _seen(self, outlook: Outlook) -> Outlook:
+        """Of an outlook, what may decide."""
+        return outlook._replace(entries=(), colds=(), catch_up=0.0) if self._frozen else outlook
+
+    def _best(self, line: Array, outlook: Outlook) -> int:
+        """The length with the fewest seconds a token that is left."""
+        found = line * self._keeping.rounds(outlook.rooms)[self._places]
+        self._pace = float(found.min())
+        found = (found + self._once(self._choices, line, outlook))[: self._within]
+        best = int(found.argmin())
+        stays = self._last < self._within and found[self._last] <= found[best] * (1 + _STAY)
+        self._last = self._last if stays else best
+        return min(_STRETCH * self._choices[self._last], self._choices[-1]) if outlook.stops else self._choices[self._last]
+
+    def _once(self, lengths: Sequence[int], line: Array, outlook: Outlook) -> Array:
+        """What these lengths cost once, in seconds a token that is left; no end of them for one that is too dear to try.
+        line: seconds of rounds, the first one plain."""
+        if not outlook.catch_up and not any(outlook.entries):
+            return numpy.zeros(len(lengths))
+        found = numpy.array([outlook.entry(k) for k in lengths]) * (_CAUTION / outlook.left)
+        if self._keeping.trials < _EVIDENCE and outlook.colds:  # nobody knows yet whether drafts stand
+            colds = numpy.array([outlook.colds[min(k, len(outlook.colds) - 1)] for k in lengths])
+            found[1:][colds[1:] > _TRIAL * float(line[0]) * outlook.left] = numpy.inf
+        return found
+
+    def _unless_lost(self, length: int, plain: float) -> int:
+        """The length, or 0 where drafting has lost too much already."""
+        return 0 if self._lost > _REGRET * self._spent + _GRACE * plain else length
+
+    def _probe(self, length: int, line: Array, outlook: Outlook) -> int:
+        """A short draft, if it can be had for what may still be lost; otherwise 0. line: seconds of rounds by choice."""
+        plain, dear = float(line[0]), outlook.entry(length) - outlook.catch_up
+        loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
+        if dear > _TRIAL * plain * min(self._plain, outlook.left) or self._lost + loss > _REGRET * self._spent:
+            return 0
+        self._probing = length > 0
+        return length
 
     def observe(self, done: Round) -> None:
         if self._opening:
@@ -75,70 +140,59 @@ class Goodput:
         rows, width = len(done.accepted), done.width
         if done.steady:
             if not self._first:  # the first round is slower than any other: caches, libraries
-                self._cost.learn(rows, width, done.seconds)
+                self._costs.learn(rows, width, done.seconds, self._outlook.context)
             self._first = False
+        self._account(done)
         if width == 0:
             self._plain += 1
             return
-        probing = self._plain >= self._patience
+        if self._probing:
+            self._keeping.doubt()
         meant = (width,) * rows if done.drafted is None else done.drafted
-        self._learn_survival(done.accepted, meant, _MEMORY_PROBE if probing else _MEMORY)
-        if sum(done.accepted) > sum(meant) / 2:
+        self._keeping.observe(done.accepted, meant)
+        self._within = max(self._within, self._reach(2 * width))
+        if sum(map(min, done.accepted, meant)) > sum(meant) / 2:
             self._patience = _PATIENCE[0]
-        elif probing:
+        elif self._probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
         self._plain = 0
 
-    def _learn_survival(self, accepted: tuple[int, ...], meant: tuple[int, ...], memory: float) -> None:
-        """From the rows that were meant to draft so far: what only filled their place up tells nothing."""
-        longest = max(meant)
-        for i in range(1, longest + 1):
-            told = [kept >= i for kept, count in zip(accepted, meant, strict=True) if count >= i]
-            self._seen[i] += len(told)
-            self._survival[i] += max(memory, len(told) / self._seen[i]) * (sum(told) / len(told) - self._survival[i])
-        ratio = self._survival[longest] ** (1 / longest)
-        for i in range(longest + 1, self._limit + 1):
-            self._survival[i] = self._survival[i - 1] * ratio
+    def least(self, drafted: int) -> float:
+        """lengths.Stopper: one more draft pays if the tokens it should bring take longer at the pace of now."""
+        if self._line is None or not self._pace:
+            return 0.0
+        before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
+        rate = self._keeping.rate
+        return float((after - before) / (self._pace * rate))
+
+    def _reach(self, width: int) -> int:
+        return sum(k <= width for k in self._choices)
+
+    def _account(self, done: Round) -> None:
+        """What this round has cost beyond plain decoding of the same tokens; what it won is only kept for a while."""
+        if self._line is None:
+            return
+        plain, rows, taken = float(self._line[0]), len(done.accepted), done.seconds
+        if self._frozen or not done.steady:
+            due = float(self._line[nearest(self._choices, done.width)])
+            # A round of drafts that the host had, where a model usually drafts, takes less than one of the model's.
+            taken = due if self._frozen or done.drafted is None else min(due, taken)
+        self._spent += taken
+        if done.width:
+            catch_up = self._outlook.catch_up if done.drafted is None else 0.0
+            self._lost += taken + catch_up - plain * (1 + sum(done.accepted) / rows)
+            self._lost = max(self._lost, -_REGRET * self._spent)
+
+    def learned(self) -> Surface | None:
+        """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""
+        if not isinstance(self._costs, Learned):
+            return None
+        return self._costs.surface(acceptance=self._keeping.rate)
 
 
-_GUESSED = (1.0, 0.03, 0.8)  # of the cost's three weights, before anything was seen, in passes
-_DOUBT = 1e4  # how little that guess weighs against what is seen
+def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int] = _CHOICES) -> int:
+    """The draft length of fewest seconds a token, where each draft whose turn comes stands with this chance."""
+    def seconds(k: int) -> float:
+        return surface.seconds(rows, k) / sum(acceptance**i for i in range(k + 1))
 
-
-class _Cost:
-    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with forgetting. Where only one
-    width was seen, a guess says what others cost: a fifth of a pass for each draft, and next to nothing for a row."""
-
-    def __init__(self) -> None:
-        self._weights = [0.0, 0.0, 0.0]
-        self._spread = [[_DOUBT if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self._typical = 0.0
-
-    @property
-    def known(self) -> bool:
-        """Whether any round was seen."""
-        return self._typical > 0
-
-    def predict(self, rows: int, width: int) -> float:
-        """Never less than a tenth of a typical round: a fit may be wrong far from what it has seen."""
-        found = sum(w * f for w, f in zip(self._weights, _features(rows, width), strict=True))
-        return max(found, self._typical / 10, 1e-9)
-
-    def learn(self, rows: int, width: int, seconds: float) -> None:
-        if self._typical:
-            seconds = min(seconds, 4 * self.predict(rows, width) + self._typical)  # a stumble of the machine
-        x = _features(rows, width)
-        if not self._typical:
-            unit = seconds / sum(g * f for g, f in zip(_GUESSED, x, strict=True))
-            self._weights = [unit * g for g in _GUESSED]
-        self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
-        ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
-        scale = _FORGET + sum(a * b for a, b in zip(x, ahead, strict=True))
-        wrong = seconds - sum(w * f for w, f in zip(self._weights, x, strict=True))
-        self._weights = [w + a / scale * wrong for w, a in zip(self._weights, ahead, strict=True)]
-        forget = _FORGET if max(self._spread[i][i] for i in range(3)) < _DOUBT else 1.0
-        self._spread = [[(self._spread[i][j] - ahead[i] * ahead[j] / scale) / forget for j in range(3)] for i in range(3)]
-
-
-def _features(rows: int, width: int) -> tuple[float, float, float]:
-    return 1.0, rows * (width + 1) / 8, width / 4
+    return min(lengths, key=seconds)

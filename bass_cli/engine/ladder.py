@@ -87,6 +87,11 @@ class Ladder:
             self._entries[rows] = tuple(self._entry(Shape("round", rows, width)) for width in self._widths)
         return self._entries[rows]
 
+    def colds(self, rows: int) -> tuple[float, ...]:
+        """Of the entries, what the very first round takes: it runs uncaptured, and tells already what rows keep."""
+        return tuple(self._cold(Shape("round", rows, width)) if entry else 0.0
+                     for width, entry in zip(self._widths, self.entries(rows), strict=True))
+
     def forget(self) -> None:
         """The graphs have been dropped."""
         self._entries.clear()
@@ -94,8 +99,10 @@ class Ladder:
     def _entry(self, wish: Shape) -> float:
         if self._graphs.holds(wish) or self._near(wish) is not None:
             return 0.0
-        cold = 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
-        return cold + self.delay(Step(wish, "capture"))
+        return self._cold(wish) + self.delay(Step(wish, "capture"))
+
+    def _cold(self, wish: Shape) -> float:
+        return 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
 
     def _near(self, wish: Shape, *, exact: bool = False) -> Shape | None:
         """The captured shape that serves instead at the least loss."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from .surface import Surface
 
 
 class Round(NamedTuple):
@@ -20,14 +23,22 @@ class Round(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What lies before a controller: `left` tokens that each row of the batch may still generate, its share of those of
+    """What lies before a controller. `left`: tokens that each row of the batch may still generate, its share of those of
     waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
-    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `free`: to ask the drafter costs
-    next to nothing, and `trim` has the last word on the length."""
+    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `context`: tokens of the mean
+    row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
+    `colds`: the part of the entries that comes before anything is learnt of a length; `stops`: the drafting will be ended
+    where it is no longer worth it, so a length is only the most there can be; `free`: to ask the drafter costs next to
+    nothing, and `trim` has the last word on the length."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
     catch_up: float = 0.0
+    context: float | None = None
+    samples: tuple[Hashable, ...] = ()
+    rooms: tuple[int, ...] = ()
+    colds: tuple[float, ...] = ()
+    stops: bool = False
     free: bool = False
 
     def entry(self, length: int) -> float:
@@ -42,14 +53,22 @@ class Lengths(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling."""
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook depends on timings:
-        a controller that is used under maximal coupling must not look at it."""
+        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook's seconds depend on
+        timings: a controller that is used under maximal coupling must not look at them."""
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for this round, now that it is known how many drafts (not all 0) the host has for each live row."""
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
+
+
+@runtime_checkable
+class Stopper(Protocol):
+    """A controller that can also say inside a round, under shared coupling, when to stop drafting."""
+
+    def least(self, drafted: int) -> float:
+        """The share of the live rows that must be expected to keep all of so many drafts for one more to be worth it."""
 
 
 class Fixed:
@@ -96,15 +115,25 @@ class Bass:
             self._shrank = 1
 
 
-def make_lengths(length: str | int, *, limit: int, coupling: str) -> Lengths:
-    """The controller named by `--draft-length`: an integer, "bass", or "auto".
+def make_lengths(length: str | int, *, limit: int, coupling: str, surface: Surface | None = None) -> Lengths:
+    """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or "auto". `surface`: what is
+    known of this pair on this device; a table needs one.
 
-    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend on the draft lengths,
-    so there "auto" is Algorithm 1, and a seed still gives the same samples twice.
+    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend on the draft lengths, so
+    there it takes costs from a profile as they are, and a seed still gives the same samples twice; without a profile it
+    is Algorithm 1.
     """
     from .goodput import Goodput
+    from .table import Capped, Table
 
     if isinstance(length, int):
         return Fixed(min(length, limit))
-    assert length in ("auto", "bass"), length
-    return Goodput(limit=limit) if length == "auto" and coupling == "shared" else Bass(limit=limit)
+    if length == "auto" and coupling == "shared":
+        return Goodput(limit=limit, surface=surface)
+    if length == "auto" and surface is not None and surface.measured:
+        return Goodput(limit=limit, surface=surface, frozen=True)
+    if length in ("auto", "bass"):
+        return Bass(limit=limit)
+    assert surface is not None, "a table is made from a profile"
+    table = Table(surface, limit=limit)
+    return table if length == "table" else Capped(Bass(limit=limit), table)

@@ -9,7 +9,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -21,8 +20,10 @@ from .captured import Captured
 from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
 from .ladder import Kind, Shape
-from .lengths import Lengths, Outlook, Round
+from .lengths import Lengths, Outlook, Round, Stopper
 from .offers import Offers
+from .packed import pack, unpack
+from .stopping import Stoppable, Stopping
 from .target import Target
 
 _CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
@@ -32,22 +33,24 @@ class Loop:
     """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal".
 
     With `graphs`, rounds are captured and replayed by shape (ladder.py says which). `acceptance` is for
-    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing.
+    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing; rows take
+    several in turn, beginning with the first row of an empty batch.
     """
 
     def __init__(self, *, batch: Batch, target: Target, drafter: Drafter, lengths: Lengths, coupling: str, clock: Clock,
-                 acceptance: float | None = None, graphs: Graphs | None = None):
+                 acceptance: Sequence[float] | None = None, graphs: Graphs | None = None):
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self._coupling, self._acceptance = coupling, acceptance
+        self._coupling, self._acceptance, self._turn = coupling, acceptance, 0
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
                                       longest=drafter.longest)
+        self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
         self._offers = Offers(batch, drafter)
@@ -77,6 +80,9 @@ class Loop:
     def admit(self, row: Row) -> None:
         """Make a row of an open prompt live."""
         index = self.batch.admit(row)
+        if self._acceptance is not None:
+            self._turn = self._turn + 1 if index else 0
+            self.batch.acceptance[index] = self._acceptance[self._turn % len(self._acceptance)]
         self.target.attach(index, row.key)
         self.drafter.attach(index, row.key)
 
@@ -94,18 +100,17 @@ class Loop:
         """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
         captured, rooms = self._captured, self.batch.rooms()
-        if captured is None:
-            width = self.clock.longest_in_time(self._width(rooms), deadline)
-        else:
+        if captured is not None:
             captured.renew(self._version)
-            width = self._width_in_time(captured, deadline, rooms)
+        outlook = self._outlook(rooms)
+        width = self._width(rooms, outlook, deadline)
         began = self.clock.now()
-        offered = self._offers.ask(width, self.lengths, self._outlook(rooms))
+        offered = self._offers.ask(width, self.lengths, outlook)
         asking = self.clock.now() - began
         packed, width, began = (self._run(width, offered) if captured is None
                                 else self._replay(captured, width, offered, deadline))
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
-        kept = self._to_host(packed, width, meant)
+        kept = unpack(packed, self.batch.hosts, width=width, meant=meant)
         seconds = asking + self.clock.now() - began - (captured.capturing if captured else 0.0)
         # Where a model usually drafts, what a round takes without it says little about later rounds.
         steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
@@ -113,6 +118,8 @@ class Loop:
         if steady:
             self.clock.observe(width, seconds)
         self._idle = 0 if width and offered is None else self._idle + 1
+        if self._stopping is not None:
+            self._stopping.observe(kept)
         self.lengths.observe(done)
         return done
 
@@ -162,20 +169,24 @@ class Loop:
         """How many rounds there may still be, at most."""
         return max(rooms) + self.backlog / self.batch.capacity
 
-    def _width(self, rooms: list[int]) -> int:
-        """The controller's draft length, capped by what the drafter can and by the room of the row that has most of it:
-        no other row decides."""
-        wanted = self.lengths.next(len(rooms), self._outlook(rooms))
-        return max(0, min(wanted, self.drafter.longest, max(rooms) - 1))
-
     def _outlook(self, rooms: list[int]) -> Outlook:
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
-        return Outlook(left / len(rooms), self._captured.entries() if self._captured else (),
-                       self._catching if self._idle else 0.0, free=not self.drafter.on_device)
+        hosts, captured = self.batch.hosts, self._captured
+        entries = captured.entries() if captured else ()
+        return Outlook(left / len(rooms), entries, self._catching if self._idle else 0.0,
+                       sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
+                       captured.colds() if captured and any(entries) else (),
+                       stops=self._stopping is not None and isinstance(self.drafter, Stoppable),
+                       free=not self.drafter.on_device)
 
-    def _width_in_time(self, captured: Captured, deadline: float | None, rooms: list[int]) -> int:
-        """The draft length that graphs are made for, and whose round should end by `deadline`, capturing included."""
-        wanted = step_down(self._width(rooms))
+    def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
+        """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
+        other row decides), and by `deadline`, capturing included; with graphs one that they are made for."""
+        captured, wanted = self._captured, self.lengths.next(len(rooms), outlook)
+        wanted = max(0, min(wanted, self.drafter.longest, max(rooms) - 1))
+        if captured is None:
+            return self.clock.longest_in_time(wanted, deadline)
+        wanted = step_down(wanted)
         if deadline is None:
             return wanted
 
@@ -189,8 +200,15 @@ class Loop:
         """A round: what the host needs of it, its draft length, and when it began."""
         self.catch_up(width if offered is None else 0)
         began = self.clock.now()
-        proposal = self.drafter.propose(self.batch, width) if offered is None else offered
+        proposal = self._propose(width) if offered is None else offered
         return self._verify(proposal).cpu(), proposal.tokens.shape[1], began
+
+    def _propose(self, width: int) -> Proposal:
+        """The drafter's, where the host may end the drafting."""
+        drafter, lengths = self.drafter, self.lengths
+        if width and self._stopping is not None and isinstance(drafter, Stoppable) and isinstance(lengths, Stopper):
+            return self._stopping.propose(drafter, self.batch, width, lengths.least)
+        return drafter.propose(self.batch, width)
 
     def _replay(self, captured: Captured, width: int, offered: Proposal | None,
                 deadline: float | None) -> tuple[Tensor, int, float]:
@@ -218,36 +236,14 @@ class Loop:
         return lambda: self._verify(self.drafter.propose(self.batch, shape.width))
 
     def _verify(self, proposal: Proposal) -> Tensor:
-        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know,
-        [B, 2k + 3] int64: how many drafts were accepted; the block of k + 1 tokens, valid up to and including that
-        place; and the bits of their log-probabilities."""
+        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know."""
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
-        drafts, law, _ = proposal
-        width = drafts.shape[1]
+        width = proposal.tokens.shape[1]
         positions = positions + torch.arange(width + 1, device=batch.device)
-        logits = self.target.forward(torch.cat((pending, drafts), 1), positions, batch.ends(width))
-        if self._acceptance is not None:
-            verdict = accept.imposed(drafts, logits, batch.laws, lengths, self._acceptance)
-        elif self._coupling == "shared":
-            verdict = accept.shared(drafts, logits, batch.laws, lengths)
-        else:
-            verdict = accept.maximal(drafts, law, logits, batch.laws, lengths)
+        logits = self.target.forward(torch.cat((pending, proposal.tokens), 1), positions, batch.ends(width))
+        verdict = accept.judge(proposal, logits, batch, lengths, coupling=self._coupling,
+                               imposing=self._acceptance is not None)
         batch.commit(verdict.block, verdict.accepted)
-        return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
-
-    def _to_host(self, packed: Tensor, width: int, meant: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Extends the Rows by what a round gave (on the host); returns accepted by row. meant: how many drafts each row had
-        (None: all); what only filled its place up counts as drafted if it stood."""
-        table = packed[: len(self.batch)].numpy()
-        values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
-        lines = table[:, : width + 2].tolist()
-        for index, (row, line, score) in enumerate(zip(self.batch.hosts, lines, values, strict=True)):
-            count = line[0] + 1
-            row.tokens += line[1 : 1 + count]
-            row.log_probabilities += score[:count]
-            row.rounds += 1
-            row.drafted += width if meant is None else max(meant[index], line[0])
-            row.accepted += line[0]
-        return tuple(line[0] for line in lines)
+        return pack(verdict)

@@ -14,6 +14,12 @@ def propose_shared(logits: Tensor, laws: Laws, places: Tensor) -> Tensor:
     return ops.sample(logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places)
 
 
+def propose_scored(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+    """`propose_shared`'s tokens [B] and the log-probability, at temperature 1, that the draft gives them, [B] float32."""
+    tokens, scores = ops.sample_scored(logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places)
+    return tokens, scores
+
+
 def propose_maximal(logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law]:
     """Tokens [B] and the laws [B, V] they were drawn from, with noise of the draft's own stream; lengths [B] tells
     this round's noise from every other round's."""

@@ -77,8 +77,7 @@ def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
 def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
     seed fixes them."""
-    from bass_cli.assembly import build, load_models, warm_up
-    from bass_cli.engine.lengths import make_lengths
+    from bass_cli.assembly import build, lengths_for, load_models, warm_up
 
     models = load_models(plan)
     files = {}
@@ -91,8 +90,7 @@ def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: 
         warm_up(loop, chosen)
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)
-            speculation = chosen.job.speculation
-            loop.lengths = make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling)
+            loop.lengths = lengths_for(chosen)
             out = Path(evaluation.out)
             files[method, budget] = name = str(out.with_name(f"{out.stem}.{method}-{budget:g}s{out.suffix}"))
             screen.note(f"{method}, {budget:g} s a prompt")
@@ -109,7 +107,7 @@ def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
         pair = job.pair.model_copy(update={"draft": "none"})
         speculation = job.speculation.model_copy(update={"length": 0})
         job = job.model_copy(update={"pair": pair, "speculation": speculation})
-        return dataclasses.replace(plan, job=job, draft=None, skipped=frozenset())
+        return dataclasses.replace(plan, job=job, draft=None, skipped=frozenset(), profile=None, surface=None)
     return dataclasses.replace(plan, job=job)
 
 

@@ -1,0 +1,149 @@
+"""`bass profile`: measure what rounds of a pair cost on this device and keep it, or propose layers to skip.
+
+Nothing heavy is imported before the command runs. Not here: the measuring (measure.py, skipping.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from bass_cli import options
+from bass_cli.exits import exit_codes
+from bass_cli.screen import Screen
+
+if TYPE_CHECKING:
+    from bass_cli.engine.surface import Surface
+    from bass_cli.job import Job
+    from bass_cli.plan import Plan
+
+LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
+BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
+RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
+_WORTH = 1.02  # expected speed, in plain decoding's, from which on skipping is worth a try
+_CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
+
+
+def profile(
+    context: typer.Context,
+    pair: options.Pair = None,
+    draft: options.Draft = None,
+    batch_sizes: options.ProfileBatchSizes = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    skip: options.Skip = False,
+    json_document: options.Document = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure what rounds of a pair cost here (under a minute), so that --draft-length auto and table know it."""
+    screen = Screen(quiet)
+    with exit_codes(screen, "interrupted"):
+        _run(context.params, screen)
+
+
+def _run(given: Mapping[str, Any], screen: Screen) -> None:
+    from bass_cli.job import UserError
+
+    job = make_profile_job(given)
+    if given["skip"] and given["draft"] is not None:
+        raise UserError("--skip proposes another draft, made of the target's own layers; leave --draft out")
+    import torch
+
+    from bass_cli.job import MachineError
+    from bass_cli.plan import prepare
+
+    plan = prepare(job)
+    if not given["skip"] and plan.profile is None:
+        raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
+    for note in plan.notes:
+        screen.note(note)
+    try:
+        document = _skip(plan, screen) if given["skip"] else _measure(plan, given, screen)
+    except torch.cuda.OutOfMemoryError:
+        raise MachineError("the GPU is out of memory: use smaller --batch-sizes") from None
+    if given["json_document"]:
+        print(json.dumps(document))
+
+
+def make_profile_job(given: Mapping[str, Any]) -> Job:
+    """The job whose loop is measured: as many rows as the largest batch size, and little to generate."""
+    from bass_cli.job import DEFAULT_PAIR, load_pair, make_job
+
+    flags = {key: given[key] for key in ("draft", "device", "dtype")}
+    if given["skip"]:
+        flags["draft"] = "none"
+    rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES["cuda"]
+    return make_job(load_pair(given["pair"] or DEFAULT_PAIR),
+                    flags | {"batch_size": max(rows), "max_new_tokens": 200, "draft_length": "auto"})
+
+
+def batch_sizes_of(text: str) -> tuple[int, ...]:
+    """The numbers in a text like 1,2,8; UserError for anything else."""
+    from bass_cli.job import UserError
+
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and word.isascii() and 1 <= int(word) <= 1024 for word in words):
+        raise UserError(f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" should be numbers from 1 to 1024, like 1,2,8')
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+    import time
+
+    from bass_cli.assembly import build
+    from bass_cli.bench.texts import joined
+    from bass_cli.job import MachineError
+    from bass_cli.profiling.measure import measure
+    from bass_cli.profiling.store import save_surface
+
+    kind = plan.device.type
+    rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES[kind]
+    assert plan.profile is not None
+    screen.note("loading the models")
+    loop = build(plan)
+    length = min(_CONTEXT[kind], plan.target.spec.context // 4)
+    prompts = [joined(plan.tokenizer, i, length) for i in range(-(-max(rows) // 8))]
+    screen.note(f"measuring rounds of {', '.join(map(str, rows))} rows, for up to {LIMITS[kind]:.0f} s")
+    began = time.perf_counter()
+    surface = measure(loop, prompts, rows=rows, coupling=plan.job.speculation.coupling, limit=LIMITS[kind],
+                      context=plan.target.spec.context)
+    seconds = time.perf_counter() - began
+    if not save_surface(plan.profile, surface, screen.error):
+        raise MachineError(f"the profile was measured but could not be kept in {plan.profile.parent}")
+    return _show(plan, surface, seconds, screen)
+
+
+def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[str, Any]:
+    """The table of best lengths; returns the document."""
+    from bass_cli.engine.goodput import best_length
+
+    rates = sorted({*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])})
+    limit = plan.job.speculation.max
+    best = {rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates} for rows in surface.rows}
+    if not plan.job.pair.draft.startswith("lookup") and surface.acceptance is not None:
+        screen.note(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
+    columns = ("rows", "plain, ms", "4 drafts, ms", "of it drafting", *(f"best at {rate:g}" for rate in rates))
+    lines = [[str(rows), f"{surface.seconds(rows, 0) * 1e3:.2f}", f"{surface.seconds(rows, 4) * 1e3:.2f}",
+              f"{surface.draft_seconds(rows, 4) * 1e3:.2f}", *(str(best[rows][rate]) for rate in rates)]
+             for rows in surface.rows]
+    screen.note(f"{plan.job.pair.name}: seconds of rounds, and the best draft length by acceptance")
+    screen.table(columns, lines)
+    screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
+    return {"pair": plan.job.pair.name, "file": str(plan.profile), "seconds": seconds, "acceptance": surface.acceptance,
+            "digest": surface.digest(), "best": best, "surface": json.loads(surface.to_json())}
+
+
+def _skip(plan: Plan, screen: Screen) -> dict[str, Any]:
+    from bass_cli.profiling.skipping import propose
+
+    screen.note("loading the target")
+    found = propose(plan, limit=LIMITS[plan.device.type], note=screen.note)
+    if found.gain < _WORTH:
+        screen.note("no choice of layers is expected to pay; the best one would be")
+    screen.note(f"draft: {found.draft}")
+    screen.note(f"agrees with the target on {found.agreement:.1%} of {found.tokens} tokens; expected speed "
+                f"{found.gain:.2f} of plain decoding, for one row")
+    return {"pair": plan.job.pair.name, "draft": found.draft, "agreement": found.agreement, "gain": found.gain}

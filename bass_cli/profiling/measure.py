@@ -1,0 +1,203 @@
+"""Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA, within a time limit.
+
+The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
+time does not suffice for is filled in by a fit. Not here: where the surface is kept (store.py), what is shown (command.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from bass_cli.draft import NoDrafter, Proposal
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.lengths import Fixed, Lengths, Round
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.surface import Surface, make_surface
+
+WIDTHS = (0, 1, 2, 4, 8, 16)
+TOKENS = 200  # that every row may generate while it is measured
+_SAMPLES = 8  # rows that share a prompt
+_SLOW = 0.5  # seconds of a round that need not be repeated
+_TELLING = 50  # trials from which on a rate of acceptance is worth keeping
+_LONGER = 4  # times the context, for what a longer one costs
+
+Point = tuple[int, int]  # rows, width
+
+
+class MadeUp(NoDrafter):
+    """Proposes the same token everywhere, at no cost: what is left of a round is the target's."""
+
+    on_device, offers, longest = False, True, WIDTHS[-1]
+
+    def offer(self, batch: Batch, length: int) -> Proposal | None:
+        return Proposal(batch.tokens.new_ones(len(batch), length), None, (length,) * len(batch))
+
+
+@dataclass(slots=True, eq=False)
+class _Bench:
+    """What is measured with: `deadline` by `now`; `kept` of `trials` drafts of the real drafter's stood."""
+
+    real: Loop
+    made_up: Loop
+    prompts: Sequence[Sequence[int]]
+    now: Callable[[], float]
+    deadline: float
+    kept: int = 0
+    trials: int = 0
+    tokens: int = TOKENS
+    samples: int = _SAMPLES
+    opened: set[str] = field(default_factory=set)
+
+    def seconds(self, loop: Loop, rows: int, width: int) -> float | None:
+        """A round's seconds, the least of some (the others met something else on the machine); None if the drafter proposed
+        fewer, or the time is up."""
+        if self.now() > self.deadline:
+            return None
+        self._fill(loop, rows)
+        was, loop.lengths = loop.lengths, _lengths(width)
+        try:
+            loop.prepare([rows], [width])
+            found = self._rounds(loop, width)
+        finally:
+            loop.lengths = was
+            for index in reversed(range(len(loop.batch))):
+                loop.retire(index)
+        return min(found, default=None)
+
+    def _rounds(self, loop: Loop, width: int) -> list[float]:
+        found: list[float] = []
+        for number in range(9 if loop.batch.device.type == "cuda" else 4):
+            done = loop.round()
+            if loop is self.real and width:
+                self._count(done)
+            if done.width != width or not done.steady:
+                continue
+            last = min(loop.batch.rooms()) <= width + 1
+            if number or done.seconds > _SLOW or last:  # the first one warms up, where that costs little
+                found.append(done.seconds)
+            if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
+                break
+        return found
+
+    def _count(self, done: Round) -> None:
+        self.kept += sum(done.accepted)
+        self.trials += sum(min(kept + 1, done.width) for kept in done.accepted)
+
+    def _fill(self, loop: Loop, rows: int) -> None:
+        for index in range(rows):
+            number = index // self.samples % len(self.prompts)
+            tokens = self.prompts[number]
+            key = f"profile {len(tokens)} {number}"
+            if key not in self.opened:
+                self.real.open(key, tokens)  # the target's store is the same for both loops
+                self.opened.add(key)
+            loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+
+    def close(self) -> None:
+        for key in self.opened:
+            self.real.close(key)
+        self.opened.clear()
+
+
+def _lengths(width: int) -> Lengths:
+    return Fixed(width)
+
+
+def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], coupling: str, limit: float,
+            longest: int = WIDTHS[-1], context: int | None = None, tokens: int = TOKENS, samples: int = _SAMPLES,
+            now: Callable[[], float] = time.perf_counter) -> Surface:
+    """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's. `prompts`: token ids, all
+    of about one length; `context`: what the model can take, for a second measurement at a longer one. `limit`: seconds;
+    the most telling points come first. `tokens`: how many new ones rows have room for; `samples`: rows of a prompt."""
+    began = now()
+    made_up = Loop(batch=loop.batch, target=loop.target, drafter=MadeUp(), lengths=Fixed(0), coupling=coupling,
+                   clock=Clock(now), graphs=Graphs(loop.batch.device))
+    bench = _Bench(loop, made_up, prompts, now, began + limit, tokens=tokens, samples=samples)
+    rows = sorted(set(rows))
+    widths = [width for width in WIDTHS if width <= longest]
+    steps = [width for width in (4, 1) if width <= longest]
+    verify: dict[Point, float] = {}
+    whole: dict[Point, float] = {}
+    for part, count, width in _order(rows, widths, steps):
+        found = bench.seconds(loop if part == "draft" else made_up, count, width)
+        if found is not None:
+            (whole if part == "draft" else verify)[count, width] = found
+    base = statistics.fmean(map(len, prompts))
+    growth = (0.0, 0.0) if context is None else _growth(bench, rows, verify, whole, context=context, base=base)
+    bench.close()
+    verifying = _filled(verify, rows, widths)
+    acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
+    return make_surface(rows, widths, verify=verifying, draft=_drafting(whole, verifying, rows, widths),
+                        context=base + tokens / 10, growth=growth, acceptance=acceptance)
+
+
+def _order(rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> list[tuple[str, int, int]]:
+    """What to measure, the most telling first: for the largest number of rows, the smallest, then the others a plain round,
+    one with drafts, the same without drafting; after that whatever else there is."""
+    first = [("verify", 0), *(("draft", step) for step in steps[:1]), *(("verify", step) for step in steps[:1])]
+    rest = [("draft", step) for step in steps[1:]] + [("verify", width) for width in reversed(widths)]
+    counts = list(dict.fromkeys([rows[-1], rows[0], *rows]))
+    near = [(part, count, width) for count in counts for part, width in first]
+    return list(dict.fromkeys(near + [(part, count, width) for part, width in rest for count in counts]))
+
+
+def _filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
+    """All points: those that were measured, and the others by a fit to them (a pass, and some for each row and token)."""
+    assert points, "not even one round was measured"
+    places = numpy.array(list(points))
+    seconds = numpy.array(list(points.values()))
+
+    def features(count: numpy.ndarray, width: numpy.ndarray) -> numpy.ndarray:
+        return numpy.stack((numpy.ones(len(count)), count, count * width), 1)
+
+    weights, *_ = numpy.linalg.lstsq(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None)
+    grid = numpy.array(list(itertools.product(rows, widths)))
+    fitted = numpy.maximum(features(*grid.T) @ weights, seconds.min())
+    return [[points.get((count, width), float(fitted[i * len(widths) + j])) for j, width in enumerate(widths)]
+            for i, count in enumerate(rows)]
+
+
+def _drafting(whole: dict[Point, float], verify: Sequence[Sequence[float]], rows: Sequence[int],
+              widths: Sequence[int]) -> list[list[float]]:
+    """What real rounds took beyond the target's part, as a line through one or two lengths; of a number of rows that was
+    not measured, the nearest one's."""
+    known: dict[int, dict[int, float]] = {}
+    for (count, width), seconds in whole.items():
+        own = seconds - verify[rows.index(count)][widths.index(width)]
+        known.setdefault(count, {})[width] = max(own, 0.0)
+    if not known:
+        return [[0.0] * len(widths) for _ in rows]
+    return [_steps(known[min(known, key=lambda other: (abs(other - count), other))], widths) for count in rows]
+
+
+def _steps(known: dict[int, float], widths: Sequence[int]) -> list[float]:
+    """Seconds of so many draft steps, from those of some."""
+    most, least = max(known), min(known)
+    step = known[most] / most if most == least else max((known[most] - known[least]) / (most - least), 0.0)
+    return [max(known[most] + (width - most) * step, 0.0) if width else 0.0 for width in widths]
+
+
+def _growth(bench: _Bench, rows: Sequence[int], verify: dict[Point, float], whole: dict[Point, float], *, context: int,
+            base: float) -> tuple[float, float]:
+    """Seconds that a further token of context adds for a row: to the target's pass, to a draft step."""
+    short, longer = bench.prompts, min(_LONGER * int(base), context - TOKENS - WIDTHS[-1] - 1)
+    count = min(rows[-1], _SAMPLES)
+    if longer < 2 * base or (count, 0) not in verify:
+        return 0.0, 0.0
+    bench.prompts = [list(itertools.islice(itertools.cycle(short[0]), longer))]
+    added = [0.0, 0.0]
+    plain, drafted = bench.seconds(bench.made_up, count, 0), bench.seconds(bench.real, count, 4)
+    if plain is not None:
+        added[0] = max(plain - verify[count, 0], 0.0) / (count * (longer - base))
+        if drafted is not None and (count, 4) in whole:
+            added[1] = max(drafted - whole[count, 4] - (plain - verify[count, 0]), 0.0) / (4 * count * (longer - base))
+    bench.prompts = short
+    return added[0], added[1]

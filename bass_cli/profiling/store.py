@@ -1,0 +1,88 @@
+"""Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the user's cache folder.
+
+Not here: what is in them (engine/surface.py), how they are measured (measure.py). A file that cannot be read or written
+is never an error: without a profile everything works, only a little slower at first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bass_cli import __version__
+from bass_cli.engine.goodput import Goodput
+from bass_cli.engine.surface import Surface, read_surface
+
+if TYPE_CHECKING:
+    from bass_cli.engine.loop import Loop
+
+Note = Callable[[str], None]
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/bass/profiles, or the same under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bass" / "profiles"
+
+
+def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype) -> Path:
+    """The file for two models (their fingerprints), a device, a dtype and the versions of now. Coupling and sampling are
+    not in it: they cost nearly the same."""
+    identity = [_device_name(device), target, draft, str(dtype), __version__, torch.__version__]
+    return folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
+
+
+def load_surface(path: Path, note: Note) -> Surface | None:
+    """The surface kept there; None if there is none, or, after a note, if the file is not one."""
+    try:
+        return read_surface(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        note(f"{path}: this profile is ignored: {error}")
+        return None
+
+
+def save_surface(path: Path, surface: Surface, note: Note) -> bool:
+    """Keep it there, whole or not at all; False, after a note, where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(surface.to_json() + "\n")
+            os.replace(name, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        note(f"{path}: the profile could not be kept: {error.strerror}")
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def learning(loop: Loop, path: Path | None) -> Iterator[Loop]:
+    """While it lasts, a job runs; in the end what its controller has learnt is kept for the next one, which begins from it.
+    A measured profile stays as it is."""
+    try:
+        yield loop
+    finally:
+        learned = loop.lengths.learned() if isinstance(loop.lengths, Goodput) else None
+        if learned is not None and path is not None:
+            save_surface(path, learned, lambda note: None)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

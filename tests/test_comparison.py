@@ -1,0 +1,84 @@
+"""`bass bench --controllers`: every controller against every fixed length, and rows with chances of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from test_bench import SET, bench, measured, settings
+
+from bass_cli.bench import grid
+from bass_cli.bench.comparison import compare
+from bass_cli.bench.drive import empty, fill
+from bass_cli.bench.pairs import build_loops, build_models
+from bass_cli.bench.texts import prompts_for, rows_for
+from bass_cli.engine.lengths import Fixed
+from bass_cli.job import UserError
+
+
+def cell(batch: int, method: str, mean: float) -> dict[str, Any]:
+    return {"batch": batch, "method": method, "ms_per_token": {"first": 0.0, "mean": mean, "last": 9.0}}
+
+
+def test_controllers_are_held_against_the_best_fixed_length_of_their_batch() -> None:
+    cells = [cell(4, "plain", 4.0), cell(4, "2", 2.0), cell(4, "12", 3.0), cell(4, "auto", 2.1), cell(4, "bass+table", 1.9),
+             cell(4, "vllm", 1.0), cell(1, "plain", 1.0), cell(1, "3", 1.5), cell(1, "table", 1.25)]
+    first, second = compare(cells)
+    assert (first["batch"], first["best"], first["ms_per_token"]) == (1, 0, 1.0)
+    assert first["loss"] == {"table": pytest.approx(0.25)}
+    assert (second["best"], second["ms_per_token"]) == (2, 2.0)
+    assert second["loss"] == {"auto": pytest.approx(0.05), "bass+table": pytest.approx(-0.05)}
+    assert second["slower"]["auto"] == pytest.approx(2.1 / 4 - 1)
+
+
+def test_all_are_measured_in_one_run_and_shown() -> None:
+    arguments = ("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.9,0.2", "--batch-sizes", "2",
+                 "--controllers", "--prompt-tokens", "12", "--new-tokens", "20", "--repeats", "1", "--device", "cpu")
+    result = bench(*arguments)
+    assert result.exit_code == 0, result.stderr
+    line = next(line for line in result.stdout.splitlines() if line.startswith("batch 2: best fixed length"))
+    for method in ("bass", "table", "bass+table", "auto"):
+        assert f" {method} " in line
+    assert "acceptance set to 0.9, 0.2, by row in turn" in result.stdout
+    assert "measuring what rounds cost" in result.stderr
+
+
+def test_the_lengths_of_all_controllers_have_their_cells() -> None:
+    chosen = settings(**SET | {"acceptance": "0.5"}, controllers=True, methods="2,table,auto")
+    document = grid.measure(chosen, lambda _: None)
+    assert [c["method"] for c in document["cells"]] == ["plain", "2", "table", "auto"]
+    assert set(document["controllers"][0]["loss"]) == {"table", "auto"}
+    without = grid.measure(settings(**SET, methods="2"), lambda _: None)
+    assert without["controllers"] == []
+
+
+def test_the_methods_of_a_comparison() -> None:
+    assert settings(**SET, controllers=True, methods=None).methods == (
+        "plain", "1", "2", "3", "4", "5", "6", "8", "12", "bass", "table", "bass+table", "auto")
+    with pytest.raises(UserError, match="nothing to control"):
+        settings(shape="tiny", controllers=True)
+    for wrong in ("0.5,2", "x", ",", "-1"):
+        with pytest.raises(UserError, match="from 0 to 1"):
+            settings(**SET | {"acceptance": wrong})
+
+
+def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
+    chosen = settings(**SET | {"acceptance": "1,0"}, batch_sizes="5")
+    models = build_models(chosen, None)
+    loop = build_loops(models, chosen, context=60).speculative
+    assert loop is not None
+    loop.lengths = Fixed(3)
+    for _ in range(2):  # an empty batch begins anew
+        rows = rows_for(prompts_for(chosen, None), 5, chosen)
+        fill(loop, rows)
+        assert loop.round().accepted == (3, 0, 3, 0, 3)
+        loop.retire(1)
+        assert loop.batch.hosts[1] is rows[4]
+        assert loop.round().accepted == (3, 3, 3, 0)
+        empty(loop)
+
+
+def test_a_mixture_comes_out_as_it_was_set() -> None:
+    torch.manual_seed(0)
+    found = measured(**SET | {"acceptance": "1,0"}, batch_sizes="4", methods="3", new_tokens=12)["3"]
+    assert found["ms_per_token"]["first"] < 0.6 * found["ms_per_token"]["last"], "half the rows end early"
+    assert found["rounds"] == 12

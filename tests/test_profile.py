@@ -1,0 +1,230 @@
+"""Profiles: where they are kept, how a pair is measured on its own loop, what the command and the jobs after it do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from devices import device, surface_of
+from fakes import Ticks
+from toys import Markov, loop_for
+from typer.testing import CliRunner
+
+from bass_cli.cli import app
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.goodput import Goodput
+from bass_cli.engine.lengths import Fixed
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.profiling import store
+from bass_cli.profiling.measure import measure
+from bass_cli.profiling.skipping import _written, expected_gain, search
+
+
+class Timed(Markov):
+    """A toy model whose passes take `cost(rows, width)` seconds."""
+
+    def __init__(self, table, lag, ticks, cost):
+        super().__init__(table, lag)
+        self._ticks, self._cost = ticks, cost
+
+    def forward(self, tokens, positions, ends, *, last=None):
+        self._ticks.seconds += self._cost(*tokens.shape)
+        return super().forward(tokens, positions, ends, last=last)
+
+
+def timed_loop(rows=8, target=lambda rows, width: 0.01 + 0.001 * rows * width, draft=lambda rows, width: 0.002):
+    ticks, table = Ticks(), torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
+    loop = loop_for(Timed(table, 1, ticks, target), Timed(table, 2, ticks, draft), rows=rows, lengths=Fixed(3))
+    loop.clock = Clock(ticks)
+    return loop, ticks
+
+
+PROMPTS = [[1, 2, 3, 4], [3, 1, 2, 5]]
+
+
+def test_a_loop_is_measured_in_its_parts():
+    loop, ticks = timed_loop()
+    surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
+    assert (surface.rows, surface.measured) == ((1, 4, 8), True)
+    for rows in (1, 4, 8):
+        for width in (0, 1, 2, 4, 8, 16):
+            assert surface.verify_seconds(rows, width) == pytest.approx(0.01 + 0.001 * rows * (width + 1))
+            assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width)
+    assert surface.acceptance == 1.0, "the toy drafts for itself"
+    assert len(loop.batch) == 0
+    assert loop.lengths.next(1) == 3, "the controller is back"
+    assert measure(loop, PROMPTS, rows=(2,), coupling="shared", limit=1.0, now=ticks).rows == (2,), "again"
+
+
+def test_a_pass_that_grows_with_the_context_is_noticed():
+    loop, ticks = timed_loop()
+    target = loop.target
+    forward = target.forward
+
+    def slow(tokens, positions, ends, *, last=None):
+        ticks.seconds += 1e-5 * len(tokens) * float(positions[0, 0])
+        return forward(tokens, positions, ends, last=last)
+
+    target.forward = slow
+    surface = measure(loop, [[1, 2] * 20], rows=(1, 4), coupling="shared", limit=100.0, context=600, now=ticks)
+    assert surface.growth[0] == pytest.approx(1e-5, rel=0.2)
+    assert surface.growth[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_the_time_does_not_suffice_for_is_filled_in():
+    loop, ticks = timed_loop()
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks)
+    assert ticks.seconds < 1.7
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
+    assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
+    one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)
+    assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
+
+
+def test_a_draft_that_proposes_nothing_is_no_cost():
+    ticks, table = Ticks(), torch.randn(1, 50, 50, generator=torch.Generator().manual_seed(0))
+    loop = loop_for(Timed(table, 1, ticks, lambda rows, width: 0.01), "lookup", rows=2)
+    loop.clock = Clock(ticks)
+    surface = measure(loop, [[1, 2, 3]], rows=(2,), coupling="shared", limit=9.0, now=ticks)
+    assert surface.draft_seconds(2, 8) == pytest.approx(0.0, abs=1e-9)
+    assert surface.acceptance is None
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "deep" / "down" / "profile.json"
+
+
+def test_profiles_are_kept_whole_and_found_again(file):
+    notes, surface = [], surface_of(device("wide-310m"), acceptance=0.7)
+    assert store.load_surface(file, notes.append) is None
+    assert store.save_surface(file, surface, notes.append)
+    assert store.load_surface(file, notes.append) == surface
+    assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
+    assert notes == []
+
+
+@pytest.mark.parametrize("text", ["{\"format\": 7}", "\x00\x01", "{}", ""])
+def test_a_broken_profile_is_ignored_with_a_note(file, text):
+    notes = []
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert store.load_surface(file, notes.append) is None
+    assert str(file) in notes[0]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    notes = []
+    (tmp_path / "file").write_text("")
+    assert not store.save_surface(tmp_path / "file" / "profile.json", surface_of(device("wide-310m")), notes.append)
+    assert "could not be kept" in notes[0]
+
+
+def test_every_device_pair_and_dtype_has_a_file_of_its_own():
+    base = {"target": "a", "draft": "b", "device": torch.device("cpu"), "dtype": torch.float32}
+    others = [{"target": "b", "draft": "a"}, {"draft": "lookup"}, {"dtype": torch.bfloat16}]
+    paths = {store.path_of(**(base | change)) for change in [{}, *others]}
+    assert len(paths) == 4
+    assert store.path_of(**base) in paths
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Path:
+    """A folder with a pair of tiny models; `measure` sees few rows."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
+    (tmp_path / "p.txt").write_text("the cat sat\na dog\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BASS_DRAFT_LENGTH", raising=False)
+    return tmp_path
+
+
+def bass(*arguments):
+    return CliRunner().invoke(app, [arguments[0], *arguments[1:], "--pair", "pair.yaml", "--device", "cpu"])
+
+
+def test_the_command_measures_and_table_then_works(place: Path):
+    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids")
+    refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table")
+    assert refused.exit_code == 2
+    assert "bass profile --pair" in refused.stderr
+    assert not (place / "a.jsonl").exists()
+    made = bass("profile", "--batch-sizes", "1,2", "--json")
+    assert made.exit_code == 0, made.stderr
+    document = json.loads(made.stdout)
+    assert document["surface"]["rows"] == [1, 2]
+    assert Path(document["file"]).is_file()
+    assert document["file"] in made.stderr
+    found = []
+    for length in ("table", "bass+table", "auto", "0"):
+        done = bass(*flags, "--out", "a.jsonl", "--draft-length", length)
+        assert done.exit_code == 0, done.stderr
+        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
+    assert found[0] == found[1] == found[2] == found[3], "under shared coupling no controller reaches the output"
+    assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"
+
+
+def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
+    flags = ("generate", "p.txt", "--n", "1", "--max-new-tokens", "8", "--coupling", "maximal", "--out", "a.jsonl")
+    assert bass(*flags).exit_code == 0
+    assert "profile" not in json.loads((place / "a.jsonl.manifest.json").read_text())["results"]
+    document = json.loads(bass("profile", "--batch-sizes", "1", "--json").stdout)
+    refused = bass(*flags)
+    assert refused.exit_code == 2
+    assert "profile" in refused.stderr
+    assert bass(*flags, "--overwrite").exit_code == 0
+    assert json.loads((place / "a.jsonl.manifest.json").read_text())["results"]["profile"] == document["digest"]
+
+
+def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
+    assert bass("generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl").exit_code == 0
+    kept = list(store.folder().iterdir())
+    assert len(kept) == 1
+    surface = store.load_surface(kept[0], pytest.fail)
+    assert surface is not None
+    assert not surface.measured
+    assert Goodput(limit=8, surface=surface)._costs.known
+    refused = bass("generate", "p.txt", "--draft-length", "table")
+    assert refused.exit_code == 2, "what was learnt on the side is no profile"
+    assert "bass profile" in refused.stderr
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (("--batch-sizes", "1,x"), "--batch-sizes"), (("--draft", "none"), "has no draft"),
+    (("--skip", "--draft", "lookup"), "leave --draft out"), (("--pair", "nowhere"), "there is no pair"),
+])
+def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, reason):
+    found = CliRunner().invoke(app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments])
+    assert found.exit_code == 2
+    assert reason in found.stderr
+    assert "loading" not in found.stderr
+
+
+def test_the_layer_that_does_nothing_is_skipped_first(tmp_path):
+    write_checkpoint("llama", tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    for name in ("o", "down"):
+        for kind in ("weight", "bias"):
+            weights[f"layers.1.{name}.{kind}"].zero_()
+    target = Decoder(checkpoint.spec, weights)
+    tokens, steps = torch.arange(40) % 50, iter(range(1000))
+    notes = []
+    found = search(target, tokens, deadline=500, note=notes.append, now=lambda: next(steps))
+    assert notes[0].startswith("skip:1: agreement 1.00")
+    assert found.tokens == 40
+    assert found.gain >= 1.0
+    hurried = search(target, tokens, deadline=0, now=lambda: next(steps))
+    assert hurried.draft.startswith("skip:"), "a proposal, though the time was up at once"
+
+
+def test_gains_and_layers_as_they_are_written():
+    assert _written([9, 4, 5, 6, 12]) == "skip:4-6,9,12"
+    assert expected_gain(0.0, step=0.5) == 1.0
+    assert expected_gain(1.0, step=0.07) == pytest.approx(17 / 2.6)
+    assert expected_gain(0.8, step=0.3) > expected_gain(0.8, step=0.5) > 1.0
