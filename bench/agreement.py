@@ -34,8 +34,10 @@ def theirs(row):
 with ThreadPoolExecutor(given.workers) as pool:
     results = list(pool.map(theirs, rows))
 differing = [
-    {"task_id": row["task_id"], "sample": row["sample"], "ours": ours[row["task_id"], row["sample"]], "theirs": found["result"]}
+    {"task_id": row["task_id"], "sample": row["sample"], "ours": ours[row["task_id"], row["sample"]],
+     "theirs": found["result"]}
     for row, found in zip(rows, results, strict=True)
     if (ours[row["task_id"], row["sample"]] == "passed") != found["passed"]
 ]
-print(json.dumps({"programs": len(rows), "passed": sum(found["passed"] for found in results), "differing": differing}, indent=1))
+passed = sum(found["passed"] for found in results)
+print(json.dumps({"programs": len(rows), "passed": passed, "differing": differing}, indent=1))
