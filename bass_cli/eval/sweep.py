@@ -37,6 +37,9 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     from bass_cli.plan import prepare
 
     plan = prepare(evaluation.job)
+    for note in plan.notes:  # once, not before every file
+        screen.note(note)
+    plan = dataclasses.replace(plan, notes=())
     evaluation.report = None  # that of each file has a name of its own; --report is the document's
     files = _generate(evaluation, plan, budgets, screen)
     reports = []
