@@ -8,6 +8,7 @@ import pytest
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round, make_lengths
+from bass_cli.engine.surface import make_surface
 
 
 def trace(controller, rounds, accept):
@@ -156,6 +157,23 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
     assert min(numpy.diff(controller._keeping.tokens([4] * 32))) > 0.9
 
 
-@pytest.mark.parametrize("controller", [Fixed(7), Bass()])
+def test_rounds_without_the_model_are_not_taken_for_dear_ones():
+    """A model's drafts take six plain rounds; where all are looked up it takes one and a bit, and nothing to catch up."""
+    controller = Goodput(limit=8, surface=make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 5.0]]))
+    for _ in range(50):
+        controller.next(2, Outlook(1e6, catch_up=2.0))
+        controller.observe(Round(4, (2, 1), 1.2, steady=False, drafted=(4, 4)))
+    assert controller._lost < 0, "each brought 2.5 tokens"
+    for _ in range(50):
+        controller.next(2, Outlook(1e6, catch_up=2.0))
+        controller.observe(Round(4, (2, 1), 1.2, steady=False))
+    assert controller._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
+
+
+TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
+
+
+@pytest.mark.parametrize("controller", [Fixed(7), Bass(), *(
+    make_lengths(name, limit=8, coupling="shared", surface=TABLES) for name in ("table", "bass+table"))])
 def test_other_controllers_take_the_longest_draft_there_is(controller):
     assert controller.trim((0, 3, 5, 1)) == 5
