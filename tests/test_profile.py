@@ -169,6 +169,23 @@ def test_the_command_measures_and_table_then_works(place: Path):
     assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"
 
 
+def test_lookup_beside_the_model_has_a_profile_of_its_own(place: Path):
+    """Its rounds take other time than the model's alone, and are not all the same."""
+    drafts = ("--draft", "lookup+draft")
+    assert bass("profile", "--batch-sizes", "1,2", *drafts).exit_code == 0
+    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids", "--out", "a.jsonl")
+    found = []
+    for length in ("table", "auto", "0"):
+        done = bass(*flags, *drafts, "--draft-length", length)
+        assert done.exit_code == 0, done.stderr
+        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
+    assert found[0] == found[1] == found[2]
+    alone = bass(*flags, "--draft-length", "table")
+    assert alone.exit_code == 2
+    assert "has no profile" in alone.stderr
+
+
 def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
     flags = ("generate", "p.txt", "--n", "1", "--max-new-tokens", "8", "--coupling", "maximal", "--out", "a.jsonl")
     assert bass(*flags).exit_code == 0
