@@ -170,6 +170,13 @@ def test_rounds_without_the_model_are_not_taken_for_dear_ones():
     assert controller._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
 
 
+def test_drafts_of_the_host_need_no_catching_up():
+    surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.5]])
+    behind = Outlook(10, catch_up=50.0)
+    assert Goodput(limit=8, surface=surface).next(2, behind) == 0
+    assert Goodput(limit=8, surface=surface).trim([4, 4], behind) >= 3
+
+
 TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
 
 

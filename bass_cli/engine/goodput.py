@@ -84,7 +84,7 @@ class Goodput:
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """The length that pays, if only rows with so many drafts can keep them; now and then a short probe."""
-        most, outlook = max(counts), self._seen(outlook)
+        most, outlook = max(counts), self._seen(outlook)._replace(catch_up=0.0)  # the host's drafts need no catching up
         if self._opening or not self._costs.known:
             return most
         choices = self._costs.line(len(counts), outlook.context)
