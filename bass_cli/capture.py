@@ -6,14 +6,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # from a warm function to what runs it again
 
 
-def capture(function: Callable[[], None], pool: tuple[int, int]) -> torch.cuda.CUDAGraph:
-    """A graph of what `function` launches, its intermediate results in the memory pool `pool`. The function must have run
+def capture(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of what `function` launches, its intermediate results in the memory pool `pool`
+    (a torch.cuda.graph_pool_handle). The function must have run
     before: compiling and loading cannot be captured."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

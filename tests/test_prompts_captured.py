@@ -5,6 +5,7 @@ import pytest
 import torch
 from checkpoints import write_checkpoint
 from fakes import record
+from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed
@@ -12,7 +13,6 @@ from bass_cli.model import prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
-
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 18, 35)
 
@@ -76,3 +76,92 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag):
                     runner.cache.detach(row)
             torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert graphed._graphs.captures == 3
+
+
+def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders):
+    """512 tokens and one more; then prompts that make the store grow twice: what was captured before must not be used."""
+    eager, graphed = runners(decoders("qwen2"), 1)
+    for length in (513, 514, 600, 1500, 40, 600, 3000, 40, 513):
+        found = []
+        for runner in (eager, graphed):
+            runner.open("x", text(length))
+            runner.attach(0, "x")
+            runner.close("x") if length == 40 else None
+            found.append(logits_of(runner, 0, text(length), 1))
+            runner.cache.detach(0)
+            if length != 40:  # some stay, so that there is less and less place
+                runner._prompts[str(len(runner._prompts))] = runner._prompts.pop("x")
+        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+    assert graphed.cache.positions > 4096
+    assert graphed._graphs.captures > 6
+
+
+def test_padding_spares_the_neighbours(decoders):
+    """A span between two others is freed and taken by a longer prompt whose padding fills it: theirs stay as they were."""
+    _, runner = runners(decoders("qwen2"), 1)
+    for key, length in (("before", 17), ("between", 33), ("after", 17)):  # 16, 32 and 16 positions
+        runner.open(key, text(length))
+    spans = runner._prompts
+    kept = {key: runner.cache.prompt_keys[2][:, spans[key].start : spans[key].start + 16].clone() for key in ("before", "after")}
+    place = spans["between"].start
+    for length in (18, 20, 33):
+        runner.close("between")
+        runner.open("between", text(length))
+        assert spans["between"].start == place
+        for key, value in kept.items():
+            assert runner.cache.prompt_keys[2][:, spans[key].start : spans[key].start + 16].equal(value), key
+    runner.close("between")
+    runner.open("between", text(35))  # 34 positions fit nowhere but behind, padded to 64
+    assert spans["between"].start == spans["after"].start + 16
+    assert (spans["between"].length, spans["between"].size) == (34, 64)
+
+
+def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_deadline(decoders, monkeypatch):
+    monkeypatch.setattr(prompts, "PATIENCE", 2)
+    _, runner = runners(decoders("qwen2"), 1)
+    seen = []
+
+    def open_(length, in_time=None):
+        runner.open("x", text(length), in_time)
+        runner.close("x")
+        seen.append(runner._graphs.captures)
+
+    for _ in range(5):
+        open_(12, lambda tokens: True)
+    open_(12)
+    for length in (30, 31, 32, 33):
+        open_(length)
+    assert seen == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypatch):
+    monkeypatch.setattr(prompts, "PATIENCE", 8)
+    eager, runner = runners(decoders("qwen2"), 1)
+    runner.prepare()
+    assert runner._graphs.captures == len(prompts.SIZES)
+    monkeypatch.setattr(Runner, "_fill", lambda self, span, first, tokens, *, capture: self._graphs.feed(
+        tokens, start=span.start, first=first, store=self.cache.positions, capture=False) or pytest.fail("not captured"))
+    for length in (2, 17, 100, 257, 513, 700):
+        runner.open("x", text(length), lambda tokens: True)
+        runner.close("x")
+    runner.prepare()
+    assert runner._graphs.captures == len(prompts.SIZES)
+    assert eager.cache.reserve(3).size == 3  # where there are no graphs nothing is padded
+
+
+def test_whole_jobs_give_the_same_tokens(decoders):
+    """Target and draft, several prompts in the store at once, rows that come and go."""
+    target, draft = decoders("mistral"), decoders("mistral").keep_layers([0, 2])
+    given = [text(n, seed=5) for n in (1, 2, 15, 16, 17, 18, 40, 70)]
+    rows = [Row(str(p), s, 3, list(tokens), 9 + (p + s) % 4, temperature=0.7 * s) for p, tokens in enumerate(given)
+            for s in range(2)]
+
+    def copies():
+        return [Row(r.key, r.sample, r.seed, list(r.tokens), r.limit, temperature=r.temperature) for r in rows]
+
+    due = drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), copies())
+    for batch in (3, 7):
+        both = [Runner(d, rows=batch, span=SPAN, lag=lag, record=record) for d, lag in ((target, 1), (draft, 2))]
+        loop = loop_for(both[0], both[1], rows=batch, lengths=Fixed(3))
+        assert drive(loop, copies()) == due
+        assert all(runner._graphs.captures >= 3 for runner in both)

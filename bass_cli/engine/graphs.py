@@ -47,7 +47,7 @@ class Graphs:
         self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
-        self._pool = torch.cuda.graph_pool_handle() if self.enabled else (0, 0)
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def renew(self, version: Hashable) -> bool:
         """Forget all graphs if `version` is another than last time (what they read has moved); says whether it was."""
