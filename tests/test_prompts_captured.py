@@ -9,7 +9,8 @@ from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed
-from bass_cli.model import prompts
+from bass_cli.model import cache, prompts
+from bass_cli.model import runner as runner_module
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
@@ -36,6 +37,16 @@ def decoders(tmp_path_factory):
 def at_once(monkeypatch):
     """Sizes are captured when they are first met, so that from the second time on they are replayed."""
     monkeypatch.setattr(prompts, "PATIENCE", 0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Few sizes, short passes and a store that has to grow early, to save time."""
+    for place in (prompts, runner_module):
+        monkeypatch.setattr(place, "SIZES", (16, 32))
+    monkeypatch.setattr(runner_module, "_CHUNK", 32)
+    monkeypatch.setattr(runner_module, "_TIMED_CHUNK", {})
+    monkeypatch.setattr(cache, "_ARENA", {"cpu": 64})
 
 
 def text(length, seed=0):
@@ -78,22 +89,32 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag):
     assert graphed._graphs.captures == 3
 
 
+@pytest.mark.usefixtures("small")
 def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders):
-    """512 tokens and one more; then prompts that make the store grow twice: what was captured before must not be used."""
+    """One pass and one more token; then prompts that make the store grow: what was captured before must not be used."""
     eager, graphed = runners(decoders("qwen2"), 1)
-    for length in (513, 514, 600, 1500, 40, 600, 3000, 40, 513):
+    for length in (33, 34, 40, 100, 10, 40, 150, 10, 33):
         found = []
         for runner in (eager, graphed):
             runner.open("x", text(length))
             runner.attach(0, "x")
-            runner.close("x") if length == 40 else None
+            runner.close("x") if length == 10 else None
             found.append(logits_of(runner, 0, text(length), 1))
             runner.cache.detach(0)
-            if length != 40:  # some stay, so that there is less and less place
+            if length != 10:  # some stay, so that there is less and less place
                 runner._prompts[str(len(runner._prompts))] = runner._prompts.pop("x")
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
-    assert graphed.cache.positions > 4096
-    assert graphed._graphs.captures > 6
+    assert graphed.cache.positions > 256
+    assert graphed._graphs.captures > 4
+
+
+def test_one_token_more_than_the_largest_pass(decoders):
+    eager, graphed = runners(decoders("qwen2"), 1)
+    for runner in (eager, graphed):
+        runner.open("x", text(514))
+        runner.attach(0, "x")
+    torch.testing.assert_close(*(logits_of(runner, 0, text(514), 1) for runner in (graphed, eager)), atol=1e-4, rtol=1e-4)
+    assert graphed._prompts["x"].size == 512 + 16
 
 
 def test_padding_spares_the_neighbours(decoders):
@@ -102,14 +123,15 @@ def test_padding_spares_the_neighbours(decoders):
     for key, length in (("before", 17), ("between", 33), ("after", 17)):  # 16, 32 and 16 positions
         runner.open(key, text(length))
     spans = runner._prompts
-    kept = {key: runner.cache.prompt_keys[2][:, spans[key].start : spans[key].start + 16].clone() for key in ("before", "after")}
+    slots = {key: slice(spans[key].start, spans[key].start + 16) for key in ("before", "after")}
+    kept = {key: runner.cache.prompt_keys[2][:, place].clone() for key, place in slots.items()}
     place = spans["between"].start
     for length in (18, 20, 33):
         runner.close("between")
         runner.open("between", text(length))
         assert spans["between"].start == place
         for key, value in kept.items():
-            assert runner.cache.prompt_keys[2][:, spans[key].start : spans[key].start + 16].equal(value), key
+            assert runner.cache.prompt_keys[2][:, slots[key]].equal(value), key
     runner.close("between")
     runner.open("between", text(35))  # 34 positions fit nowhere but behind, padded to 64
     assert spans["between"].start == spans["after"].start + 16
@@ -134,6 +156,7 @@ def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_dead
     assert seen == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
 
 
+@pytest.mark.usefixtures("small")
 def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 8)
     eager, runner = runners(decoders("qwen2"), 1)
@@ -141,7 +164,7 @@ def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypa
     assert runner._graphs.captures == len(prompts.SIZES)
     monkeypatch.setattr(Runner, "_fill", lambda self, span, first, tokens, *, capture: self._graphs.feed(
         tokens, start=span.start, first=first, store=self.cache.positions, capture=False) or pytest.fail("not captured"))
-    for length in (2, 17, 100, 257, 513, 700):
+    for length in (2, 17, 33, 34, 80):
         runner.open("x", text(length), lambda tokens: True)
         runner.close("x")
     runner.prepare()

@@ -46,10 +46,7 @@ class PromptGraphs:
         """Take in `tokens` (as many as the largest of SIZES) for positions from `first` on of a prompt at `start` of a
         store with `store` positions; a store moves when that changes. False: nothing was done, since there is no graph
         and either it is not time for one, or `capture` forbids it."""
-        if store != self._store:
-            self._store = store
-            self._held.clear()
-            self._wished.clear()
+        self._renew(store)
         size = padded(len(tokens))
         if size not in self._held:
             self._wished[size] += 1
@@ -64,9 +61,17 @@ class PromptGraphs:
 
     def prepare(self, *, start: int, store: int) -> None:
         """Capture all sizes now. What stands at `start` and up to the largest size behind it is lost."""
+        self._renew(store)
         for size in SIZES:
-            self._wished[size] = PATIENCE
-            self.feed([0] * size, start=start, first=0, store=store, capture=True)
+            if size not in self._held:
+                self._put([0] * size, start, 0)
+                self._capture(size)
+
+    def _renew(self, store: int) -> None:
+        if store != self._store:
+            self._store = store
+            self._held.clear()
+            self._wished.clear()
 
     def _put(self, tokens: Sequence[int], start: int, first: int) -> None:
         """One copy that the host does not wait for. Tokens of an earlier pass may stay behind these: they are padding."""
