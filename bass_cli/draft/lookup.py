@@ -56,10 +56,10 @@ class LookupDrafter:
     def close(self, key: str) -> None:
         del self._prompts[key]
 
-    def attach(self, row: int, key: str) -> None:
+    def attach(self, row: int, key: str, count: int = 1) -> None:
         assert row == len(self._rows)
         prompt = self._prompts[key]
-        self._rows.append((prompt, _Index(prompt._length)))
+        self._rows += [(prompt, _Index(prompt._length)) for _ in range(count)]
 
     def detach(self, row: int) -> None:
         if row == len(self._rows) - 1:

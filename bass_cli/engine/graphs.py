@@ -1,17 +1,17 @@
 """Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply called.
 
-Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py).
+Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py), CUDA itself (capture.py).
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
+
+from bass_cli.capture import capture
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -80,12 +80,13 @@ class Graphs:
         """Capture `function`, which must be warm (see `run`): compiling and loading cannot be captured."""
         like = self._warm[key]
         host = None if like is None else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+
+        def recorded() -> None:
             found = function()
             if host is not None and found is not None:
                 host.copy_(found, non_blocking=True)
+
+        graph = capture(recorded, self._pool)
         self._held[key] = graph, host
         self.captures += 1
 
@@ -95,15 +96,3 @@ class Graphs:
         graph.replay()
         torch.cuda.current_stream().synchronize()
         return host
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph of some dead loop that happens to be freed while another is captured ends the process."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
