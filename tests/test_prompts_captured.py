@@ -1,6 +1,9 @@
 """Prompts read by padded graphs, without a GPU: rows that follow give the tokens that they give after an ordinary prefill,
 whatever else is, was or will be in the store."""
 
+import functools
+import weakref
+
 import pytest
 import torch
 from checkpoints import write_checkpoint
@@ -188,3 +191,29 @@ def test_whole_jobs_give_the_same_tokens(decoders):
         loop = loop_for(both[0], both[1], rows=batch, lengths=Fixed(3))
         assert drive(loop, copies()) == due
         assert all(runner._graphs.captures >= 3 for runner in both)
+
+
+class Pool:
+    """Records as CUDA does into one memory pool: refused while graphs were there and none is any more."""
+
+    def __init__(self):
+        self.alive, self.begun = weakref.WeakSet(), False
+
+    def __call__(self, function):
+        assert self.alive or not self.begun, "the pool has been given up"
+        graph = functools.partial(function)
+        self.alive.add(graph)
+        self.begun = True
+        return graph
+
+
+def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
+    monkeypatch.setattr(prompts, "PATIENCE", 2)
+    pool = Pool()
+    graphs = prompts.PromptGraphs(lambda tokens, place: None, pool, torch.device("cpu"))
+    for store in (1000, 2000, 3000, 4000):  # the third time nothing was captured in between
+        times = 1 if store == 2000 else prompts.PATIENCE + 1
+        done = [graphs.feed([1] * 20, start=0, first=0, store=store, capture=True) for _ in range(times)]
+        assert done[-1] is (store != 2000)
+    assert graphs.captures == 3
+    assert len(pool.alive) == 1  # what was dropped is let go once something new is there

@@ -45,6 +45,7 @@ class Graphs:
         self.enabled = device.type == "cuda"
         self.captures = 0
         self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._dropped = self._held  # not run any more, see renew
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
@@ -53,7 +54,8 @@ class Graphs:
         """Forget all graphs if `version` is another than last time (what they read has moved); says whether it was."""
         if version == self._version:
             return False
-        self._held.clear()
+        # The memory that all of them share must not be without any: CUDA's allocator may refuse to capture into it then.
+        self._dropped, self._held = self._held or self._dropped, {}
         self._warm.clear()
         self._version = version
         return True
@@ -88,6 +90,7 @@ class Graphs:
 
         graph = capture(recorded, self._pool)
         self._held[key] = graph, host
+        self._dropped = {}
         self.captures += 1
 
     def replay(self, key: Hashable) -> Tensor | None:

@@ -38,6 +38,7 @@ class PromptGraphs:
         self._run, self._record = run, record
         self._input = torch.zeros(2 + SIZES[-1], dtype=torch.int64, device=device)  # the place, then the tokens
         self._held: dict[int, Callable[[], None]] = {}
+        self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
         self._wished: Counter[int] = Counter()
         self._store = 0
         self.captures = 0
@@ -69,8 +70,8 @@ class PromptGraphs:
 
     def _renew(self, store: int) -> None:
         if store != self._store:
-            self._store = store
-            self._held.clear()
+            # The memory that all of them share must not be without any: CUDA's allocator refuses to capture into it then.
+            self._store, self._dropped, self._held = store, self._held or self._dropped, {}
             self._wished.clear()
 
     def _put(self, tokens: Sequence[int], start: int, first: int) -> None:
@@ -83,4 +84,5 @@ class PromptGraphs:
         function = functools.partial(self._run, self._input[None, 2 : 2 + size], self._input[:2])
         function()
         self._held[size] = self._record(function)
+        self._dropped = {}
         self.captures += 1
