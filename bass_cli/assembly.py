@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bass_cli.draft import Drafter, make_drafter
+from bass_cli.draft.model import ModelDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
@@ -80,10 +81,18 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     widths = (0, longest) if isinstance(job.speculation.length, int) else range(longest + 1)
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=(0, longest))
+    _prepare_prompts(loop)
     loop.prepare({rows, min(job.n, rows)}, widths)
     loop.clock.forget()  # it has seen compiling
     _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=(0, longest))
     loop.lengths = controller
+
+
+def _prepare_prompts(loop: Loop) -> None:
+    if isinstance(loop.target, Runner):
+        loop.target.prepare()
+    if isinstance(loop.drafter, ModelDrafter):
+        loop.drafter.prepare_prompts()
 
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
@@ -91,8 +100,8 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
     limit = min(plan.job.sampling.max_new_tokens, plan.target.spec.context - 1)
     prompt, far = [0] * max(1, min(tokens, plan.target.spec.context - limit)), loop.clock.now() + 1e6
     loop.open(_WARM_KEY, prompt, deadline=far)
-    for sample in range(min(plan.job.n, loop.batch.capacity)):
-        loop.admit(Row(_WARM_KEY, sample, 0, list(prompt), limit))
+    samples = range(min(plan.job.n, loop.batch.capacity))
+    loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
     loop.close(_WARM_KEY)
     for width in widths:
         loop.lengths = Fixed(width)

@@ -143,10 +143,11 @@ class Conductor:
         for task in self._tasks:
             if not task.waiting:
                 continue
-            while task.waiting and len(batch) < batch.capacity:
-                row = Row(task.prompt.id, task.waiting.popleft(), sampling.seed, list(task.tokens), task.limit,
-                          temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-                self._loop.admit(row)
+            samples = [task.waiting.popleft() for _ in range(min(len(task.waiting), batch.capacity - len(batch)))]
+            rows = [Row(task.prompt.id, sample, sampling.seed, list(task.tokens), task.limit,
+                        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p) for sample in samples]
+            self._loop.admit(*rows)
+            for row in rows:
                 self._live[row] = _Live(task, StopDetector(self._tokenizer, sampling.stop) if sampling.stop else None)
             if not task.waiting:
                 self._loop.close(task.prompt.id)

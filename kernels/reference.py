@@ -45,8 +45,9 @@ class Segments(NamedTuple):
     positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the length of its prompt
     span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
     rows by prompt span, and an upper bound of own slots in use. Slots at positions beyond a query's are not seen:
-    what lies there, rejected drafts included, needs no erasing. teams: the rows by prompt span as the Triton kernels take
-    them, or None.
+    what lies there, rejected drafts included, needs no erasing. extent 0 and no groups: the queries stand in their prompt's
+    span themselves, the host does not know where (a captured prefill). teams: the rows by prompt span as the Triton
+    kernels take them, or None.
     """
 
     positions: Tensor
@@ -125,11 +126,14 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     q = q.float() * scale
     # [B, K, W, H / K, D]: one matrix of queries per key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+    if not segments.extent:
+        total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
+        return _finish(total / mass, width, keys.dtype)
     places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
     total, peak, mass = _partial(q, keys[:, :, : segments.extent], values[:, :, : segments.extent],
                                  _visible(segments.positions, places, window), width)
     if _many_short(segments):
-        part = _gathered(q, prompt, segments, window, width)
+        part = _gathered(q, prompt, segments, window, width, max(group.length for group in segments.groups))
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
         return _finish(total / mass, width, keys.dtype)
     for group in segments.groups:
@@ -157,11 +161,10 @@ def _many_short(segments: Segments) -> bool:
     return len(segments.base) * max(group.length for group in segments.groups) <= _GATHERED
 
 
-def _gathered(q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int,
-              width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int,
+              longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """`_partial` over every row's prompt span, all padded to the longest."""
-    places = torch.arange(max(group.length for group in segments.groups), device=q.device)
-    places = places.expand(len(segments.base), -1)
+    places = torch.arange(longest, device=q.device).expand(len(segments.base), -1)
     index = segments.start[:, None] + torch.minimum(places, (segments.base[:, None] - 1).clamp(min=0))
     visible = _visible(segments.positions, places, window) & (places < segments.base[:, None])[:, None]
     return _partial(q, prompt[0][:, index].transpose(0, 1), prompt[1][:, index].transpose(0, 1), visible, width)

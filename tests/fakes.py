@@ -1,6 +1,9 @@
-"""Graphs without a GPU: replaying calls the function, and a clock is charged what a real device would take. No tests."""
+"""Graphs without a GPU: for rounds, replaying calls the function, and a clock is charged what a real device would take; for
+prompts, the operations of a run are noted and done again on the same tensors. No tests."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from bass_cli.engine.graphs import Graphs
 
@@ -43,3 +46,48 @@ class FakeGraphs(Graphs):
 
     def count(self, how, kind=None):
         return sum(done == how and kind in (None, key.kind) for done, key in self.done)
+
+
+class Tape(TorchDispatchMode):
+    """Notes every operation that runs, so that `replay` does them again, as a graph would: on the tensors of that time, at
+    the addresses of that time, with the numbers that the host gave then."""
+
+    def __init__(self):
+        super().__init__()
+        self._done = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        found = function(*arguments, **(options or {}))
+        self._done.append((function, arguments, options or {}, found))
+        return found
+
+    @torch.inference_mode()
+    def replay(self):
+        for function, arguments, options, found in self._done:
+            given = {_address(t) for t in tree_leaves((arguments, options)) if isinstance(t, torch.Tensor)}
+            for old, new in zip(tree_leaves(found), tree_leaves(function(*arguments, **options)), strict=True):
+                if isinstance(old, torch.Tensor) and _address(old) not in given:  # else a view, or written in place
+                    old.copy_(new)
+
+
+def _address(tensor):
+    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+
+
+def record(function):
+    """What capture.recorder gives on a CUDA device."""
+    with Tape() as tape:
+        function()
+    return tape.replay
+
+
+def count_operations(function):
+    """How many operations on devices a call takes (on a GPU each is a launch or a copy), views left out."""
+    with Tape() as tape:
+        function()
+    names = [done[0].overloadpacket.__name__ for done in tape._done]
+    return sum(name not in _VIEWS for name in names)
+
+
+_VIEWS = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "detach", "alias", "permute", "as_strided",
+          "_unsafe_view", "split", "unbind", "empty", "lift_fresh", "split_with_sizes"}

@@ -2,10 +2,28 @@
 
 import pytest
 import torch
+from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Batch, Row, noise_key
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.lengths import Fixed
+from bass_cli.engine.loop import Loop
 from bass_cli.model.cache import KVCache
+from bass_cli.model.runner import Runner
+
+
+class _NoLayers:
+    """A decoder as a Runner sees it, with next to nothing in it."""
+
+    class spec:  # noqa: N801
+        kv_heads, head_size = 1, 2
+
+    layers, dtype, device = (0,), torch.float32, torch.device("cpu")
+
+    def forward(self, tokens, step, *, last=None):
+        return None
 
 
 def store(rows=4, span=8):
@@ -62,14 +80,14 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
 
 
 class Copies(TorchDispatchMode):
-    """Counts the copies between tensors of more than one number."""
+    """Counts the copies between tensors of more than two numbers."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.count += function is torch.ops.aten.copy_.default and arguments[0].numel() > 1
+        self.count += function is torch.ops.aten.copy_.default and arguments[0].numel() > 2
         return function(*arguments, **(options or {}))
 
 
@@ -150,6 +168,69 @@ def test_a_batch_stays_dense_and_every_column_follows_its_row():
     assert batch.laws.keys[0].tolist() == list(noise_key(5, "2", 2))
     assert batch.tokens[0, :3].tolist() == [2, 2, 2]
     assert batch.retire(1) is None
+
+
+def admitted_together_and_one_by_one(groups):
+    """Two loops with toy-sized stores and the same rows: each group admitted together, or its rows one by one."""
+    loops = []
+    for together in (True, False):
+        runners = [Runner(_NoLayers(), rows=6, span=30, lag=lag) for lag in (1, 2)]
+        drafter = make_drafter("model", runner=runners[1], coupling="shared", temperature=None)
+        loop = Loop(batch=Batch(rows=6, context=8, device=torch.device("cpu")), target=runners[0], drafter=drafter,
+                    lengths=Fixed(2), coupling="shared", clock=Clock())
+        for group in groups():
+            for key in {row.key: row for row in group}.values():
+                loop.open(key.key, key.tokens)
+            for rows in [group] if together else [[row] for row in group]:
+                loop.admit(*rows)
+        loops.append((loop, runners))
+    return loops
+
+
+def test_rows_admitted_together_are_those_admitted_one_by_one():
+    """Prompts of unequal length in one call and in several, rows that hold other numbers before, tokens that outgrow the
+    batch."""
+    def groups():
+        def row(key, sample, length, **more):
+            return Row(key, sample, 9, [int(key) + 10 + i for i in range(length)], 5 + sample, **more)
+
+        return ([row("1", 0, 4, temperature=0.5, top_k=3, top_p=0.9), row("1", 1, 4, temperature=0.0)],
+                [row("2", 0, 1), row("3", 4, 12, top_k=7), row("3", 2, 12, top_p=0.25)])
+
+    (one, ours), (other, theirs) = admitted_together_and_one_by_one(groups)
+    for name in ("lengths", "_alive", "_top_k", "_temperature", "_top_p", "_keys"):
+        assert getattr(one.batch, name).equal(getattr(other.batch, name)), name
+    for index, row in enumerate(one.batch.hosts):
+        assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
+        assert one.batch.laws.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
+    assert one.batch._top_k.tolist() == [3, 0, 0, 7, 0, 0]
+    assert one.batch._top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
+    assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
+    for mine, due in zip(ours, theirs, strict=True):
+        assert mine.cache._places.equal(due.cache._places)
+        assert [mine.cache.base(row) for row in range(5)] == [due.cache.base(row) for row in range(5)]
+    assert ours[1].cache._base.tolist() == [2, 2, 0, 10, 10, 0]
+    assert one.drafter._fed == other.drafter._fed == [2, 2, 0, 10, 10]
+
+
+def test_admitting_and_ending_rows_takes_few_operations():
+    """Each is a launch on a GPU: as many for eight rows of a prompt as for one."""
+    def admit(count):
+        batch, cache = Batch(rows=8, context=64, device=torch.device("cpu")), store(rows=8)
+        rows = [Row("p", i, 0, [1, 2, 3], 9) for i in range(count)]
+        span = cache.reserve(2)
+
+        def all_of_them():
+            cache.attach(0, span, len(batch.admit(*rows)))
+
+        return batch, cache, count_operations(all_of_them)
+
+    batch, cache, many = admit(8)
+    assert many == admit(1)[2] < 20
+    ended = count_operations(lambda: (batch.retire(7), cache.detach(7)))
+    assert ended <= 4
+    moved = count_operations(lambda: (batch.retire(0), cache.detach(0), cache.move(6, 0, 3)))
+    assert moved <= 10
 
 
 def test_commit_appends_each_rows_own_count_and_last_reads_it_back():

@@ -11,11 +11,12 @@ from toys import SPAN, Reactive, drive
 
 import bass_kernels as ops
 from bass_cli.draft import make_drafter
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Bass, Fixed
 from bass_cli.engine.loop import Loop
+from bass_cli.model import prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
@@ -214,3 +215,51 @@ def test_nothing_is_freed_while_a_graph_is_captured():
     graphs.capture("key", function)
     assert seen == [True, False]
     assert gc.isenabled()
+
+
+def text(length, seed=0):
+    return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def job_of(lengths, seed):
+    return [Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, temperature=0.7 * s) for n in lengths for s in range(2)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
+def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
+    """Captured at the first meeting, replayed at the second, with other tokens at other places; then in a moved store."""
+    target, draft = decoders(family)
+    jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
+    monkeypatch.setattr(prompts, "PATIENCE", 10**9)
+    due = [drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job()) for job in jobs]
+    monkeypatch.setattr(prompts, "PATIENCE", 0)
+    loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
+    runners = loop.target, loop.drafter._runner
+    for number, job in enumerate(jobs):
+        if number == 2:
+            for runner in runners:
+                runner.cache._grow(20_000)
+        assert drive(loop, job()) == due[number], f"job {number}"
+        assert [runner._graphs.captures for runner in runners] == [[3, 3], [3, 3], [6, 6]][number]
+
+
+def test_prepared_prompts_are_not_captured_again(decoders):
+    target, draft = decoders("llama")
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.target.prepare()
+    loop.drafter.prepare_prompts()
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0))
+    assert drive(loop, job_of((9, 40, 90), 0)) == due
+    assert loop.target._graphs.captures == len(prompts.SIZES)
+
+
+def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
+    loop = loop_for(decoders("llama")[0], "none", batch=4, lengths=Fixed(0), graphs=False)
+    loop.open("p", [1, 2, 3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.admit(*(Row("p", s, 0, [1, 2, 3], 5) for s in range(4)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loop.batch.lengths.tolist() == [3, 3, 3, 3]
+    assert loop.batch.tokens[3, :3].tolist() == [1, 2, 3]

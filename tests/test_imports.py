@@ -27,6 +27,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.fields"},
     "bass_cli/fields.py": {"pydantic", "bass_cli.drafts"},
     "bass_cli/drafts.py": set(),
+    "bass_cli/capture.py": {"torch"},
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
     "bass_cli/plan.py": {
@@ -140,7 +141,10 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
     "bass_cli/model/cache.py": {"torch", "bass_kernels", f"{MODEL}.teams"},
     "bass_cli/model/teams.py": {"torch", "bass_kernels"},
-    "bass_cli/model/runner.py": {"torch", f"{MODEL}.cache", f"{MODEL}.decoder"},
+    "bass_cli/model/runner.py": {
+        "torch", "bass_cli.capture", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts",
+    },
+    "bass_cli/model/prompts.py": {"torch", "bass_cli.capture"},
     "bass_cli/model/families.py": {"bass_cli.job", f"{MODEL}.decoder"},
     "bass_cli/model/specs.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families"},
     "bass_cli/model/gguf_families.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.specs"},
@@ -177,7 +181,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/packed.py": {"torch", "numpy", "bass_cli.engine"},
     "bass_cli/engine/accept.py": {"torch", "bass_kernels", "bass_cli.draft", "bass_cli.engine.batch"},
     "bass_cli/engine/sampling.py": {"torch", "bass_kernels", "bass_cli.engine.batch"},
-    "bass_cli/engine/graphs.py": {"torch"},
+    "bass_cli/engine/graphs.py": {"torch", "bass_cli.capture"},
     "bass_cli/engine/forecast.py": set(),
     "bass_cli/engine/ladder.py": {"bass_cli.engine.graphs"},
     "bass_cli/engine/captured.py": {"torch", "bass_cli.engine"},

@@ -32,8 +32,8 @@ class Markov:
     def close(self, key):
         pass
 
-    def attach(self, row, key):
-        self._bases.append(self._prompts[key])
+    def attach(self, row, key, count=1):
+        self._bases += [self._prompts[key]] * count
 
     def detach(self, row):
         pass

@@ -22,8 +22,7 @@ def fill(loop: Loop, rows: list[Row]) -> float:
     for key, group in groupby(rows, key=lambda row: row.key):
         members = list(group)
         loop.open(key, members[0].tokens)
-        for row in members:
-            loop.admit(row)
+        loop.admit(*members)
         loop.close(key)
     synchronise(loop.batch.device)
     return time.perf_counter() - began

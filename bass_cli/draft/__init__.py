@@ -45,8 +45,8 @@ class Drafter(Protocol):
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
 
-    def attach(self, row: int, key: str) -> None:
-        """Row `row` of the batch begins with this prompt."""
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        """Rows `row` to `row` + `count` - 1 of the batch begin with this prompt."""
 
     def detach(self, row: int) -> None:
         """Row `row` ends."""
@@ -81,7 +81,7 @@ class NoDrafter:
     def close(self, key: str) -> None:
         pass
 
-    def attach(self, row: int, key: str) -> None:
+    def attach(self, row: int, key: str, count: int = 1) -> None:
         pass
 
     def detach(self, row: int) -> None:

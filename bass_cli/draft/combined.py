@@ -51,9 +51,9 @@ class CombinedDrafter:
         self._lookup.close(key)
         self._model.close(key)
 
-    def attach(self, row: int, key: str) -> None:
-        self._lookup.attach(row, key)
-        self._model.attach(row, key)
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        self._lookup.attach(row, key, count)
+        self._model.attach(row, key, count)
 
     def detach(self, row: int) -> None:
         self._lookup.detach(row)

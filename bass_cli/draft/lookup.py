@@ -75,16 +75,17 @@ class LookupDrafter:
     def close(self, key: str) -> None:
         del self._prompts[key]
 
-    def attach(self, row: int, key: str) -> None:
+    def attach(self, row: int, key: str, count: int = 1) -> None:
         assert row == len(self._samples)
         shared = self._prompts[key]
-        if "siblings" in self._sources:
-            self._samples.append(_Sample((shared,), shared))
-        elif "own" in self._sources:
-            own = Index()
-            self._samples.append(_Sample((own, shared), own))
-        else:
-            self._samples.append(_Sample((shared,), None))
+        for _ in range(count):
+            if "siblings" in self._sources:
+                self._samples.append(_Sample((shared,), shared))
+            elif "own" in self._sources:
+                own = Index()
+                self._samples.append(_Sample((own, shared), own))
+            else:
+                self._samples.append(_Sample((shared,), None))
 
     def detach(self, row: int) -> None:
         sample = self._samples[row]

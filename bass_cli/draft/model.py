@@ -41,6 +41,10 @@ class ModelDrafter:
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
+    def prepare_prompts(self) -> None:
+        """Capture now what reads prompts (Runner.prepare)."""
+        self._runner.prepare()
+
     @property
     def version(self) -> int:
         return self._runner.version
@@ -51,10 +55,10 @@ class ModelDrafter:
     def close(self, key: str) -> None:
         self._runner.close(key)
 
-    def attach(self, row: int, key: str) -> None:
-        self._runner.attach(row, key)
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        self._runner.attach(row, key, count)
         assert row == len(self._fed)
-        self._fed.append(self._runner.cache.base(row))
+        self._fed += [self._runner.cache.base(row)] * count
 
     def detach(self, row: int) -> None:
         self._runner.detach(row)

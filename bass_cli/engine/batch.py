@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,15 +86,16 @@ class Batch:
     """
 
     def __init__(self, *, rows: int, context: int, device: torch.device):
-        def column(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
         self.capacity, self.device = rows, device
-        self.tokens, self.lengths = column(context), column() + 1
-        self._alive = column()  # 1 for live rows
-        self._temperature, self._top_p = column(dtype=torch.float32), column(dtype=torch.float32)
-        self._top_k, self._keys = column(), column(2)
-        self.acceptance = column(dtype=torch.float32)  # for benchmarks of random weights: see Loop
+        self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
+        # A row's numbers stand together, so that one operation sets or moves all of one type. _alive: 1 for live rows.
+        self._dummy = torch.tensor([1, 0, 0], device=device), torch.tensor([0.0, 1.0], device=device)
+        self._integers = self._dummy[0][:, None].repeat(1, rows)
+        self._floats = self._dummy[1][:, None].repeat(1, rows)
+        self._keys = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+        self.lengths, self._alive, self._top_k = self._integers
+        self._temperature, self._top_p = self._floats
+        self.acceptance = torch.zeros(rows, device=device)  # for benchmarks of random weights: see Loop
         self.hosts: list[Row] = []
         self.version = 0
         self._padded: int | None = None
@@ -133,22 +134,33 @@ class Batch:
         rows = self.rows
         return Laws(self._temperature[:rows], self._top_k[:rows], self._top_p[:rows], self._keys[:rows])
 
-    def admit(self, row: Row) -> int:
-        """Make `row` live; returns its index."""
-        index = len(self.hosts)
-        assert index < self.capacity
-        needed = len(row.tokens) + row.limit
-        if needed >= self.tokens.shape[1]:
-            grown = self.tokens.new_zeros(self.capacity, max(needed + 1, 2 * self.tokens.shape[1]))
+    def admit(self, *rows: Row) -> range:
+        """Make `rows` live; returns their indexes. One copy to the device, which the host does not wait for."""
+        first = len(self.hosts)
+        index = range(first, first + len(rows))
+        assert index.stop <= self.capacity
+        self._widen(max(len(row.tokens) + row.limit for row in rows) + 1)
+        texts = [row.tokens for row in rows]
+        texts = texts[:1] if all(text == texts[0] for text in texts) else texts  # a prompt's rows share one line
+        longest = max(map(len, texts))
+        lines = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        integers, floats, keys, tokens = _sent((_integers_of(rows).flatten(), _floats_of(rows).flatten().view(torch.int64),
+                                                _keys_of(rows).flatten(), lines.flatten()), self.device)
+        here = slice(first, index.stop)
+        self._integers[:, here] = integers.view(3, -1)
+        self._floats[:, here] = floats.view(torch.float32).view(2, -1)
+        self._keys[here] = keys.view(-1, 2)
+        self.tokens[here, :longest] = tokens.view(-1, longest)
+        self.hosts += rows
+        return index
+
+    def _widen(self, context: int) -> None:
+        """See to it that rows of up to `context` tokens have place."""
+        if context > self.tokens.shape[1]:
+            grown = self.tokens.new_zeros(self.capacity, max(context, 2 * self.tokens.shape[1]))
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
             self.version += 1
-        self.hosts.append(row)
-        self.tokens[index, : len(row.tokens)] = torch.tensor(row.tokens, device=self.device)
-        self.lengths[index], self._alive[index] = len(row.tokens), 1
-        self._temperature[index], self._top_k[index], self._top_p[index] = row.temperature, row.top_k, row.top_p
-        self._keys[index] = torch.tensor(noise_key(row.seed, row.key, row.sample), device=self.device)
-        return index
 
     def retire(self, index: int) -> int | None:
         """End row `index`. The last row takes its place: its former index is returned if it moved."""
@@ -156,11 +168,9 @@ class Batch:
         row = self.hosts.pop()
         if index != last:
             self.hosts[index] = row
-            for column in (self.tokens, self.lengths, self._temperature, self._top_k, self._top_p, self._keys,
-                           self.acceptance):
+            for column in (self._integers.t(), self._floats.t(), self._keys, self.tokens, self.acceptance):
                 column[index] = column[last]
-        self.lengths[last], self._alive[last], self._temperature[last] = 1, 0, 0.0
-        self._top_k[last], self._top_p[last] = 0, 1.0
+        self._integers[:, last], self._floats[:, last] = self._dummy
         return last if index != last else None
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
@@ -185,3 +195,26 @@ class Batch:
             positions = self.lengths[:rows, None] - behind + torch.arange(count, device=self.device)
         positions = positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
         return self.tokens[:rows].gather(1, positions), positions
+
+
+def _integers_of(rows: Sequence[Row]) -> Tensor:
+    """[3, N] int64: the columns lengths, alive, top_k."""
+    return torch.tensor([[len(row.tokens) for row in rows], [1] * len(rows), [row.top_k for row in rows]])
+
+
+def _floats_of(rows: Sequence[Row]) -> Tensor:
+    """[2, N] float32: the columns temperature, top_p."""
+    return torch.tensor([[row.temperature for row in rows], [row.top_p for row in rows]], dtype=torch.float32)
+
+
+def _keys_of(rows: Sequence[Row]) -> Tensor:
+    """[N, 2] int64."""
+    return torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
+
+
+def _sent(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """These int64 vectors on the device, by one copy from pinned memory that nobody waits for."""
+    whole = torch.cat(tuple(parts))
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    return whole.split([len(part) for part in parts])

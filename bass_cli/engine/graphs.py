@@ -1,17 +1,17 @@
 """Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply called.
 
-Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py).
+Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py), CUDA itself (capture.py).
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import gc
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
+
+from bass_cli.capture import capture
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -50,6 +50,7 @@ class Graphs:
         self.enabled = device.type == "cuda"
         self.captures = 0
         self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        self._dropped = self._held  # not run any more, see renew
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
@@ -58,7 +59,8 @@ class Graphs:
         """Forget all graphs if `version` is another than last time (what they read has moved); says whether it was."""
         if version == self._version:
             return False
-        self._held.clear()
+        # The memory that all of them share must not be without any: CUDA's allocator may refuse to capture into it then.
+        self._dropped, self._held = self._held or self._dropped, {}
         self._warm.clear()
         self._version = version
         return True
@@ -85,13 +87,15 @@ class Graphs:
         """Capture `function`, which must be warm (see `run`): compiling and loading cannot be captured."""
         like = self._warm[key]
         host = None if like is None else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool):
+
+        def recorded() -> None:
             found = function()
             if host is not None and found is not None:
                 host.copy_(found, non_blocking=True)
+
+        graph = capture(recorded, self._pool)
         self._held[key] = graph, host
+        self._dropped = {}
         self.captures += 1
 
     def replay(self, key: Hashable) -> Tensor | None:
@@ -100,15 +104,3 @@ class Graphs:
         graph.replay()
         torch.cuda.current_stream().synchronize()
         return host
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A graph of some dead loop that happens to be freed while another is captured ends the process."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -77,14 +77,16 @@ class Loop:
         self.drafter.close(key)
 
     @torch.inference_mode()
-    def admit(self, row: Row) -> None:
-        """Make a row of an open prompt live."""
-        index = self.batch.admit(row)
-        if self._acceptance is not None:
-            self._turn = self._turn + 1 if index else 0
-            self.batch.acceptance[index] = self._acceptance[self._turn % len(self._acceptance)]
-        self.target.attach(index, row.key)
-        self.drafter.attach(index, row.key)
+    def admit(self, *rows: Row) -> None:
+        """Make rows of open prompts live. Cheapest if a prompt's rows come together."""
+        for key, group in itertools.groupby(rows, key=lambda row: row.key):
+            index = self.batch.admit(*group)
+            for row in index:
+                self._turn = self._turn + 1 if row else 0
+                if self._acceptance is not None:
+                    self.batch.acceptance[row] = self._acceptance[self._turn % len(self._acceptance)]
+            self.target.attach(index.start, key, len(index))
+            self.drafter.attach(index.start, key, len(index))
 
     @torch.inference_mode()
     def retire(self, index: int) -> None:

@@ -21,13 +21,15 @@ _ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts w
 _TEAMED = 1024  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 
 
+
 @dataclass(slots=True, eq=False)
 class Span:
-    """A prompt's place in the store: positions [start, start + length), the rows that read it, and whether new rows
-    may still come."""
+    """A prompt's place in the store: `size` positions from `start` on, of which rows see the first `length`; the rows that
+    read it, and whether new rows may still come."""
 
     start: int
     length: int
+    size: int
     rows: set[int] = field(default_factory=set)
     open: bool = True
 
@@ -38,10 +40,12 @@ class Pass(NamedTuple):
     positions: Tensor  # [B, W] int64
     segments: Segments
     store: KVCache
-    prefill: Span | None  # None: the first B rows; otherwise this prompt's span is the one row's own
+    prefill: slice | None  # None: the first B rows; otherwise this part of the prompt store is the one row's own
 
     def slots(self) -> Tensor:
         """Where the keys and values of its tokens go in the rows' own spans, [B, W] int64."""
+        if self.prefill is not None:
+            return self.positions + self.segments.start[:, None]
         return self.positions - self.segments.base[:, None]
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -49,8 +53,7 @@ class Pass(NamedTuple):
         if self.prefill is None:
             rows = self.positions.shape[0]
             return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
-        span = slice(self.prefill.start, self.prefill.start + self.prefill.length)
-        return self.store.prompt_keys[layer][None, :, span], self.store.prompt_values[layer][None, :, span]
+        return self.store.prompt_keys[layer][None, :, self.prefill], self.store.prompt_values[layer][None, :, self.prefill]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt store, [K, T, D] each."""
@@ -78,25 +81,27 @@ class KVCache:
         self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
         self.span = span
         self.version = 0
-        self._base = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._start = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._places = torch.zeros(2, rows, dtype=torch.int64, device=device)  # together, so that one operation sets both
+        self._base, self._start = self._places
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
         self._teams = TeamTable(rows, device)
         self._sharing = False
 
-    def reserve(self, length: int) -> Span:
-        """A free span of `length` positions, growing the store if there is none."""
+    def reserve(self, length: int, size: int | None = None) -> Span:
+        """A free span for a prompt of `length` positions, growing the store if there is none; `size` positions, if given,
+        so that padded passes fit."""
+        size = max(length, size or 0)
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
-            if taken.start - start >= length:
+            if taken.start - start >= size:
                 break
-            start = taken.start + taken.length
+            start = taken.start + taken.size
         else:
             at = len(self._spans)
-            self._grow(start + length)
-        span = Span(start, length)
+            self._grow(start + size)
+        span = Span(start, length, size)
         self._spans.insert(at, span)
         return span
 
@@ -105,18 +110,22 @@ class KVCache:
         span.open = False
         self._collect(span)
 
-    def attach(self, row: int, span: Span) -> None:
-        """Row `row` begins: its own slot 0 is position span.length."""
-        assert self._of_row[row] is None
+    def attach(self, row: int, span: Span, count: int = 1) -> None:
+        """Rows `row` to `row` + `count` - 1 begin: their own slot 0 is position span.length."""
+        assert not any(self._of_row[row : row + count])
         assert span.open
-        self._place(row, span)
+        span.rows.update(range(row, row + count))
+        self._of_row[row : row + count] = [span] * count
+        self._base[row : row + count] = span.length
+        self._start[row : row + count] = span.start
+        self._regroup()
 
     def detach(self, row: int) -> None:
         """Row `row` ends."""
         span = self._of_row[row]
         assert span is not None
         self._of_row[row] = None
-        self._base[row] = self._start[row] = 0
+        self._places[:, row] = 0
         span.rows.discard(row)
         self._regroup()
         self._collect(span)
@@ -128,9 +137,11 @@ class KVCache:
         assert self._of_row[target] is None
         self._own[:, :, target, :, :used] = self._own[:, :, source, :, :used]
         span.rows.discard(source)
-        self._of_row[source] = None
-        self._base[source] = self._start[source] = 0
-        self._place(target, span)
+        span.rows.add(target)
+        self._of_row[source], self._of_row[target] = None, span
+        self._places[:, target] = self._places[:, source]
+        self._places[:, source] = 0
+        self._regroup()
 
     def base(self, row: int) -> int:
         """The position of the row's own slot 0."""
@@ -165,18 +176,24 @@ class KVCache:
         device = self._base.device
         positions = torch.arange(first, first + width, device=device)[None]
         none = torch.zeros(1, dtype=torch.int64, device=device)
-        return Pass(positions, Segments(positions, none, none, (), first + width), self, span)
+        segments = Segments(positions, none, none, (), first + width)
+        return Pass(positions, segments, self, slice(span.start, span.start + span.length))
+
+    def fill_anywhere(self, place: Tensor, width: int) -> Pass:
+        """The same for the span that starts at place[0] and positions from place[1] on, which only the device knows
+        (place [2] int64), so that it can be captured. Queries see their prompt as rows do, up to themselves."""
+        positions = (place[1] + torch.arange(width, device=place.device))[None]
+        return Pass(positions, Segments(positions, place[1:] + width, place[:1], (), 0), self, slice(None))
+
+    @property
+    def positions(self) -> int:
+        """Positions of the prompt store. It moves to another address exactly when this changes."""
+        return self.prompt_keys[0].shape[1]
 
     def bytes(self) -> int:
         """Memory held, in bytes."""
         stores = (self.own_keys, self.own_values, self.prompt_keys, self.prompt_values)
         return sum(t.numel() * t.element_size() for store in stores for t in store)
-
-    def _place(self, row: int, span: Span) -> None:
-        span.rows.add(row)
-        self._of_row[row] = span
-        self._base[row], self._start[row] = span.length, span.start
-        self._regroup()
 
     def _regroup(self) -> None:
         self._groups = None

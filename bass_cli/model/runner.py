@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from bass_cli.capture import Recorder, recorder
+
 from .cache import KVCache, Span
 from .decoder import Decoder
+from .prompts import SIZES, PromptGraphs, padded
 
-_CHUNK = 512  # prompt tokens a pass
+_CHUNK = SIZES[-1]  # prompt tokens a pass
 _TIMED_CHUNK = {"cpu": 64, "cuda": 512}  # the same where a deadline may stop it in between: about what a round takes
 
 
@@ -21,15 +24,18 @@ class Runner:
     """`decoder` over up to `rows` rows that each generate up to `span` positions.
 
     `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2 for a draft model, whose
-    first step always feeds a row's last two tokens.
+    first step always feeds a row's last two tokens. Prompts are read by graphs where `record` (by default that of the
+    device) captures them.
     """
 
-    def __init__(self, decoder: Decoder, *, rows: int, span: int, lag: int):
+    def __init__(self, decoder: Decoder, *, rows: int, span: int, lag: int, record: Recorder | None = None):
         spec = decoder.spec
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(layers=len(decoder.layers), kv_heads=spec.kv_heads, head_size=spec.head_size, rows=rows,
                              span=span + lag, dtype=decoder.dtype, device=decoder.device)
         self._prompts: dict[str, Span] = {}
+        record = record or recorder(decoder.device)
+        self._graphs = None if record is None else PromptGraphs(self._fill_anywhere, record, decoder.device)
 
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool:
@@ -37,23 +43,32 @@ class Runner:
         many tokens can still be taken in; if not, nothing is stored, and this is False."""
         assert key not in self._prompts
         assert tokens
-        span = self._prompts[key] = self.cache.reserve(max(len(tokens) - self.lag, 0))
+        length = max(len(tokens) - self.lag, 0)
+        span = self._prompts[key] = self.cache.reserve(length, self._padded(length))
         size = _CHUNK if in_time is None else _TIMED_CHUNK.get(self.decoder.device.type, _CHUNK)
         for first in range(0, span.length, size):
             end = min(first + size, span.length)
             if in_time is not None and not in_time(end - first):
                 self.close(key)
                 return False
-            chunk = torch.tensor([tokens[first:end]], device=self.decoder.device)
-            self.decoder.forward(chunk, self.cache.fill(span, first, chunk.shape[1]), last=0)
+            self._fill(span, first, tokens[first:end], capture=in_time is None)
         return True
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Capture now what reads prompts, rather than when it has come often enough."""
+        if self._graphs is not None:
+            span = self.cache.reserve(0, SIZES[-1])
+            self._graphs.prepare(start=span.start, store=self.cache.positions)
+            self.cache.close(span)
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
         self.cache.close(self._prompts.pop(key))
 
-    def attach(self, row: int, key: str) -> None:
-        self.cache.attach(row, self._prompts[key])
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        """Rows `row` to `row` + `count` - 1 begin with this prompt."""
+        self.cache.attach(row, self._prompts[key], count)
 
     def detach(self, row: int) -> None:
         self.cache.detach(row)
@@ -77,3 +92,21 @@ class Runner:
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         """Only write the keys and values of tokens [B, W] at positions [B, W]."""
         self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)
+
+    def _padded(self, length: int) -> int:
+        """The positions that passes over a prompt of `length` write."""
+        if self._graphs is None or not length:
+            return length
+        last = (length - 1) % _CHUNK + 1
+        return length - last + padded(last)
+
+    def _fill(self, span: Span, first: int, tokens: Sequence[int], *, capture: bool) -> None:
+        """Store a part of a prompt, for positions from `first` on."""
+        if self._graphs is not None and self._graphs.feed(tokens, start=span.start, first=first, store=self.cache.positions,
+                                                          capture=capture):
+            return
+        given = torch.tensor([tokens], device=self.decoder.device)
+        self.decoder.forward(given, self.cache.fill(span, first, len(tokens)), last=0)
+
+    def _fill_anywhere(self, tokens: Tensor, place: Tensor) -> None:
+        self.decoder.forward(tokens, self.cache.fill_anywhere(place, tokens.shape[1]), last=0)
