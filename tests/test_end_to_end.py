@@ -137,9 +137,9 @@ def _unknown_family(place: Path) -> None:
 def test_wrong_models_are_refused_before_any_weights_are_read(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any,
                                                               says: str) -> None:
     spoil(place)
-    import bass_cli.run
+    import bass_cli.assembly
 
-    monkeypatch.setattr(bass_cli.run, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(bass_cli.assembly, "load", lambda *a, **k: pytest.fail("weights were read"))
     result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
     assert result.exit_code == 2, result.stderr
     assert says in " ".join(result.stderr.split())
