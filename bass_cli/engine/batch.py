@@ -95,7 +95,8 @@ class Batch:
         self._keys = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self.lengths, self._alive, self._top_k = self._integers
         self._temperature, self._top_p = self._floats
-        self.acceptance = torch.zeros(rows, device=device)  # for benchmarks of random weights: see Loop
+        self.acceptance = torch.zeros(rows, device=device)
+        self._turn = 0
         self.hosts: list[Row] = []
         self.version = 0
         self._padded: int | None = None
@@ -161,6 +162,12 @@ class Batch:
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
             self.version += 1
+
+    def impose(self, rates: Sequence[float], rows: range) -> None:
+        """For benchmarks of random weights: new rows take these acceptances in turn (see Loop)."""
+        for row in rows:
+            self._turn = self._turn + 1 if row else 0
+            self.acceptance[row] = rates[self._turn % len(rates)]
 
     def retire(self, index: int) -> int | None:
         """End row `index`. The last row takes its place: its former index is returned if it moved."""

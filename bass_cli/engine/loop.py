@@ -43,7 +43,7 @@ class Loop:
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self._coupling, self._acceptance, self._turn = coupling, acceptance, 0
+        self._coupling, self._acceptance = coupling, acceptance
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
@@ -58,8 +58,8 @@ class Loop:
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), *,
              deadline: float | None = None) -> bool:
-        """A prompt begins: it is stored once for all rows that attach to it. `reference`: see Drafter.open. With a
-        `deadline` it is given up (False) if it is not likely to be stored by then."""
+        """A prompt begins: it is stored once for all its rows, or given up (False) where a `deadline` is likely to come first.
+        `reference`: see Drafter.open."""
         prefill = None if deadline is None else Prefill(self.clock, deadline)
         if not self.target.open(key, tokens, prefill):
             return False
@@ -81,10 +81,8 @@ class Loop:
         """Make rows of open prompts live. Cheapest if a prompt's rows come together."""
         for key, group in itertools.groupby(rows, key=lambda row: row.key):
             index = self.batch.admit(*group)
-            for row in index:
-                self._turn = self._turn + 1 if row else 0
-                if self._acceptance is not None:
-                    self.batch.acceptance[row] = self._acceptance[self._turn % len(self._acceptance)]
+            if self._acceptance is not None:
+                self.batch.impose(self._acceptance, index)
             self.target.attach(index.start, key, len(index))
             self.drafter.attach(index.start, key, len(index))
 
