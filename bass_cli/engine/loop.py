@@ -58,7 +58,7 @@ class Loop:
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), *,
              deadline: float | None = None) -> bool:
-        """A prompt begins: it is stored once for all its rows, or given up (False) where a `deadline` is likely to come first.
+        """A prompt begins: it is stored once for all its rows, or given up (False) if a `deadline` is likely to come first.
         `reference`: see Drafter.open."""
         prefill = None if deadline is None else Prefill(self.clock, deadline)
         if not self.target.open(key, tokens, prefill):
