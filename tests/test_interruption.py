@@ -20,7 +20,9 @@ def start(tmp_path: Path, delay: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, "generate", "p.txt", "--n", "3", "--out", "o.jsonl"]
     paths = [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE)
+    # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children would inherit that.
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
