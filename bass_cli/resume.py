@@ -62,12 +62,17 @@ def manifest_path(output: str) -> Path:
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:
     """Replace the manifest in one step, so that a reader finds the old one or the new one, whole."""
     path = manifest_path(output)
+    write_json(path, manifest, f"{path}: cannot write the manifest")
+
+
+def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
+    """Replace a JSON file in one step; what JSON has no form for becomes text. MachineError, beginning with `fault`."""
     draft = path.with_name(f".{path.name}.new")
     try:
-        draft.write_text(json.dumps(manifest, indent=2, default=str) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(draft, path)
     except OSError as error:
-        raise MachineError(f"{path}: cannot write the manifest: {error.strerror}") from None
+        raise MachineError(f"{fault}: {error.strerror}") from None
 
 
 def check_manifest(output: str, results: dict[str, Any]) -> list[str]:

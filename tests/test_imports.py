@@ -77,8 +77,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
     "bass_cli/bench/weights.py": {f"{MODEL}.decoder", "torch"},
     "bass_cli/bench/pairs.py": {
-        "bass_cli.job", "bass_cli.machine", "bass_cli.plan", MODEL, "bass_cli.draft", "bass_cli.engine",
-        f"{BENCH}.settings", f"{BENCH}.shapes", f"{BENCH}.weights", "torch",
+        "bass_cli.assembly", "bass_cli.job", "bass_cli.machine", "bass_cli.plan", MODEL, "bass_cli.draft",
+        "bass_cli.engine", f"{BENCH}.settings", f"{BENCH}.shapes", f"{BENCH}.weights", "torch",
     },
     "bass_cli/bench/texts.py": {
         "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", f"{MODEL}.tokenizer", "bass_cli.engine.batch",
@@ -106,7 +106,8 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.prompts", "bass_cli.screen",
     },
     "bass_cli/eval/sweep.py": {
-        EVAL, "bass_cli.assembly", "bass_cli.engine", "bass_cli.job", "bass_cli.plan", "bass_cli.screen",
+        EVAL, "bass_cli.assembly", "bass_cli.engine", "bass_cli.job", "bass_cli.plan", "bass_cli.resume",
+        "bass_cli.screen",
     },
     "bass_cli/eval/chart.py": {"matplotlib"},
     "bass_cli/eval/tasks.py": {"bass_cli.job", f"{EVAL}.humaneval", f"{EVAL}.mbpp", f"{EVAL}.summaries"},
@@ -120,8 +121,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/eval/report.py": {f"{EVAL}.metrics", f"{EVAL}.samples"},
     "bass_cli/eval/table.py": {f"{EVAL}.report", "bass_cli.screen"},
     "bass_cli/eval/scoring.py": {
-        "bass_cli.job", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.report", f"{EVAL}.samples", f"{EVAL}.sandbox",
-        f"{EVAL}.table", f"{EVAL}.tasks",
+        "bass_cli.job", "bass_cli.resume", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.report", f"{EVAL}.samples",
+        f"{EVAL}.sandbox", f"{EVAL}.table", f"{EVAL}.tasks",
     },
     "bass_cli/eval/score_command.py": {
         "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.screen", f"{EVAL}.samples",

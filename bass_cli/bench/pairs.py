@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bass_cli.assembly import load_models
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import count_parameters, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
@@ -24,7 +25,6 @@ from bass_cli.job import MachineError
 from bass_cli.machine import available_memory
 from bass_cli.model.decoder import Decoder, Spec
 from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load
 from bass_cli.plan import DTYPES, Plan, prepare
 
 KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
@@ -88,14 +88,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
 
 
 def _real_models(plan: Plan) -> Models:
-    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
-    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
-    drafting = None
-    if plan.draft is not None:
-        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
-        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
-    elif plan.skipped:
-        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
+    target, drafting = load_models(plan)
     return Models("real", f"{plan.job.pair.name}, a real pair", target, drafting, plan)
 
 

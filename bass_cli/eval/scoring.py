@@ -6,9 +6,7 @@ The order of refusals and checks is here; reading, judging and reporting are in 
 from __future__ import annotations
 
 import functools
-import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +16,8 @@ from bass_cli.eval import report, table
 from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, judge, verdicts_path
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
-from bass_cli.job import MachineError, UserError
+from bass_cli.job import UserError
+from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def score(
     document = report.build(file, outcomes, task=task.name, executes=task.executes, known=len(task.problems), ks=ks,
                             isolation=isolation)
     if report_path is not None:
-        _write(document, report_path)
+        write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
     table.show(document, screen)
     return document
 
@@ -166,14 +165,3 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
             done += len(rows)
             progress(done, total)
     return outcomes
-
-
-def _write(document: dict[str, Any], path: str) -> None:
-    """Replace the report in one step."""
-    place = Path(path)
-    draft = place.with_name(f".{place.name}.new")
-    try:
-        draft.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(draft, place)
-    except OSError as error:
-        raise MachineError(f"--report {path}: cannot write the report: {error.strerror}") from None

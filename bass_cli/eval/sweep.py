@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.scoring import check_report
 from bass_cli.job import MachineError, UserError, parse_duration
+from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
         reports.append({"method": method, "budget": budget} | {k: v for k, v in report.items() if k != "by_problem"})
     document = {"task": evaluation.task.name, "pair": evaluation.job.pair.name, "n": evaluation.job.n,
                 "budgets": budgets, "reports": reports}
-    Path(document_path).write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(Path(document_path), document, f"--report {document_path}: cannot write the report")
     _show(document, screen)
     if chart is not None:
         draw(document, chart)
