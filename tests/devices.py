@@ -46,9 +46,10 @@ def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0
     graphs = _Graphs(entry)
     while live:
         backlog = sum(row[1] for row in following)
-        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), *graphs.costs(),
-                          samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live), colds=graphs.colds())
+        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), *graphs.costs(), colds=graphs.colds(),
+                          samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live), hurried=True)
         width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
+        controller.reflect()
         took = cost(len(live), width) * chance.uniform(1 - noise, 1 + noise)
         now += took + graphs.use(width)
         kept = [next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width) for row in live]

@@ -39,9 +39,10 @@ class FakeGraphs(Graphs):
         self._held[key] = function
         self.captures += 1
 
-    def replay(self, key):
+    def replay(self, key, meanwhile=lambda: None):
         self.ticks.seconds += 0.0021 + 0.00045 * key.width if key.kind == "round" else 0.00045
         self.done.append(("replay", key))
+        meanwhile()
         return self._held[key]()
 
     def count(self, how, kind=None):

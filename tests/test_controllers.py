@@ -1,6 +1,7 @@
 """Controllers on simulated devices: `auto` against every fixed length chosen afterwards and against plain decoding, with
 sudden changes, unlike rows, wrong profiles and one-off costs; tables; and what may not depend on time."""
 
+import random
 import statistics
 
 import pytest
@@ -97,6 +98,31 @@ def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
     plain = run_batch(Fixed(0), cost, [rate] * 8, **options)
     assert auto.last < 1.02 * plain.last
     assert waiting == 0 or rate < 0.5 or auto.last < 0.75 * plain.last
+
+
+def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
+    """One round later than otherwise; also of rows that have ended or moved since."""
+    cost = device(HALF)
+
+    def trained(hurried):
+        goodput = Goodput(limit=8, surface=surface_of(cost))
+        chance = random.Random(3)
+        rows = [list(range(8))] * 12 + [[7, 1, 2, 3, 4, 5, 6]] * 6 + [[7, 1, 2, 8, 4, 5, 6]] * 12
+        for number, samples in enumerate(rows):
+            outlook = Outlook(50.0, samples=tuple(samples), rooms=(50,) * len(samples), hurried=hurried)
+            goodput.next(len(samples), outlook)
+            goodput.reflect()
+            kept = tuple(min(4, chance.randrange(6) * (sample % 2)) for sample in samples)
+            goodput.observe(Round(4, kept, cost(len(samples), 4) * (1 + number / 100)))
+        goodput.reflect()
+        return goodput
+
+    at_once, later = trained(False), trained(True)
+    assert later._keeping._row_kept.tolist() == at_once._keeping._row_kept.tolist()
+    assert later._keeping.rate == at_once._keeping.rate
+    assert later._expected.tolist() == at_once._expected.tolist()
+    assert later._costs.line(7).tolist() == pytest.approx(at_once._costs.line(7).tolist())
+    assert later._spent == pytest.approx(at_once._spent)
 
 
 def test_unlike_rows_are_told_apart_and_shape_the_choice():

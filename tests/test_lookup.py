@@ -86,7 +86,7 @@ class Desk:
             self.admit(Row("p", sample, 0, list(prompt), 40))
 
     def admit(self, row):
-        self.drafter.attach(self.batch.admit(row), row.key)
+        self.drafter.attach(self.batch.admit(row).start, row.key)
         self.live.append(row)
 
     def retire(self, index):

@@ -92,6 +92,9 @@ class Reactive:
     def observe(self, done):
         self._length = 1 + (sum(done.accepted) + done.width) % 4
 
+    def reflect(self):
+        pass
+
 
 def drive(loop, rows, *, on_round=None):
     """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample): generated tokens}."""

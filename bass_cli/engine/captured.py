@@ -64,8 +64,9 @@ class Captured:
         """Ladder.colds for the live rows."""
         return self._ladder.colds(self.bucket(len(self._batch)))
 
-    def perform(self, wish: Shape, step: Step) -> Tensor | None:
-        """Run a shape as `step` says, for what was wished; its result on the host."""
+    def perform(self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
+        """Run a shape as `step` says, for what was wished, and `meanwhile` while the device is busy; its result on the
+        host."""
         began = self._clock.now()
         self._ladder.served(wish, step)
         if step.how == "run":
@@ -73,13 +74,14 @@ class Captured:
             with self._padded(step.shape.rows):
                 found = self._graphs.run(step.shape, self._function(step.shape))
             self._ladder.took(step, self._clock.now() - began)
+            meanwhile()
             return found
         if step.how == "capture":
             self.capture(step.shape)
             self._ladder.took(step, self._clock.now() - began)
             self.capturing += self._clock.now() - began
         with self._padded(step.shape.rows):
-            return self._graphs.replay(step.shape)
+            return self._graphs.replay(step.shape, meanwhile)
 
     def capture(self, shape: Shape) -> None:
         """See to it that there is a graph of this shape."""

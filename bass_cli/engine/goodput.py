@@ -7,12 +7,13 @@ length costs once (on CUDA a captured graph) counts against what it should save 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy
 
 from .costs import Array, Costs, Learned, Profiled, nearest
 from .keeping import Keeping
-from .lengths import NOTHING_KNOWN, Outlook, Round
+from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
 from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
@@ -23,16 +24,26 @@ _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 _EVIDENCE = 6.0  # trials before which a length is only tried
+_SETTLED = 60.0  # trials from which on a decision need not wait for what the last round tells
 _STRETCH = 2  # how much longer a draft may become that is stopped when it is unsure
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
 _GRACE = 3.0  # plain rounds that it may have lost besides, at first
 
 
-class Goodput:
+class _Seen(NamedTuple):
+    """A round that nothing was learnt from yet, and what was thought of it when it began."""
+
+    done: Round
+    outlook: Outlook
+    probing: bool
+
+
+class Goodput(Lengths):
     """Chooses k to minimise seconds a round x rounds a token, over the tokens that the rows still need. 0 where drafting
     does not pay, with a short probe now and then, ever more rarely, so that it comes back after a bad stretch. What
-    drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only.
+    drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only;
+    where a device would wait for it, it learns from a round while the next one runs, unless it hardly knows a thing yet.
 
     `surface`: of a profile, so that nothing has to be tried; if it is not `measured`, something to begin from. `frozen`:
     no time that is measured reaches the draft lengths, for maximal coupling; needs a profile.
@@ -51,7 +62,9 @@ class Goodput:
             self._keeping = Keeping(limit=limit, guess=min(max(surface.acceptance, _LEAST), _MOST), strength=_STRENGTH)
         self._first = not measured
         self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
-        self._outlook = NOTHING_KNOWN
+        self._outlook, self._rows = NOTHING_KNOWN, 0
+        self._unlearnt: _Seen | None = None
+        self._expected = self._places / 1.0  # rounds a token, by choice
         self._last = 0  # the place of the last choice that was made for its goodput
         self._within = self._reach(_REACH)  # the first so many choices are thought of
         self._pace = 0.0  # seconds a token takes a row
@@ -60,13 +73,14 @@ class Goodput:
         self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        self._outlook = self._seen(outlook)
-        self._keeping.follow(outlook.samples or tuple(range(rows)))
+        self._outlook, before, self._rows = self._seen(outlook), self._rows, rows
         self._probing = False
-        return self._next(rows, self._outlook)
+        last = self._unlearnt
+        if not outlook.hurried or rows != before or (last and last.probing) or self._keeping.trials < _SETTLED:
+            self.reflect()
+        return self._next(self._outlook)
 
-    def _next(self, rows: int, outlook: Outlook) -> int:
-        self._line = self._costs.line(rows, outlook.context) if self._costs.known else None
+    def _next(self, outlook: Outlook) -> int:
         plain = 0.0 if self._line is None else float(self._line[0])  # seconds a round
         if self._opening:
             if outlook.entry(self._opening[-1]) <= _TRIAL * (plain and plain * outlook.left):
@@ -102,7 +116,7 @@ class Goodput:
 
     def _best(self, line: Array, outlook: Outlook) -> int:
         """The length with the fewest seconds a token that is left."""
-        found = line * self._keeping.rounds(outlook.rooms)[self._places]
+        found = line * self._expected
         self._pace = float(found.min())
         found = (found + self._once(self._choices, line, outlook))[: self._within]
         best = int(found.argmin())
@@ -137,25 +151,42 @@ class Goodput:
     def observe(self, done: Round) -> None:
         if self._opening:
             self._opening.pop()
-        rows, width = len(done.accepted), done.width
-        if done.steady:
-            if not self._first:  # the first round is slower than any other: caches, libraries
-                self._costs.learn(rows, width, done.seconds, self._outlook.context)
-            self._first = False
+        self._learn()
+        self._unlearnt = _Seen(done, self._outlook, self._probing)
         self._account(done)
-        if width == 0:
+        if done.width == 0:
             self._plain += 1
             return
-        if self._probing:
-            self._keeping.doubt()
-        meant = (width,) * rows if done.drafted is None else done.drafted
-        self._keeping.observe(done.accepted, meant)
-        self._within = max(self._within, self._reach(2 * width))
+        meant = _meant(done)
+        self._within = max(self._within, self._reach(2 * done.width))
         if sum(map(min, done.accepted, meant)) > sum(meant) / 2:
             self._patience = _PATIENCE[0]
         elif self._probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
         self._plain = 0
+
+    def reflect(self) -> None:
+        self._learn()
+        rows, outlook = self._rows, self._outlook
+        self._keeping.follow(outlook.samples or tuple(range(rows)))
+        self._line = self._costs.line(rows, outlook.context) if self._costs.known else None
+        self._expected = self._keeping.rounds(outlook.rooms)[self._places]
+
+    def _learn(self) -> None:
+        """What the last round taught about costs and rates."""
+        if self._unlearnt is None:
+            return
+        (done, outlook, probing), self._unlearnt = self._unlearnt, None
+        rows = len(done.accepted)
+        if done.steady:
+            if not self._first:  # the first round is slower than any other: caches, libraries
+                self._costs.learn(rows, done.width, done.seconds, outlook.context)
+            self._first = False
+        if done.width:
+            if probing:
+                self._keeping.doubt()
+            self._keeping.follow(outlook.samples or tuple(range(rows)))
+            self._keeping.observe(done.accepted, _meant(done))
 
     def least(self, drafted: int) -> float:
         """lengths.Stopper: one more draft pays if the tokens it should bring take longer at the pace of now."""
@@ -185,9 +216,14 @@ class Goodput:
 
     def learned(self) -> Surface | None:
         """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""
+        self._learn()
         if not isinstance(self._costs, Learned):
             return None
         return self._costs.surface(acceptance=self._keeping.rate)
+
+
+def _meant(done: Round) -> tuple[int, ...]:
+    return (done.width,) * len(done.accepted) if done.drafted is None else done.drafted
 
 
 def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int] = _CHOICES) -> int:

@@ -98,9 +98,11 @@ class Graphs:
         self._dropped = {}
         self.captures += 1
 
-    def replay(self, key: Hashable) -> Tensor | None:
-        """Run what was captured under `key`; returns its result on the host, which the next replay overwrites."""
+    def replay(self, key: Hashable, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
+        """Run what was captured under `key`, and `meanwhile` on the host; returns its result on the host, which the next
+        replay overwrites."""
         graph, host = self._held[key]
         graph.replay()
+        meanwhile()
         torch.cuda.current_stream().synchronize()
         return host

@@ -29,7 +29,8 @@ class Outlook(NamedTuple):
     row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
     `colds`: the part of the entries that comes before anything is learnt of a length; `stops`: the drafting will be ended
     where it is no longer worth it, so a length is only the most there can be; `free`: to ask the drafter costs next to
-    nothing, and `trim` has the last word on the length."""
+    nothing, and `trim` has the last word on the length; `hurried`: the device waits for an answer, and `reflect` will be
+    called while it works."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -40,6 +41,7 @@ class Outlook(NamedTuple):
     colds: tuple[float, ...] = ()
     stops: bool = False
     free: bool = False
+    hurried: bool = False
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
@@ -50,7 +52,8 @@ NOTHING_KNOWN = Outlook()
 
 
 class Lengths(Protocol):
-    """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling."""
+    """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling. What is not said
+    otherwise: all that the host has is drafted, and rounds teach nothing."""
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook's seconds depend on
@@ -58,9 +61,15 @@ class Lengths(Protocol):
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for this round, now that it is known how many drafts (not all 0) the host has for each live row."""
+        return max(counts)
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
+        return
+
+    def reflect(self) -> None:
+        """Work that can be done while the device runs the round that was decided last."""
+        return
 
 
 @runtime_checkable
@@ -71,7 +80,7 @@ class Stopper(Protocol):
         """The share of the live rows that must be expected to keep all of so many drafts for one more to be worth it."""
 
 
-class Fixed:
+class Fixed(Lengths):
     """Always the same draft length."""
 
     def __init__(self, length: int):
@@ -80,14 +89,8 @@ class Fixed:
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
 
-    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
-        return max(counts)
 
-    def observe(self, done: Round) -> None:
-        pass
-
-
-class Bass:
+class Bass(Lengths):
     """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when a row keeps all of
     the drafts, and otherwise shrinks, faster the second time in a row, but never below what some row kept."""
 
@@ -98,9 +101,6 @@ class Bass:
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length
-
-    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
-        return max(counts)
 
     def observe(self, done: Round) -> None:
         if done.width == 0:  # nothing was drafted, nothing was learnt

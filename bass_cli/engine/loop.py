@@ -177,7 +177,7 @@ class Loop:
                        sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
                        captured.colds() if captured and any(entries) else (),
                        stops=self._stopping is not None and isinstance(self.drafter, Stoppable),
-                       free=not self.drafter.on_device)
+                       free=not self.drafter.on_device, hurried=captured is not None)
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
@@ -223,7 +223,7 @@ class Loop:
                                exact=offered is not None and not width)
         self.catch_up(step.shape.width if offered is None else 0)
         began = captured.start()
-        packed = captured.perform(wish, step)
+        packed = captured.perform(wish, step, self.lengths.reflect)
         assert packed is not None
         return packed, step.shape.width, began
 

@@ -12,7 +12,7 @@ _ACCEPTANCE = 0.8  # where the profile could not tell
 _CHOICES = tuple(range(65))
 
 
-class Table:
+class Table(Lengths):
     """For each number of live rows the length that was best when the profile was made, 0 included. It depends on nothing
     else, so it may gate either coupling."""
 
@@ -26,14 +26,8 @@ class Table:
             self._best[rows] = best_length(self._surface, rows, _ACCEPTANCE if known is None else known, self._lengths)
         return self._best[rows]
 
-    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
-        return max(counts)
 
-    def observe(self, done: Round) -> None:
-        pass
-
-
-class Capped:
+class Capped(Lengths):
     """Another controller's length, but never more than a table's. A round that was cut teaches it what it can see of it."""
 
     def __init__(self, inner: Lengths, table: Table):
@@ -47,3 +41,6 @@ class Capped:
 
     def observe(self, done: Round) -> None:
         self._inner.observe(done)
+
+    def reflect(self) -> None:
+        self._inner.reflect()
