@@ -82,3 +82,30 @@ def test_a_mixture_comes_out_as_it_was_set() -> None:
     found = measured(**SET | {"acceptance": "1,0"}, batch_sizes="4", methods="3", new_tokens=12)["3"]
     assert found["ms_per_token"]["first"] < 0.6 * found["ms_per_token"]["last"], "half the rows end early"
     assert found["rounds"] == 12
+
+
+def test_every_draft_length_meets_the_same_luck() -> None:
+    """So that methods are compared on the same easy and hard tokens; another seed has another luck."""
+    def fates(length: str, repeat: int) -> list[dict[int, bool]]:
+        """By row: whether the draft of a position stood, of those that were drafted and whose turn came."""
+        chosen = settings(**SET | {"acceptance": "0.7,0.5"}, batch_sizes="3", new_tokens=40, methods=length)
+        models = build_models(chosen, None)
+        loop = build_loops(models, chosen, context=120).speculative
+        assert loop is not None
+        loop.lengths = Fixed(int(length))
+        rows = rows_for(prompts_for(chosen, None), 3, chosen, repeat=repeat)
+        found: list[dict[int, bool]] = [{} for _ in rows]
+        fill(loop, rows)
+        while min(row.room for row in rows) > 5:
+            begins = [len(row.tokens) for row in rows]
+            for fate, begin, kept in zip(found, begins, loop.round().accepted, strict=True):
+                fate.update({begin + i: i < kept for i in range(min(kept + 1, int(length)))})
+        return found
+
+    one, four, other = fates("1", 0), fates("4", 0), fates("4", 1)
+    both = [(mine[place], theirs[place]) for mine, theirs in zip(one, four, strict=True) for place in mine.keys() & theirs]
+    assert len(both) > 20
+    assert all(a == b for a, b in both)
+    assert any(a[place] != b[place] for a, b in zip(four, other, strict=True) for place in a.keys() & b)
+    stood = [sum(fate.values()) / len(fate) for fate in four]
+    assert 0.5 < stood[0] < 0.9

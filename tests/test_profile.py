@@ -1,6 +1,8 @@
 """Profiles: where they are kept, how a pair is measured on its own loop, what the command and the jobs after it do."""
 
+import itertools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from bass_cli.engine.lengths import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 from bass_cli.profiling import store
-from bass_cli.profiling.measure import measure
+from bass_cli.profiling.measure import WIDTHS, _filled, measure
 from bass_cli.profiling.skipping import _written, expected_gain, search
 
 
@@ -81,6 +83,33 @@ def test_what_the_time_does_not_suffice_for_is_filled_in():
     assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
     one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)
     assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
+
+
+def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
+    """As on a GPU, where tokens come in tiles."""
+    def target(rows, width):
+        return 0.01 + 0.006 * math.ceil(rows * width / 16)
+
+    loop, ticks = timed_loop(target=target)
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=100.0, now=ticks)
+    for rows, width in itertools.product((1, 2, 4, 8), WIDTHS):
+        assert surface.verify_seconds(rows, width) == pytest.approx(target(rows, width + 1))
+        assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width, abs=1e-9)
+
+
+def test_missing_points_lie_between_their_neighbours():
+    """Also where a device is no plane: here arithmetic holds it up from some tokens on."""
+    def seconds(rows, width):
+        return 0.004 + 0.0001 * max(0, rows * (width + 1) - 60)
+
+    rows, widths = (1, 4, 8, 12, 16), (0, 2, 4, 6, 8)
+    found = _filled({(r, w): seconds(r, w) for r in (1, 4, 8, 16) for w in (0, 4, 8)}, rows, widths)
+    for i, r in enumerate(rows):
+        line = [seconds(r, w) if r != 12 else (seconds(8, w) + seconds(16, w)) / 2 for w in (0, 4, 8)]
+        assert found[i] == pytest.approx([line[0], (line[0] + line[1]) / 2, line[1], (line[1] + line[2]) / 2, line[2]])
+    grown = _filled({(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (4, 0): 4.0}, (1, 4), (0, 1, 2))
+    assert grown[1][0] == pytest.approx(4.0)
+    assert grown[1][2] > grown[1][1] > grown[1][0], "beyond the last one as the fit has it"
 
 
 def test_a_draft_that_proposes_nothing_is_no_cost():

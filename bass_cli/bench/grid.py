@@ -60,7 +60,6 @@ class Bench:
         """One run of these new rows, with a draft-length controller that knows nothing yet."""
         loop = self.loops.of(method)
         loop.lengths = self.lengths(method)
-        torch.manual_seed(rows[0].seed)  # acceptance that is set draws from torch's own generator
         prefill = fill(loop, rows)
         return decode(loop, rows, prefill=prefill)
 
@@ -199,8 +198,7 @@ def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
     fill(loop, rows)
     while min(row.room for row in rows) > max(bench.settings.new_tokens // 2, width + 1):
         loop.round()
-    acceptance = None if method == PLAIN else bench.settings.acceptance
-    found = measure_parts(loop, width, acceptance=acceptance, coupling=bench.settings.job.speculation.coupling)
+    found = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
     empty(loop)
     return found
 

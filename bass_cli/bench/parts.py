@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
 
 @torch.inference_mode()
-def measure_parts(loop: Loop, width: int, *, acceptance: Sequence[float] | None, coupling: str) -> Parts:
+def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
     """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
@@ -51,7 +51,7 @@ def measure_parts(loop: Loop, width: int, *, acceptance: Sequence[float] | None,
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = accept.judge(proposal, logits, batch, lengths, coupling=coupling, imposing=acceptance is not None)
+            verdict = accept.judge(proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed)
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:

@@ -11,6 +11,7 @@ import bass_kernels as ops
 from bass_cli.draft import Proposal
 
 from .batch import Batch, Laws
+from .imposed import Imposed
 
 
 class Verdict(NamedTuple):
@@ -24,11 +25,12 @@ class Verdict(NamedTuple):
     scores: Tensor
 
 
-def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str, imposing: bool) -> Verdict:
-    """By "shared" or "maximal" coupling, or `imposing` the batch's own acceptances (see `imposed`)."""
+def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str,
+          imposing: Imposed | None) -> Verdict:
+    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`)."""
     drafts, law, _ = proposal
-    if imposing:
-        return imposed(drafts, logits, batch.laws, lengths, batch.acceptance[: batch.rows])
+    if imposing is not None:
+        return imposed(drafts, logits, batch.laws, lengths, imposing)
     if coupling == "shared":
         return shared(drafts, logits, batch.laws, lengths)
     return maximal(drafts, law, logits, batch.laws, lengths)
@@ -43,15 +45,14 @@ def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdi
     return Verdict(accepted, following, targets, scores)
 
 
-def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, rates: Tensor) -> Verdict:
-    """For benchmarks of random weights only: does shared coupling's work, then accepts each draft with its row's
-    probability, rates [B], by torch's own generator, whatever the target says."""
-    rows, width = logits.shape[:2]
+def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposing: Imposed) -> Verdict:
+    """For benchmarks of random weights only: does shared coupling's work, then accepts what `imposing` says, whatever the
+    target says."""
+    width = logits.shape[1]
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
     targets, scores = _choices(logits, laws, places)
     ops.accept_shared(drafts, targets)
-    luck = torch.rand(rows, width - 1, device=logits.device)
-    accepted = (luck < rates[:, None]).long().cumprod(-1).sum(-1)
+    accepted = imposing.accepted(places[:, :-1])
     kept = torch.arange(width, device=lengths.device) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)

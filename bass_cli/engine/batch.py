@@ -89,13 +89,12 @@ class Batch:
         self.capacity, self.device = rows, device
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         # A row's numbers stand together, so that one operation sets or moves all of one type. _alive: 1 for live rows.
-        self._dummy = torch.tensor([1, 0, 0], device=device), torch.tensor([0.0, 1.0, 0.0], device=device)
+        self._dummy = torch.tensor([1, 0, 0], device=device), torch.tensor([0.0, 1.0], device=device)
         self._integers = self._dummy[0][:, None].repeat(1, rows)
         self._floats = self._dummy[1][:, None].repeat(1, rows)
         self._keys = torch.zeros(rows, 2, dtype=torch.int64, device=device)
         self.lengths, self._alive, self._top_k = self._integers
-        self._temperature, self._top_p, self.acceptance = self._floats
-        self._turn = 0
+        self._temperature, self._top_p = self._floats
         self.hosts: list[Row] = []
         self.version = 0
         self._padded: int | None = None
@@ -148,7 +147,7 @@ class Batch:
                                                 _keys_of(rows).flatten(), lines.flatten()), self.device)
         here = slice(first, index.stop)
         self._integers[:, here] = integers.view(3, -1)
-        self._floats[:, here] = floats.view(torch.float64).view(3, -1)
+        self._floats[:, here] = floats.view(torch.float32).view(2, -1)
         self._keys[here] = keys.view(-1, 2)
         self.tokens[here, :longest] = tokens.view(-1, longest)
         self.hosts += rows
@@ -161,12 +160,6 @@ class Batch:
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
             self.version += 1
-
-    def impose(self, rates: Sequence[float], rows: range) -> None:
-        """For benchmarks of random weights: new rows take these acceptances in turn (see Loop)."""
-        for row in rows:
-            self._turn = self._turn + 1 if row else 0
-            self.acceptance[row] = rates[self._turn % len(rates)]
 
     def retire(self, index: int) -> int | None:
         """End row `index`. The last row takes its place: its former index is returned if it moved."""
@@ -209,9 +202,8 @@ def _integers_of(rows: Sequence[Row]) -> Tensor:
 
 
 def _floats_of(rows: Sequence[Row]) -> Tensor:
-    """[3, N] float64, as wide as the integers: the columns temperature, top_p, acceptance."""
-    return torch.tensor([[row.temperature for row in rows], [row.top_p for row in rows], [0.0] * len(rows)],
-                        dtype=torch.float64)
+    """[2, N] float32: the columns temperature, top_p."""
+    return torch.tensor([[row.temperature for row in rows], [row.top_p for row in rows]], dtype=torch.float32)
 
 
 def _keys_of(rows: Sequence[Row]) -> Tensor:

@@ -19,6 +19,7 @@ from .batch import Batch, Row
 from .captured import Captured
 from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
+from .imposed import Imposed
 from .ladder import Kind, Shape
 from .lengths import Lengths, Outlook, Round, Stopper
 from .offers import Offers
@@ -33,8 +34,7 @@ class Loop:
     """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or "maximal".
 
     With `graphs`, rounds are captured and replayed by shape (ladder.py says which). `acceptance` is for
-    benchmarks of random weights: each draft is accepted with that probability, and the output means nothing; rows take
-    several in turn, beginning with the first row of an empty batch.
+    benchmarks of random weights: each draft is accepted with that probability, of several each row's own (imposed.py).
     """
 
     def __init__(self, *, batch: Batch, target: Target, drafter: Drafter, lengths: Lengths, coupling: str, clock: Clock,
@@ -43,7 +43,8 @@ class Loop:
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
-        self._coupling, self._acceptance = coupling, acceptance
+        self._coupling, self.imposed = coupling, Imposed(acceptance, batch) if acceptance is not None else None
+        self._parts = (target, drafter) if self.imposed is None else (target, drafter, self.imposed)
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
@@ -81,16 +82,14 @@ class Loop:
         """Make rows of open prompts live. Cheapest if a prompt's rows come together."""
         for key, group in itertools.groupby(rows, key=lambda row: row.key):
             index = self.batch.admit(*group)
-            if self._acceptance is not None:
-                self.batch.impose(self._acceptance, index)
-            self.target.attach(index.start, key, len(index))
-            self.drafter.attach(index.start, key, len(index))
+            for part in self._parts:
+                part.attach(index.start, key, len(index))
 
     @torch.inference_mode()
     def retire(self, index: int) -> None:
         """End row `index`; the last row takes its place."""
         moved = self.batch.retire(index)
-        for part in (self.target, self.drafter):
+        for part in self._parts:
             part.detach(index)
             if moved is not None:
                 part.move(moved, index, len(self.batch.hosts[index].tokens))
@@ -124,8 +123,9 @@ class Loop:
         return done
 
     @torch.inference_mode()
-    def prepare(self, rows: Iterable[int], widths: Iterable[int]) -> None:
-        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met."""
+    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catching_up: bool = True) -> None:
+        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met;
+        `catching_up`: those for drafting after plain rounds too."""
         captured = self._captured
         if captured is None:
             return
@@ -136,7 +136,7 @@ class Loop:
             captured.capture(Shape("round", count, width))
             if width and self.drafter.on_device and self.drafter.offers:
                 captured.capture(Shape("given", count, width))
-            for tokens in _CATCH_UP if width and self.drafter.on_device else ():
+            for tokens in _CATCH_UP if catching_up and width and self.drafter.on_device else ():
                 captured.capture(Shape("catch up", count, tokens))
 
     @torch.inference_mode()
@@ -161,9 +161,9 @@ class Loop:
         self._catching = self.clock.now() - began - captured.capturing
 
     @property
-    def _version(self) -> tuple[int, int, int]:
+    def _version(self) -> tuple[int, ...]:
         """Changes when what graphs read has moved."""
-        return self.batch.version, self.target.version, self.drafter.version
+        return self.batch.version, *(part.version for part in self._parts)
 
     def _left(self, rooms: list[int]) -> float:
         """How many rounds there may still be, at most."""
@@ -244,6 +244,6 @@ class Loop:
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, proposal.tokens), 1), positions, batch.ends(width))
         verdict = accept.judge(proposal, logits, batch, lengths, coupling=self._coupling,
-                               imposing=self._acceptance is not None)
+                               imposing=self.imposed)
         batch.commit(verdict.block, verdict.accepted)
         return pack(verdict)

@@ -1,7 +1,8 @@
 """Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA, within a time limit.
 
 The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
-time does not suffice for is filled in by a fit. Not here: where the surface is kept (store.py), what is shown (command.py).
+time does not suffice for is filled in from what is near. Not here: where the surface is kept (store.py), what is shown
+(command.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from bass_cli.engine.lengths import Fixed, Lengths, Round
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.surface import Surface, make_surface
 
-WIDTHS = (0, 1, 2, 4, 8, 16)
+WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 TOKENS = 200  # that every row may generate while it is measured
 _SAMPLES = 8  # rows that share a prompt
 _SLOW = 0.5  # seconds of a round that need not be repeated
@@ -64,7 +65,7 @@ class _Bench:
         self._fill(loop, rows)
         was, loop.lengths = loop.lengths, _lengths(width)
         try:
-            loop.prepare([rows], [width])
+            loop.prepare([rows], [width], catching_up=False)
             found = self._rounds(loop, width)
         finally:
             loop.lengths = was
@@ -74,7 +75,7 @@ class _Bench:
 
     def _rounds(self, loop: Loop, width: int) -> list[float]:
         found: list[float] = []
-        for number in range(9 if loop.batch.device.type == "cuda" else 4):
+        for number in range(6 if loop.batch.device.type == "cuda" else 4):
             done = loop.round()
             if loop is self.real and width:
                 self._count(done)
@@ -133,24 +134,36 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     base = statistics.fmean(map(len, prompts))
     growth = (0.0, 0.0) if context is None else _growth(bench, rows, verify, whole, context=context, base=base)
     bench.close()
-    verifying = _filled(verify, rows, widths)
     acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
-    return make_surface(rows, widths, verify=verifying, draft=_drafting(whole, verifying, rows, widths),
+    return make_surface(rows, widths, verify=_filled(verify, rows, widths), draft=_drafting(whole, verify, rows, widths),
                         context=base + tokens / 10, growth=growth, acceptance=acceptance)
 
 
 def _order(rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> list[tuple[str, int, int]]:
     """What to measure, the most telling first: for the largest number of rows, the smallest, then the others a plain round,
     one with drafts, the same without drafting; after that whatever else there is."""
+    counts = _coarse_first(rows)
     first = [("verify", 0), *(("draft", step) for step in steps[:1]), *(("verify", step) for step in steps[:1])]
-    rest = [("draft", step) for step in steps[1:]] + [("verify", width) for width in reversed(widths)]
-    counts = list(dict.fromkeys([rows[-1], rows[0], *rows]))
-    near = [(part, count, width) for count in counts for part, width in first]
-    return list(dict.fromkeys(near + [(part, count, width) for part, width in rest for count in counts]))
+    ends = [("verify", widths[-1]), *((part, step) for step in steps[1:] for part in ("draft", "verify"))]
+    near = [(part, count, width) for phase in (first, ends) for count in counts for part, width in phase]
+    # What lies between matters most for many rows, where passes get longer in steps.
+    return list(dict.fromkeys(near + [("verify", count, width) for count in reversed(rows) for width in widths]))
+
+
+def _coarse_first(values: Sequence[int]) -> list[int]:
+    """The last one, the first one, and then the middles of what lies between."""
+    found, gaps = [values[-1], values[0]], [(0, len(values) - 1)]
+    for low, high in gaps:
+        middle = (low + high) // 2
+        if low < middle < high:
+            found.append(values[middle])
+            gaps += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(found))
 
 
 def _filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-    """All points: those that were measured, and the others by a fit to them (a pass, and some for each row and token)."""
+    """All points: those that were measured, and the others by a fit to them (a pass, and some for each row and token), off
+    by as much as the fit is off at the nearest widths and then at the nearest rows."""
     assert points, "not even one round was measured"
     places = numpy.array(list(points))
     seconds = numpy.array(list(points.values()))
@@ -160,22 +173,36 @@ def _filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[in
 
     weights, *_ = numpy.linalg.lstsq(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None)
     grid = numpy.array(list(itertools.product(rows, widths)))
-    fitted = numpy.maximum(features(*grid.T) @ weights, seconds.min())
-    return [[points.get((count, width), float(fitted[i * len(widths) + j])) for j, width in enumerate(widths)]
-            for i, count in enumerate(rows)]
+    fitted = (features(*grid.T) @ weights).reshape(len(rows), len(widths))
+    off = {(count, width): points[count, width] - float(fitted[i, j]) for i, count in enumerate(rows)
+           for j, width in enumerate(widths) if (count, width) in points}
+    seen = sorted({count for count, _ in off})
+    lines = [_between(widths, {width: value for (c, width), value in off.items() if c == count}) for count in seen]
+    columns = [_between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)]
+    found: list[list[float]] = numpy.maximum(fitted + numpy.array(columns).T, seconds.min()).tolist()
+    return found
 
 
-def _drafting(whole: dict[Point, float], verify: Sequence[Sequence[float]], rows: Sequence[int],
+def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:
+    """Values along an axis, linear between known points and the nearest one's beyond them."""
+    places = sorted(known)
+    found: list[float] = numpy.interp(axis, places, [known[place] for place in places]).tolist()
+    return found
+
+
+def _drafting(whole: dict[Point, float], verify: dict[Point, float], rows: Sequence[int],
               widths: Sequence[int]) -> list[list[float]]:
-    """What real rounds took beyond the target's part, as a line through one or two lengths; of a number of rows that was
-    not measured, the nearest one's."""
+    """What real rounds took beyond the target's part, as a line through one or two lengths; numbers of rows that were not
+    measured lie between."""
     known: dict[int, dict[int, float]] = {}
     for (count, width), seconds in whole.items():
-        own = seconds - verify[rows.index(count)][widths.index(width)]
-        known.setdefault(count, {})[width] = max(own, 0.0)
+        if (count, width) in verify:
+            known.setdefault(count, {})[width] = max(seconds - verify[count, width], 0.0)
     if not known:
         return [[0.0] * len(widths) for _ in rows]
-    return [_steps(known[min(known, key=lambda other: (abs(other - count), other))], widths) for count in rows]
+    lines = {count: _steps(line, widths) for count, line in known.items()}
+    columns = [_between(rows, {count: line[place] for count, line in lines.items()}) for place in range(len(widths))]
+    return [list(line) for line in zip(*columns, strict=True)]
 
 
 def _steps(known: dict[int, float], widths: Sequence[int]) -> list[float]:

@@ -1,0 +1,53 @@
+"""Acceptance that is set, for benchmarks of random weights: the output then means nothing.
+
+Whether the draft of a position stands is drawn once for a row's life, so every draft length meets the same luck and runs
+of one seed can be compared row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .batch import Batch, noise_key
+
+
+class Imposed:
+    """Every draft stands with its row's chance. Rows take the `rates` in turn, beginning with the first row of an empty
+    batch. `version` changes whenever the table moves to another address."""
+
+    def __init__(self, rates: Sequence[float], batch: Batch):
+        self._rates, self._batch, self._turn = tuple(rates), batch, 0
+        self._stands = torch.zeros(batch.capacity, 0, dtype=torch.bool, device=batch.device)  # by row and position
+        self.version = 0
+        self._widen()
+
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        """These rows begin: their luck is that of their noise key."""
+        self._widen()
+        for index in range(row, row + count):
+            self._turn = self._turn + 1 if index else 0
+            host = self._batch.hosts[index]
+            first, second = noise_key(host.seed, key, host.sample)
+            luck = torch.rand(self._stands.shape[1], generator=torch.Generator().manual_seed(first << 31 | second >> 1))
+            self._stands[index] = luck < self._rates[self._turn % len(self._rates)]
+
+    def detach(self, row: int) -> None:
+        """The row ends."""
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Row `source` becomes row `target`."""
+        self._stands[target] = self._stands[source]
+
+    def accepted(self, places: Tensor) -> Tensor:
+        """How many drafts stand, [B] int64. places [B, k]: their positions."""
+        places = places.clamp(max=self._stands.shape[1] - 1)  # only what is beyond a row's end goes there
+        return self._stands[: len(places)].gather(1, places).long().cumprod(-1).sum(-1)
+
+    def _widen(self) -> None:
+        width = self._batch.tokens.shape[1]
+        if width > self._stands.shape[1]:
+            self._stands = torch.nn.functional.pad(self._stands, (0, width - self._stands.shape[1]))
+            self.version += 1
