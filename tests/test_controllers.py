@@ -125,6 +125,21 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
     assert later._spent == pytest.approx(at_once._spent)
 
 
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
+    """What drafting had won before is not forgotten when a long draft is lost."""
+    cost = device(HALF)
+    goodput = Goodput(limit=32, surface=surface_of(cost, acceptance=0.85))
+    lengths = []
+    for number in range(8):
+        width = goodput.next(1, Outlook(100.0, samples=(0,), rooms=(100,)))
+        kept = unlucky if number == 4 else width
+        goodput.observe(Round(width, (kept,), cost(1, width)))
+        lengths.append(width)
+    assert lengths[4] > 10
+    assert min(lengths) > 3, lengths
+
+
 def test_unlike_rows_are_told_apart_and_shape_the_choice():
     """Half the rows keep nearly all, half little: rounds a token, not tokens a round, decide. When the fast ones have
     ended, the rest is not taken for what all were together."""

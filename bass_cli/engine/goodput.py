@@ -29,6 +29,7 @@ _STRETCH = 2  # how much longer a draft may become that is stopped when it is un
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
 _GRACE = 3.0  # plain rounds that it may have lost besides, at first
+_CREDIT = 6.0  # and so many that it may have lost after it had won them
 
 
 class _Seen(NamedTuple):
@@ -212,7 +213,7 @@ class Goodput(Lengths):
         if done.width:
             catch_up = self._outlook.catch_up if done.drafted is None else 0.0
             self._lost += taken + catch_up - plain * (1 + sum(done.accepted) / rows)
-            self._lost = max(self._lost, -_REGRET * self._spent)
+            self._lost = max(self._lost, -_REGRET * self._spent - _CREDIT * plain)
 
     def learned(self) -> Surface | None:
         """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""
