@@ -97,6 +97,7 @@ class Desk:
 
     def found(self, length=3):
         """By live row, the tokens that were found, without what only fills a row up."""
+        self.drafter.learn(self.batch)
         return [guess.tokens for guess in self.drafter.look_up(self.batch, length)]
 
 
@@ -194,6 +195,7 @@ def test_rows_stop_drafting_at_different_places_of_one_round():
     desk.live[1].tokens += [5, 6, 6]
     desk.live[3].tokens += [3, 3, 3, 3]
     desk.live[3].limit = 5
+    desk.drafter.learn(desk.batch)
     offered = desk.drafter.offer(desk.batch, 6)
     assert offered.tokens.tolist()[:3] == [[3, 4, 5, 6, 7, 8], [6, 6, 6, 6, 6, 6], [2] * 6]
     assert offered.counts[0] > offered.counts[1] > offered.counts[2] == offered.counts[3] == 0

@@ -94,6 +94,13 @@ def test_a_stopped_draft_counts_only_what_it_has_fed():
             loop.batch, 2, lambda confidence: True)
 
 
+class Half(Fixed):
+    """Half the rows must be expected to get there."""
+
+    def least(self, drafted):
+        return 0.5
+
+
 def test_confidence_is_worth_what_it_was_worth():
     """Drafts of much confidence that never stand, and of little that always do."""
     target, _ = tables()
@@ -115,8 +122,8 @@ def test_confidence_is_worth_what_it_was_worth():
     loop.batch.hosts.append(Row("0", 0, 0, [1], 9))
     for _ in range(60):
         for confidence, kept in ((0.95, 0), (0.1, 1)):
-            stopping.propose(Told(confidence), loop.batch, 8, lambda drafted: 0.5)
+            stopping.propose(Told(confidence), loop.batch, 8, Half(8))
             stopping.observe([min(kept * 8, taken[confidence])])
     assert taken == {0.95: 1, 0.1: 8}
-    Stopping().propose(Told(0.8), loop.batch, 8, lambda drafted: 0.5)
+    Stopping().propose(Told(0.8), loop.batch, 8, Half(8))
     assert taken[0.8] == 3, "the chances of all drafts so far: 0.79, 0.63, 0.496"

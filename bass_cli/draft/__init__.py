@@ -58,6 +58,10 @@ class Drafter(Protocol):
         """Drafts from the host for every live row, with counts, before anything of the round runs; None: `propose` has to
         say, with what was found here. If `offers`, called before each round that may draft; past tokens decide."""
 
+    def learn(self, batch: Batch) -> None:
+        """If `offers`: take in what the live rows have become. Called once a round: before `offer`, or, where a device
+        would wait for it, while the round runs; then what is offered next does not know of that round's tokens."""
+
     def prepare(self, batch: Batch, length: int) -> int:
         """What the host has to do before every `propose(batch, length)`, and with length 0 before every round without.
         Returns how many tokens, right before each row's last two, `catch_up` has to take in first."""
@@ -92,6 +96,9 @@ class NoDrafter:
 
     def offer(self, batch: Batch, length: int) -> Proposal | None:
         return None
+
+    def learn(self, batch: Batch) -> None:
+        pass
 
     def prepare(self, batch: Batch, length: int) -> int:
         return 0

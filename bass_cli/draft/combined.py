@@ -74,6 +74,9 @@ class CombinedDrafter:
         self._alone = {row: len(row.tokens) for row, count in zip(batch.hosts, counts, strict=True) if not count}
         return None
 
+    def learn(self, batch: Batch) -> None:
+        self._lookup.learn(batch)
+
     def prepare(self, batch: Batch, length: int) -> int:
         self._width = length
         return self._model.prepare(batch, length)

@@ -37,13 +37,13 @@ class Guess:
 @dataclass(slots=True, eq=False)
 class _Sample:
     """A live row: the indexes it is looked up in, the one that takes in its own output (None: no source is its output),
-    and its number there."""
+    its number there, and the guesses that nothing was learnt from yet."""
 
     indexes: tuple[Index, ...]
     own: Index | None
     row: Row | None = None  # known from its first round on
     number: int = 0
-    guess: Guess = field(default_factory=Guess)
+    guesses: list[Guess] = field(default_factory=list)
 
     def catch_up(self, row: Row) -> None:
         """Put the row's new tokens into the index."""
@@ -107,25 +107,37 @@ class LookupDrafter:
         """Up to `length` tokens for every live row. Those beyond a row's count are no more than a guess, or its last
         token again; if no row's count is above 0, nothing is proposed."""
         guesses = self.look_up(batch, length)
-        if not any(guess.count for guess in guesses):
-            return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
-        filled = [guess.tokens + row.tokens[-1:] * (length - len(guess.tokens))
-                  for guess, row in zip(guesses, batch.hosts, strict=True)]
-        tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).to(batch.device)
-        return Proposal(tokens, None, tuple(guess.count for guess in guesses))
+        counts = tuple([guess.count for guess in guesses])
+        if not any(counts):
+            return Proposal(batch.tokens.new_zeros(len(batch), 0), None, counts)
+        filled: list[int] = []
+        for guess, row in zip(guesses, batch.hosts, strict=True):
+            filled += guess.tokens
+            filled += row.tokens[-1:] * (length - len(guess.tokens))
+        tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).view(len(batch), length)
+        if batch.device.type == "cuda":
+            tokens = tokens.pin_memory().to(batch.device, non_blocking=True)
+        return Proposal(tokens, None, counts)
 
     propose = offer
 
-    def look_up(self, batch: Batch, length: int) -> list[Guess]:
-        """A guess for every live row, after learning from the last ones, of all rows: samples see each other's."""
+    def learn(self, batch: Batch) -> None:
+        """Of all rows, before any of them is looked up: samples see each other's."""
         for sample, row in zip(self._samples, batch.hosts, strict=True):
-            self._learn(sample.guess, row)
+            self._judge(sample.guesses, row)
             sample.catch_up(row)
+
+    def look_up(self, batch: Batch, length: int) -> list[Guess]:
+        """A guess for every live row, in what was learnt so far."""
+        found, worth, tail, enough = [], self._trust.worth, SIZES[0], self._enough
         for sample, row in zip(self._samples, batch.hosts, strict=True):
-            tokens, matched = follow(sample.indexes, row.tokens[-SIZES[0] :], length, enough=self._enough)
-            count = min(self._trust.worth(matched), max(row.room - 1, 0))
-            sample.guess = Guess(len(row.tokens), tokens, matched, count)
-        return [sample.guess for sample in self._samples]
+            tokens, matched = follow(sample.indexes, row.tokens[-tail:], length, enough=enough)
+            count = min(worth(matched), max(row.room - 1, 0)) if tokens else 0
+            guess = Guess(len(row.tokens), tokens, matched, count)
+            if tokens:
+                sample.guesses.append(guess)
+            found.append(guess)
+        return found
 
     def chance(self, matched: int) -> float:
         """That a token stands which was found after so many matched ones."""
@@ -134,12 +146,13 @@ class LookupDrafter:
     def _enough(self, matched: list[int]) -> bool:
         return self._trust.worth(matched) < len(matched)
 
-    def _learn(self, guess: Guess, row: Row) -> None:
-        """Whether it was drafted does not matter: what the row became says what would have stood."""
-        new, stood = row.tokens[guess.start : guess.start + len(guess.tokens)], 0
-        for token, due in zip(guess.tokens, new, strict=False):
-            if token != due:
-                break
-            stood += 1
-        self._trust.learn(guess.matched[: min(len(new), stood + 1)], stood)
-        guess.tokens = guess.matched = []
+    def _judge(self, guesses: list[Guess], row: Row) -> None:
+        """Whether they were drafted does not matter: what the row became says what would have stood."""
+        while guesses and guesses[0].start < len(row.tokens):
+            guess, stood = guesses.pop(0), 0
+            new = row.tokens[guess.start : guess.start + len(guess.tokens)]
+            for token, due in zip(guess.tokens, new, strict=False):
+                if token != due:
+                    break
+                stood += 1
+            self._trust.learn(guess.matched[: min(len(new), stood + 1)], stood)

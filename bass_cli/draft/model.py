@@ -72,6 +72,9 @@ class ModelDrafter:
     def offer(self, batch: Batch, length: int) -> None:
         return None
 
+    def learn(self, batch: Batch) -> None:
+        pass
+
     def prepare(self, batch: Batch, length: int) -> int:
         ends = [len(row.tokens) for row in batch.hosts]
         # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache lacks, drafting or not.

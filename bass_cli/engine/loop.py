@@ -21,7 +21,7 @@ from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
 from .imposed import Imposed
 from .ladder import Kind, Shape
-from .lengths import Lengths, Outlook, Round, Stopper
+from .lengths import Lengths, Outlook, Round
 from .offers import Offers
 from .packed import pack, unpack
 from .stopping import Stoppable, Stopping
@@ -44,7 +44,6 @@ class Loop:
         self.batch, self.clock, self.graphs = batch, clock, graphs
         self.target, self.drafter, self.lengths = target, drafter, lengths
         self._coupling, self.imposed = coupling, Imposed(acceptance, batch) if acceptance is not None else None
-        self._parts = (target, drafter) if self.imposed is None else (target, drafter, self.imposed)
         # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
@@ -104,8 +103,7 @@ class Loop:
         outlook = self._outlook(rooms)
         width = self._width(rooms, outlook, deadline)
         began = self.clock.now()
-        offered = self._offers.ask(width, self.lengths, outlook)
-        asking = self.clock.now() - began
+        offered, asking = self._offers.ask(width, self.lengths, outlook), self.clock.now() - began
         packed, width, began = (self._run(width, offered) if captured is None
                                 else self._replay(captured, width, offered, deadline))
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
@@ -161,6 +159,10 @@ class Loop:
         self._catching = self.clock.now() - began - captured.capturing
 
     @property
+    def _parts(self) -> tuple[Target | Drafter | Imposed, ...]:  # what follows the rows as they come and go
+        return (self.target, self.drafter) if self.imposed is None else (self.target, self.drafter, self.imposed)
+
+    @property
     def _version(self) -> tuple[int, ...]:
         """Changes when what graphs read has moved."""
         return self.batch.version, *(part.version for part in self._parts)
@@ -200,15 +202,10 @@ class Loop:
         """A round: what the host needs of it, its draft length, and when it began."""
         self.catch_up(width if offered is None else 0)
         began = self.clock.now()
-        proposal = self._propose(width) if offered is None else offered
-        return self._verify(proposal).cpu(), proposal.tokens.shape[1], began
-
-    def _propose(self, width: int) -> Proposal:
-        """The drafter's, where the host may end the drafting."""
-        drafter, lengths = self.drafter, self.lengths
-        if width and self._stopping is not None and isinstance(drafter, Stoppable) and isinstance(lengths, Stopper):
-            return self._stopping.propose(drafter, self.batch, width, lengths.least)
-        return drafter.propose(self.batch, width)
+        if offered is None:
+            offered = (self.drafter.propose(self.batch, width) if self._stopping is None
+                       else self._stopping.propose(self.drafter, self.batch, width, self.lengths))
+        return self._verify(offered).cpu(), offered.tokens.shape[1], began
 
     def _replay(self, captured: Captured, width: int, offered: Proposal | None,
                 deadline: float | None) -> tuple[Tensor, int, float]:
@@ -222,10 +219,14 @@ class Loop:
         step = captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
                                exact=offered is not None and not width)
         self.catch_up(step.shape.width if offered is None else 0)
-        began = captured.start()
-        packed = captured.perform(wish, step, self.lengths.reflect)
+        began, packed = captured.start(), captured.perform(wish, step, self._reflect)
         assert packed is not None
         return packed, step.shape.width, began
+
+    def _reflect(self) -> None:
+        """What can be learnt while the device is busy."""
+        self.lengths.reflect()
+        self._offers.learn()
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""

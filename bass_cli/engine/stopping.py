@@ -12,9 +12,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from bass_cli.draft import Proposal
+from bass_cli.draft import Drafter, Proposal
 
 from .batch import Batch
+from .lengths import Lengths, Stopper
 
 _BINS = 12  # of confidence, each as wide as the others
 _STRENGTH = 6.0  # trials that a bin's own middle counts as, before any
@@ -39,9 +40,11 @@ class Stopping:
         self._kept, self._trials = _STRENGTH * middles, torch.full((_BINS,), _STRENGTH)
         self._bins: list[Tensor] = []  # by step, of each row
 
-    def propose(self, drafter: Stoppable, batch: Batch, length: int, least: Callable[[int], float]) -> Proposal:
-        """A proposal of up to `length` tokens. `least`: by how many are drafted, the share of the rows that must be
-        expected to keep them all for another one to be worth it."""
+    def propose(self, drafter: Drafter, batch: Batch, length: int, lengths: Lengths) -> Proposal:
+        """A proposal of up to `length` tokens, ended early where drafter and controller can do that."""
+        if not (length and isinstance(drafter, Stoppable) and isinstance(lengths, Stopper)):
+            return drafter.propose(batch, length)
+        least = lengths.least
         self._bins, alive = [], torch.ones(len(batch))
 
         def goes_on(confidence: Tensor) -> bool:
