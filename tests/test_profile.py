@@ -77,8 +77,10 @@ def test_a_pass_that_grows_with_the_context_is_noticed():
 
 def test_what_the_time_does_not_suffice_for_is_filled_in():
     loop, ticks = timed_loop()
-    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks)
+    notes = []
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append)
     assert ticks.seconds < 1.7
+    assert " of 48 points were measured in time" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
     assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
     one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)

@@ -109,7 +109,7 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
     screen.note(f"measuring rounds of {', '.join(map(str, rows))} rows, for up to {LIMITS[kind]:.0f} s")
     began = time.perf_counter()
     surface = measure(loop, prompts, rows=rows, coupling=plan.job.speculation.coupling, limit=LIMITS[kind],
-                      context=plan.target.spec.context)
+                      context=plan.target.spec.context, note=screen.note)
     seconds = time.perf_counter() - began
     if not save_surface(plan.profile, surface, screen.error):
         raise MachineError(f"the profile was measured but could not be kept in {plan.profile.parent}")

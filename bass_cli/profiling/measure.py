@@ -114,10 +114,11 @@ def _lengths(width: int) -> Lengths:
 
 def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], coupling: str, limit: float,
             longest: int = WIDTHS[-1], context: int | None = None, tokens: int = TOKENS, samples: int = _SAMPLES,
-            now: Callable[[], float] = time.perf_counter) -> Surface:
+            now: Callable[[], float] = time.perf_counter, note: Callable[[str], None] = lambda text: None) -> Surface:
     """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's. `prompts`: token ids, all
     of about one length; `context`: what the model can take, for a second measurement at a longer one. `limit`: seconds;
-    the most telling points come first. `tokens`: how many new ones rows have room for; `samples`: rows of a prompt."""
+    the most telling points come first. `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note`
+    takes a line if not all could be measured."""
     began = now()
     made_up = Loop(batch=loop.batch, target=loop.target, drafter=MadeUp(), lengths=Fixed(0), coupling=coupling,
                    clock=Clock(now), graphs=Graphs(loop.batch.device))
@@ -127,13 +128,17 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     steps = [width for width in (4, 1) if width <= longest]
     verify: dict[Point, float] = {}
     whole: dict[Point, float] = {}
-    for part, count, width in _order(rows, widths, steps):
+    order = _order(rows, widths, steps)
+    for part, count, width in order:
         found = bench.seconds(loop if part == "draft" else made_up, count, width)
         if found is not None:
             (whole if part == "draft" else verify)[count, width] = found
     base = statistics.fmean(map(len, prompts))
     growth = (0.0, 0.0) if context is None else _growth(bench, rows, verify, whole, context=context, base=base)
     bench.close()
+    if len(verify) + len(whole) < len(order) and loop.drafter.on_device:
+        note(f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the others estimated; once all "
+             "kernels have been compiled here, the same command measures more")
     acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
     return make_surface(rows, widths, verify=_filled(verify, rows, widths), draft=_drafting(whole, verify, rows, widths),
                         context=base + tokens / 10, growth=growth, acceptance=acceptance)
