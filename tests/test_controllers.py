@@ -4,6 +4,7 @@ sudden changes, unlike rows, wrong profiles and one-off costs; tables; and what 
 import random
 import statistics
 
+import devices
 import pytest
 from devices import device, run_batch, surface_of
 
@@ -138,6 +139,26 @@ def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
         lengths.append(width)
     assert lengths[4] > 10
     assert min(lengths) > 3, lengths
+
+
+def test_looking_for_drafts_that_are_not_there_costs_little():
+    """Each look takes a fifth of a round; after 1000 rounds there is something to find, and it is found."""
+    goodput, cost, seconds, plain, widths = Goodput(limit=8), device(HALF), 0.0, 0.0, []
+    for number in range(3000):
+        outlook = Outlook(3000.0, samples=tuple(range(8)), rooms=(3000,) * 8, free=True)
+        asked = goodput.next(8, outlook) > 0
+        counts = (4 if number >= 1000 else 0,) * 8
+        width = goodput.trim(counts, outlook) if asked and any(counts) else 0
+        asking = 0.2 * cost(8, 0) if asked else 0.0
+        taken = asking + devices.verify(8, width)
+        goodput.observe(Round(width, (width,) * 8, taken, drafted=counts if width else None, asking=asking))
+        goodput.reflect()
+        seconds, plain = seconds + taken, plain + (width + 1) * cost(8, 0)
+        widths.append(width)
+        if number == 999:
+            assert seconds < 1.02 * plain
+    assert widths[-1] == 4
+    assert seconds < 0.5 * plain
 
 
 def test_unlike_rows_are_told_apart_and_shape_the_choice():

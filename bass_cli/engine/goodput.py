@@ -24,7 +24,7 @@ _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 _EVIDENCE = 6.0  # trials before which a length is only tried
-_SETTLED = 60.0  # trials from which on a decision need not wait for what the last round tells
+_SETTLED = 20.0  # trials from which on a decision need not wait for what the last round tells
 _STRETCH = 2  # how much longer a draft may become that is stopped when it is unsure
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
@@ -90,7 +90,7 @@ class Goodput(Lengths):
         if self._line is None:
             return 0
         if outlook.free:
-            return self._choices[-1]
+            return self._unless_lost(self._choices[-1], plain)
         found = self._unless_lost(self._best(self._line, outlook), plain)
         if found == 0 and self._plain >= self._patience:
             places = [k for k in self._choices if 1 <= k <= 4]
@@ -181,7 +181,7 @@ class Goodput(Lengths):
         rows = len(done.accepted)
         if done.steady:
             if not self._first:  # the first round is slower than any other: caches, libraries
-                self._costs.learn(rows, done.width, done.seconds, outlook.context)
+                self._costs.learn(rows, done.width, done.seconds - done.asking, outlook.context)
             self._first = False
         if done.width:
             if probing:
@@ -201,7 +201,8 @@ class Goodput(Lengths):
         return sum(k <= width for k in self._choices)
 
     def _account(self, done: Round) -> None:
-        """What this round has cost beyond plain decoding of the same tokens; what it won is only kept for a while."""
+        """What drafting, or looking for drafts, has cost in this round beyond plain decoding of the same tokens; what it
+        won is only kept for a while."""
         if self._line is None:
             return
         plain, rows, taken = float(self._line[0]), len(done.accepted), done.seconds
@@ -210,7 +211,7 @@ class Goodput(Lengths):
             # A round of drafts that the host had, where a model usually drafts, takes less than one of the model's.
             taken = due if self._frozen or done.drafted is None else min(due, taken)
         self._spent += taken
-        if done.width:
+        if done.width or (done.asking and not self._frozen):
             catch_up = self._outlook.catch_up if done.drafted is None else 0.0
             self._lost += taken + catch_up - plain * (1 + sum(done.accepted) / rows)
             self._lost = max(self._lost, -_REGRET * self._spent - _CREDIT * plain)

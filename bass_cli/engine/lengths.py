@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 class Round(NamedTuple):
     """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds` of wall clock, without
     what capturing took. `steady`: the time is what later rounds of that width will take too. `drafted`: how many of a
-    row's drafts were meant, where they came from the host; the others only filled its place up. None: all."""
+    row's drafts were meant, where they came from the host; the others only filled its place up. None: all. `asking`: the
+    part of the seconds in which the host looked for drafts, whether it found any or not."""
 
     width: int
     accepted: tuple[int, ...]
     seconds: float
     steady: bool = True
     drafted: tuple[int, ...] | None = None
+    asking: float = 0.0
 
 
 class Outlook(NamedTuple):
@@ -28,9 +30,9 @@ class Outlook(NamedTuple):
     end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `context`: tokens of the mean
     row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
     `colds`: the part of the entries that comes before anything is learnt of a length; `stops`: the drafting will be ended
-    where it is no longer worth it, so a length is only the most there can be; `free`: to ask the drafter costs next to
-    nothing, and `trim` has the last word on the length; `hurried`: the device waits for an answer, and `reflect` will be
-    called while it works."""
+    where it is no longer worth it, so a length is only the most there can be; `free`: no draft is made in the round,
+    the host only looks for some, and `trim` has the last word on the length; `hurried`: the device waits for an answer, and
+    `reflect` will be called while it works."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()

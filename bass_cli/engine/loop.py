@@ -111,7 +111,7 @@ class Loop:
         seconds = asking + self.clock.now() - began - (captured.capturing if captured else 0.0)
         # Where a model usually drafts, what a round takes without it says little about later rounds.
         steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
-        done = Round(width, kept, seconds, steady, meant)
+        done = Round(width, kept, seconds, steady, meant, asking if self.drafter.offers else 0.0)
         if steady:
             self.clock.observe(width, seconds)
         self._idle = 0 if width and offered is None else self._idle + 1
@@ -179,7 +179,7 @@ class Loop:
                        sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
                        captured.colds() if captured and any(entries) else (),
                        stops=self._stopping is not None and isinstance(self.drafter, Stoppable),
-                       free=not self.drafter.on_device, hurried=captured is not None)
+                       free=not self.drafter.on_device, hurried=captured is not None and self._coupling == "shared")
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
