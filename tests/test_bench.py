@@ -61,7 +61,7 @@ def measured(**given: Any) -> dict[str, dict[str, Any]]:
 
 
 def bench(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
 
 
 # Figures
