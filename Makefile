@@ -23,7 +23,7 @@ demo: setup
 	$(BIN)/python examples/show.py out/demo.jsonl
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_ragged.py tests/test_narrow.py tests/test_rejection.py \

@@ -77,6 +77,8 @@ def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
 def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
     one, other = taught(Goodput(limit=8), rate=1.0), taught(Goodput(limit=8), rate=1.0)
     one.observe(Round(4, (0,) * 8, 0.9, steady=False))
+    for controller in (one, other):
+        controller.reflect()
     assert one._keeping.rate < other._keeping.rate
     assert one._costs.line(8).tolist() == other._costs.line(8).tolist()
 
@@ -84,9 +86,11 @@ def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
 def test_one_round_of_many_rows_outweighs_the_first_guess():
     controller = Goodput(limit=8)
     controller.observe(Round(4, (0,) * 8, 0.05, steady=False))
+    controller.reflect()
     assert controller._keeping.rate < 0.25
     alone = Goodput(limit=8)
     alone.observe(Round(4, (0,), 0.05, steady=False))
+    alone.reflect()
     assert alone._keeping.rate > 0.4
 
 
