@@ -103,6 +103,16 @@ def line(draft, rows, samples, seconds, base):
             "seconds": [round(s, 2) for s in seconds[draft]]}
 
 
+def show(args, found):
+    """Lines as they come, and all of them as one document in the end if asked for."""
+    lines = []
+    for one in found:
+        lines.append(one)
+        print("  ".join(f"{key} {value}" for key, value in one.items()), file=sys.stderr)
+    if args.json:
+        print(json.dumps({"settings": vars(args), "lines": lines}, indent=1))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("pair", "smollm2"), ("batch-sizes", "1,8"), ("coupling", "shared"), ("draft-length", "auto"),
@@ -115,13 +125,7 @@ def main():
     for name in ("copy-heavy", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
-    lines = []
-    for rows in map(int, args.batch_sizes.split(",")):
-        for found in measure(args, rows):
-            lines.append(found)
-            print("  ".join(f"{key} {value}" for key, value in found.items()), file=sys.stderr)
-    if args.json:
-        print(json.dumps({"settings": vars(args), "lines": lines}, indent=1))
+    show(args, (found for rows in map(int, args.batch_sizes.split(",")) for found in measure(args, rows)))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ before the first repeat is not counted; every job begins with a controller that 
 """
 
 import argparse
-import json
 import statistics
-import sys
 
-from lookup import STOPS, human_eval, run
+from lookup import STOPS, human_eval, run, show
 
 from bass_cli.engine.lengths import Lengths, make_lengths
 from bass_cli.job import load_pair, make_job
@@ -105,13 +103,7 @@ def main():
     parser.add_argument("--sets", nargs="+", default=["code", "chat"], choices=["code", "chat"])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    lines = []
-    for name in args.sets:
-        for found in measure(args, name):
-            lines.append(found)
-            print("  ".join(f"{key} {value}" for key, value in found.items()), file=sys.stderr)
-    if args.json:
-        print(json.dumps({"settings": vars(args), "lines": lines}, indent=1))
+    show(args, (found for name in args.sets for found in measure(args, name)))
 
 
 if __name__ == "__main__":
