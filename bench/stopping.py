@@ -52,9 +52,7 @@ def controller(way, plan):
     return PastRounds(fresh) if way == "past rounds" else fresh
 
 
-def prompts_for(name, limit):
-    if name == "code":
-        return human_eval(limit)
+def chat(limit):
     return [Prompt(f"chat/{i}", None, [{"role": "user", "content": text}], {}, None, text)
             for i, text in enumerate(QUESTIONS)][:limit]
 
@@ -69,7 +67,7 @@ def measure(args, name):
     plans = {way: plan_for("none" if way == "plain" else None) for way in WAYS}
     loops = {"plain": build(plans["plain"]), "past rounds": build(plans["past rounds"])}
     loops["stopping"] = loops["past rounds"]
-    prompts = prompts_for(name, args.limit)
+    prompts = human_eval(args.limit) if name == "code" else chat(args.limit)
     seconds, samples = {way: [] for way in WAYS}, {}
     for repeat in range(-1, args.repeats):
         for way, loop in loops.items():
