@@ -19,8 +19,9 @@ class Ticks:
 
 
 class FakeGraphs(Graphs):
-    """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms a pass of the target and
-    0.45 ms a draft step or a pass of the draft), and keeps a list of what was done."""
+    """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms a pass of the target,
+    9 us for each draft that comes from the host, and 0.45 ms a draft step or a pass of the draft), and keeps a list of
+    what was done."""
 
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
@@ -40,7 +41,8 @@ class FakeGraphs(Graphs):
         self.captures += 1
 
     def replay(self, key, meanwhile=lambda: None):
-        self.ticks.seconds += 0.0021 + 0.00045 * key.width if key.kind == "round" else 0.00045
+        self.ticks.seconds += {"round": 0.0021 + 0.00045 * key.width, "given": 0.0021 + 0.000009 * key.rows * key.width,
+                               "catch up": 0.00045}[key.kind]
         self.done.append(("replay", key))
         meanwhile()
         return self._held[key]()

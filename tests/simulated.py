@@ -6,7 +6,7 @@ import random
 import torch
 from fakes import FakeGraphs, Ticks
 
-from bass_cli.draft import NoDrafter
+from bass_cli.draft import NoDrafter, Proposal
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.lengths import Fixed
@@ -27,8 +27,25 @@ class Forgetful(NoDrafter):
         return lacks if length else 0
 
 
+class Finder(NoDrafter):
+    """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance `found`, up to six."""
+
+    on_device, offers, longest = False, True, 1000
+
+    def __init__(self, found, *, asking, ticks):
+        self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks
+        self._chance, self.looks = random.Random(1), 0
+
+    def offer(self, batch, length):
+        self._ticks.seconds += self._asking
+        self.looks += 1
+        self.counts = tuple(min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
+                            if self._chance.random() < self._found else 0 for row in batch.hosts)
+        return Proposal(batch.tokens.new_zeros(len(batch), max(self.counts)), None, self.counts)
+
+
 class Simulated(Loop):
-    """Each draft stands with chance `rate`; see FakeGraphs for what things take."""
+    """Each draft stands with chance `rate`, where there is one; see FakeGraphs for what things take."""
 
     def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
         graphs = graphs or FakeGraphs(Ticks())
@@ -38,11 +55,13 @@ class Simulated(Loop):
                          coupling="shared", clock=Clock(graphs.ticks), graphs=graphs)
 
     def function(self, shape):
-        return lambda: self._result(shape.width) if shape.kind == "round" else None
+        return lambda: self._result(shape.width) if shape.kind != "catch up" else None
 
     def _result(self, width):
-        kept = [next((i for i in range(width) if self._chance.random() > self._rate), width)
-                for _ in range(self.batch.rows)]
+        most = self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
+        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
+        kept = [next((i for i in range(min(width, m)) if self._chance.random() > self._rate), min(width, m))
+                for m in most]
         return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * width + 2, dtype=torch.int64)), 1)
 
 

@@ -17,17 +17,17 @@ from .ladder import Kind, Ladder, Shape, Step
 
 
 class Captured:
-    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact` and
-    `longest` as for Ladder.
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact`,
+    `longest` and `given` as for Ladder.
 
     `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
     all since then was replayed.
     """
 
     def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
-                 *, exact: bool, longest: int):
+                 *, exact: bool, longest: int, given: bool):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._ladder = Ladder(graphs, exact=exact, longest=longest)
+        self._ladder = Ladder(graphs, exact=exact, longest=longest, given=given)
         self.capturing, self.steady = 0.0, True
 
     def start(self) -> float:
@@ -43,6 +43,10 @@ class Captured:
     def wish(self, kind: Kind, width: int) -> Shape:
         """The shape made for the live rows."""
         return Shape(kind, self.bucket(len(self._batch)), width)
+
+    def usual(self, width: int) -> Shape:
+        """The same for a usual round of so many drafts."""
+        return self._ladder.shape(self.bucket(len(self._batch)), width)
 
     def bucket(self, rows: int) -> int:
         """So many rows with the dummies that a graph takes."""

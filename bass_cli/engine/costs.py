@@ -81,17 +81,17 @@ class _Seen(NamedTuple):
     times: int
 
 
-_GUESSED = (1.0, 0.03, 0.8)  # of the three weights, before anything was seen, in passes
+_GUESSED = (1.0, 0.03, 0.8)  # of the three weights, before anything was seen, in passes; the last: where a model drafts
 _DOUBT = 1e4  # how little that guess weighs against what is seen
 
 
 class Learned:
     """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with forgetting. Where only one
-    width was seen, a guess says what others cost: a fifth of a pass for each draft, and next to nothing for a row.
-    `start`: what an earlier job has learnt."""
+    width was seen, a guess says what others cost: a fifth of a pass for each draft unless they are `free`, and next to
+    nothing for a row. `start`: what an earlier job has learnt."""
 
     def __init__(self, choices: Sequence[int], start: Surface | None = None) -> None:
-        self._choices = numpy.array(choices)
+        self._choices, self.free = numpy.array(choices), False
         self._weights = [0.0, 0.0, 0.0]
         self._spread = [[_DOUBT if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._typical = self._unit = 0.0  # seconds of rounds: a moving average, the first one
@@ -123,8 +123,9 @@ class Learned:
         features = _features(rows, width)
         if not self._typical:
             self._unit = seconds
-            share = seconds / sum(g * f for g, f in zip(_GUESSED, features, strict=True))
-            self._weights = [share * g for g in _GUESSED]
+            guessed = (*_GUESSED[:2], 0.0) if self.free else _GUESSED
+            share = seconds / sum(g * f for g, f in zip(guessed, features, strict=True))
+            self._weights = [share * g for g in guessed]
         self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
         x = tuple(f * self._unit / seconds for f in features)  # so that errors count relative to a round's seconds
         ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]

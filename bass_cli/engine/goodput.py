@@ -14,6 +14,7 @@ import numpy
 from .costs import Array, Costs, Learned, Profiled, nearest
 from .keeping import Keeping
 from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
+from .looking import Looking
 from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
@@ -71,11 +72,14 @@ class Goodput(Lengths):
         self._pace = 0.0  # seconds a token takes a row
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
+        self._looking = Looking()
         self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         self._outlook, before, self._rows = self._seen(outlook), self._rows, rows
         self._probing = False
+        if isinstance(self._costs, Learned):
+            self._costs.free = outlook.free
         last = self._unlearnt
         if not outlook.hurried or rows != before or (last and last.probing) or self._keeping.trials < _SETTLED:
             self.reflect()
@@ -90,7 +94,7 @@ class Goodput(Lengths):
         if self._line is None:
             return 0
         if outlook.free:
-            return self._unless_lost(self._choices[-1], plain)
+            return self._unless_lost(self._choices[-1], plain) if self._looking.due else 0
         found = self._unless_lost(self._best(self._line, outlook), plain)
         if found == 0 and self._plain >= self._patience:
             places = [k for k in self._choices if 1 <= k <= 4]
@@ -211,10 +215,14 @@ class Goodput(Lengths):
             # A round of drafts that the host had, where a model usually drafts, takes less than one of the model's.
             taken = due if self._frozen or done.drafted is None else min(due, taken)
         self._spent += taken
+        if not done.asking or self._frozen:
+            self._looking.skip()
         if done.width or (done.asking and not self._frozen):
             catch_up = self._outlook.catch_up if done.drafted is None else 0.0
-            self._lost += taken + catch_up - plain * (1 + sum(done.accepted) / rows)
-            self._lost = max(self._lost, -_REGRET * self._spent - _CREDIT * plain)
+            lost = taken + catch_up - plain * (1 + sum(done.accepted) / rows)
+            self._lost = max(self._lost + lost, -_REGRET * self._spent - _CREDIT * plain)
+            if done.asking and not self._frozen:
+                self._looking.observe(-lost / plain, done.asking / plain)
 
     def learned(self) -> Surface | None:
         """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""

@@ -8,7 +8,7 @@ same shapes. Seconds are measured only to say what a new shape would cost (`entr
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from .graphs import WIDTHS, Graphs, step_down
 
@@ -22,8 +22,8 @@ Kind = Literal["round", "given", "catch up"]
 
 
 class Shape(NamedTuple):
-    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": the drafts come
-    from the host, though the drafter has a model); in catching up, of a drafter after plain rounds, `width` tokens."""
+    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": they come from the
+    host); in catching up, of a drafter after plain rounds, `width` tokens."""
 
     kind: Kind
     rows: int
@@ -40,10 +40,10 @@ class Step(NamedTuple):
 class Ladder:
     """The policy for one loop's graphs. `exact`: a round must have the very draft length that was asked for (maximal
     coupling, where lengths reach the output and must not depend on what happens to be captured). `longest`: the most
-    that the drafter proposes."""
+    that the drafter proposes. `given`: all drafts come from the host."""
 
-    def __init__(self, graphs: Graphs, *, exact: bool, longest: int):
-        self._graphs, self._exact = graphs, exact
+    def __init__(self, graphs: Graphs, *, exact: bool, longest: int, given: bool = False):
+        self._graphs, self._exact, self._drafts = graphs, exact, cast(Kind, "given" if given else "round")
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._lost: dict[Shape, tuple[int, float]] = {}  # by wish: times another shape served, and passes lost by that
         self._unit: dict[tuple[str, str], float] = {}  # by kind and how: seconds on the host for a pass
@@ -78,18 +78,24 @@ class Ladder:
         """Seconds that `step` is likely to take beyond those of a replay."""
         if step.how == "replay":
             return 0.0
-        return self._unit.get((step.shape.kind, step.how), _SECONDS) * _launches(step.shape)
+        kinds = ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)  # a plain pass tells of the former
+        known = [self._unit[kind, step.how] for kind in kinds if (kind, step.how) in self._unit]
+        return (known[0] if known else _SECONDS) * _launches(step.shape)
 
     def entries(self, rows: int) -> tuple[float, ...]:
         """For each draft length from 0 the seconds that it takes, once, until rounds of so many rows (dummies included)
         run at their usual speed: 0 if a graph is there, or one near."""
         if rows not in self._entries:
-            self._entries[rows] = tuple(self._entry(Shape("round", rows, width)) for width in self._widths)
+            self._entries[rows] = tuple(self._entry(self.shape(rows, width)) for width in self._widths)
         return self._entries[rows]
+
+    def shape(self, rows: int, width: int) -> Shape:
+        """The usual round of so many drafts."""
+        return Shape(self._drafts if width else "round", rows, width)
 
     def colds(self, rows: int) -> tuple[float, ...]:
         """Of the entries, what the very first round takes: it runs uncaptured, and tells already what rows keep."""
-        return tuple(self._cold(Shape("round", rows, width)) if entry else 0.0
+        return tuple(self._cold(self.shape(rows, width)) if entry else 0.0
                      for width, entry in zip(self._widths, self.entries(rows), strict=True))
 
     def forget(self) -> None:

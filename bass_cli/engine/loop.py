@@ -20,7 +20,7 @@ from .captured import Captured
 from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
 from .imposed import Imposed
-from .ladder import Kind, Shape
+from .ladder import Shape
 from .lengths import Lengths, Outlook, Round
 from .offers import Offers
 from .packed import pack, unpack
@@ -49,7 +49,7 @@ class Loop:
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
-                                      longest=drafter.longest)
+                                      longest=drafter.longest, given=drafter.offers and not drafter.on_device)
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
@@ -103,7 +103,8 @@ class Loop:
         outlook = self._outlook(rooms)
         width = self._width(rooms, outlook, deadline)
         began = self.clock.now()
-        offered, asking = self._offers.ask(width, self.lengths, outlook), self.clock.now() - began
+        offered, looked = self._offers.ask(width, self.lengths, outlook), self.drafter.offers and width > 0
+        asking = self.clock.now() - began
         packed, width, began = (self._run(width, offered) if captured is None
                                 else self._replay(captured, width, offered, deadline))
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
@@ -111,7 +112,7 @@ class Loop:
         seconds = asking + self.clock.now() - began - (captured.capturing if captured else 0.0)
         # Where a model usually drafts, what a round takes without it says little about later rounds.
         steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
-        done = Round(width, kept, seconds, steady, meant, asking if self.drafter.offers else 0.0)
+        done = Round(width, kept, seconds, steady, meant, asking if looked else 0.0)
         if steady:
             self.clock.observe(width, seconds)
         self._idle = 0 if width and offered is None else self._idle + 1
@@ -131,8 +132,9 @@ class Loop:
         self._behind.fill_(_CATCH_UP[-1] + 2)  # what runs now must not read beyond a row's end
         for count, width in itertools.product(sorted({captured.bucket(n) for n in rows}), sorted(widths)):
             width = step_down(min(width, self.drafter.longest))
-            captured.capture(Shape("round", count, width))
-            if width and self.drafter.on_device and self.drafter.offers:
+            if not width or self.drafter.on_device:
+                captured.capture(Shape("round", count, width))
+            if width and self.drafter.offers:
                 captured.capture(Shape("given", count, width))
             for tokens in _CATCH_UP if catching_up and width and self.drafter.on_device else ():
                 captured.capture(Shape("catch up", count, tokens))
@@ -193,7 +195,7 @@ class Loop:
             return wanted
 
         def predict(width: int) -> float:
-            step = captured.choose(captured.wish("round", step_down(width)), left=self._left(rooms), deadline=deadline)
+            step = captured.choose(captured.usual(step_down(width)), left=self._left(rooms), deadline=deadline)
             return self.clock.predict(step.shape.width) + captured.delay(step)
 
         return step_down(self.clock.longest_in_time(wanted, deadline, predict))
@@ -210,12 +212,10 @@ class Loop:
     def _replay(self, captured: Captured, width: int, offered: Proposal | None,
                 deadline: float | None) -> tuple[Tensor, int, float]:
         """The same round as a graph, which may take some dummy rows too, and another draft length."""
-        kind: Kind = "round"
         if offered is not None:
             self._offers.put(offered)
             width = step_up(offered.tokens.shape[1])
-            kind = "given" if width and self.drafter.on_device else "round"
-        wish = captured.wish(kind, width)
+        wish = captured.usual(width) if offered is None or not width else captured.wish("given", width)
         step = captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
                                exact=offered is not None and not width)
         self.catch_up(step.shape.width if offered is None else 0)
