@@ -7,7 +7,7 @@ heads, K key/value heads, D head size, S slots of a row's own span, T positions 
 
 from . import acceptance, reference, sampling
 from .acceptance import accept_maximal, accept_shared
-from .dispatch import SCHEDULES, attention_schedule, by_device, kind_for, use
+from .dispatch import SCHEDULES, attention_schedule, by_device, has_triton, kind_for, use
 from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
@@ -28,7 +28,7 @@ rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejectio
 __all__ = [
     "BONUS", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Law", "Segments", "Teams", "accept_maximal",
     "accept_shared", "activation", "attention", "attention_schedule", "bits", "draft_sample", "draw", "embed", "gumbel",
-    "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack", "process", "project",
+    "has_triton", "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack", "process", "project",
     "rejection_sample", "rope_write", "sample",
     "sample_scored", "uniform", "use",
 ]

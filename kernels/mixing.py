@@ -82,7 +82,7 @@ def _fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
     return high, mass * fade + tl.sum(weights, 1), total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["wide", "rows"])
 def _mix(qkv_ptr, angle_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position_ptr,
          base_ptr, start_ptr, out_ptr, part_ptr, peak_ptr, arrived_ptr, wide, rows, window, eps, scale, key_row, key_head,
          key_step, prompt_head, prompt_step, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,

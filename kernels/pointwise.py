@@ -123,7 +123,7 @@ def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "slot_row"])
 def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, keys_ptr, values_ptr, eps, width,
                 slot_row, slot_place, key_row, key_head, key_slot, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
                 HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):

@@ -112,7 +112,7 @@ def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[
             "num_warps": cut.warps, **overlap(early, like.device)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _begin(tokens_ptr, position_ptr, embed_ptr, inverse_ptr, angle_ptr, norm_ptr, sum_ptr, x_ptr, square_ptr, count,
            scale, VOCAB: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr, EARLY: tl.constexpr):
@@ -132,7 +132,7 @@ def _begin(tokens_ptr, position_ptr, embed_ptr, inverse_ptr, angle_ptr, norm_ptr
         tl.store(angle_ptr + (count + one) * HALF + at, tl.sin(angle), mask=at < HALF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _project(x_ptr, weight_ptr, bias_ptr, square_ptr, out_ptr, part_ptr, arrived_ptr, count, eps, TILES: tl.constexpr,
              LINES: tl.constexpr, DEPTH: tl.constexpr, BIAS: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr,
              SPLITS: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr,
@@ -151,7 +151,7 @@ def _project(x_ptr, weight_ptr, bias_ptr, square_ptr, out_ptr, part_ptr, arrived
                  mask=(row < count)[:, None] & (line < end)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _add(x_ptr, weight_ptr, norm_ptr, stream_ptr, sum_ptr, next_ptr, square_ptr, part_ptr, arrived_ptr, count,
          LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
          DEEP: tl.constexpr, STAGES: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):
@@ -167,7 +167,7 @@ def _add(x_ptr, weight_ptr, norm_ptr, stream_ptr, sum_ptr, next_ptr, square_ptr,
         give(total + residual, weight, sum_ptr, next_ptr, square_ptr, tile, first, end, count, LINES, M, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _gate_up(x_ptr, weight_ptr, square_ptr, out_ptr, count, eps, TILES: tl.constexpr, LINES: tl.constexpr,
              DEPTH: tl.constexpr, KIND: tl.constexpr, EACH: tl.constexpr, N: tl.constexpr, DEEP: tl.constexpr,
              STAGES: tl.constexpr, M: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr):

@@ -169,7 +169,7 @@ def _tested(row, draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, ke
     return tl.min(tl.where(drafted & (u < p), width, tl.minimum(place, width)), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _judge(draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, key_ptr, length_ptr, found_ptr, accepted_ptr,
            next_ptr, block_ptr, score_ptr, arrived_ptr, width, vocab, q_vocab, chunks, POINT: tl.constexpr,
            PLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIELDS: tl.constexpr, FOUND: tl.constexpr,

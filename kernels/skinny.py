@@ -34,7 +34,7 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _stream(x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, arrived_ptr, rows, columns, depth, share,
             BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
             EVEN: tl.constexpr, WIDE: tl.constexpr):

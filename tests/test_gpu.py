@@ -5,6 +5,7 @@ import gc
 
 import pytest
 import torch
+import triton
 from checkpoints import FAMILIES, write_checkpoint
 from test_exactness import rows
 from toys import SPAN, Reactive, drive
@@ -20,6 +21,7 @@ from bass_cli.model import prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
+from bass_kernels import choice, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = torch.device("cuda")
@@ -153,6 +155,47 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
     before = loop.graphs.captures
     drive(loop, rows())
     assert loop.graphs.captures == before > 0
+
+
+@pytest.mark.parametrize(("draft", "coupling"), [("model", "shared"), ("model", "maximal"), ("lookup", "shared")])
+def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
+    """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is compiled any more."""
+    target, model = decoders("qwen2")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows())
+    forget_kernels()
+    loop = loop_for(target, model if draft == "model" else draft, batch=5, lengths=Fixed(3), graphs=True, coupling=coupling)
+    live = rows()[:5]
+    for row in live:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+        loop.admit(row)
+    before = loop.batch.tokens.clone(), loop.batch.lengths.clone()
+    loop.prepare(range(1, 6), range(5), only_compile=True)
+    assert loop.graphs.captures == 0
+    assert torch.equal(loop.batch.lengths, before[1])
+    for row, (tokens, length) in enumerate(zip(*before, strict=True)):
+        assert torch.equal(loop.batch.tokens[row, :length], tokens[:length])
+    monkeypatch.setattr(triton.JITFunction, "_do_compile", refuse)
+    loop.prepare(range(1, 6), range(5))
+    assert loop.graphs.captures > 0
+    while len(loop.batch):
+        loop.round()
+        for index in reversed(range(len(loop.batch))):
+            if loop.batch.hosts[index].room <= 0:
+                loop.retire(index)
+    for row in live if coupling == "shared" else ():
+        assert row.tokens[row.prompt_length :][: row.limit] == due[row.key, row.sample]
+
+
+def forget_kernels():
+    for module in (choice, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+
+
+def refuse(kernel, *arguments, **options):
+    raise AssertionError(f"{kernel.__name__} was not compiled ahead")
 
 
 def test_catching_up_by_graphs_leaves_nothing_out(decoders):

@@ -1,5 +1,6 @@
 """Which shapes are captured, and when: reuse before capture, by counting, never by the clock."""
 
+import pytest
 from fakes import FakeGraphs
 
 from bass_cli.engine.ladder import Ladder, Shape, Step
@@ -119,6 +120,21 @@ def test_what_a_length_costs_at_first():
     bench.graphs.renew("moved")
     bench.ladder.forget()
     assert bench.ladder.entries(8)[0] > 0
+
+
+def test_drafts_of_the_host_cost_no_launches():
+    """A model's steps are launched one by one; where the host drafts, any length is the same few launches, and a plain
+    round that ran tells what they take."""
+    ladders = [Ladder(FakeGraphs(), exact=False, longest=8, drafts=drafts) for drafts in ("round", "given")]
+    for ladder in ladders:
+        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    model, host = (ladder.entries(8) for ladder in ladders)
+    assert host == pytest.approx((0.05,) * len(host))
+    assert model[0] == pytest.approx(0.05)
+    assert model[4] > 3 * host[4]
+    assert [ladder.shape(8, 3) for ladder in ladders] == [Shape("round", 8, 3), Shape("given", 8, 3)]
+    assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
 
 
 def test_compiling_is_not_taken_for_what_capturing_costs():

@@ -20,7 +20,8 @@ from bass_cli.engine.lengths import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 from bass_cli.profiling import store
-from bass_cli.profiling.measure import WIDTHS, _filled, measure
+from bass_cli.profiling.filling import filled
+from bass_cli.profiling.measure import WIDTHS, measure
 from bass_cli.profiling.skipping import _written, expected_gain, search
 
 
@@ -105,11 +106,11 @@ def test_missing_points_lie_between_their_neighbours():
         return 0.004 + 0.0001 * max(0, rows * (width + 1) - 60)
 
     rows, widths = (1, 4, 8, 12, 16), (0, 2, 4, 6, 8)
-    found = _filled({(r, w): seconds(r, w) for r in (1, 4, 8, 16) for w in (0, 4, 8)}, rows, widths)
+    found = filled({(r, w): seconds(r, w) for r in (1, 4, 8, 16) for w in (0, 4, 8)}, rows, widths)
     for i, r in enumerate(rows):
         line = [seconds(r, w) if r != 12 else (seconds(8, w) + seconds(16, w)) / 2 for w in (0, 4, 8)]
         assert found[i] == pytest.approx([line[0], (line[0] + line[1]) / 2, line[1], (line[1] + line[2]) / 2, line[2]])
-    grown = _filled({(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (4, 0): 4.0}, (1, 4), (0, 1, 2))
+    grown = filled({(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (4, 0): 4.0}, (1, 4), (0, 1, 2))
     assert grown[1][0] == pytest.approx(4.0)
     assert grown[1][2] > grown[1][1] > grown[1][0], "beyond the last one as the fit has it"
 

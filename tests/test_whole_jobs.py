@@ -1,8 +1,10 @@
 """What whole jobs take, captures included, on a simulated device: `auto` must not be slower than plain decoding."""
 
 import pytest
-from simulated import Simulated, plain_seconds, seconds_of
+from fakes import FakeGraphs, Ticks
+from simulated import Finder, Simulated, plain_seconds, seconds_of
 
+from bass_cli.draft import NoDrafter
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round
@@ -28,6 +30,39 @@ def test_auto_is_plain_decoding_where_the_job_is_too_short_to_win(rate):
     loop = Simulated(Goodput(limit=32), rate)
     assert seconds_of(loop, prompts=1, limit=64) <= 1.02 * plain_seconds(prompts=1, limit=64)
     assert loop.graphs.captures == 1
+
+
+def speed_of_looking(found, rate, *, asking):
+    """Of a second job of 512 samples in 16 rows, in plain decoding's speed, and the rounds in which it looked."""
+    job = {"prompts": 32, "n": 16, "limit": 46}
+    graphs = FakeGraphs(Ticks())
+    drafter = Finder(found, asking=asking, ticks=graphs.ticks)
+    loop = Simulated(Goodput(limit=16), rate, rows=16, drafter=drafter, graphs=graphs)
+    plain = Simulated(Fixed(0), 0.0, rows=16, drafter=NoDrafter())
+    ends = [(seconds_of(loop, **job), seconds_of(plain, **job), drafter.looks) for _ in range(2)]
+    return (ends[1][1] - ends[0][1]) / (ends[1][0] - ends[0][0]), ends[1][2] - ends[0][2]
+
+
+@pytest.mark.parametrize(("found", "rate"), [(0.0, 0.0), (0.05, 0.5), (0.15, 0.5), (0.3, 0.5)])
+def test_looking_for_drafts_that_do_not_pay_is_given_rests(found, rate):
+    """A look takes a ninth of a plain round: more than can be lost in every one."""
+    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    assert speed > 0.98
+    assert 0 < looks < 300
+
+
+@pytest.mark.parametrize(("found", "rate", "due"), [(0.6, 0.6, 1.1), (0.8, 0.8, 1.5)])
+def test_looking_for_drafts_that_pay_goes_on(found, rate, due):
+    """What looking loses before anything was drafted leaves enough to try drafts with."""
+    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    assert speed > due
+    assert looks > 500
+
+
+def test_a_cheap_look_is_never_given_up():
+    """Where there has been nothing to copy for long, the beginning of a copy is not missed."""
+    _, looks = speed_of_looking(0.0, 0.0, asking=0.000015)
+    assert looks > 1000
 
 
 def test_the_last_rows_of_a_batch_are_no_reason_to_capture():

@@ -6,7 +6,8 @@ Not here: what is in them (loop.py), which shapes are worth a graph (ladder.py),
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -17,17 +18,18 @@ from .ladder import Kind, Ladder, Shape, Step
 
 
 class Captured:
-    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact`,
-    `longest` and `given` as for Ladder.
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact`
+    and `longest` as for Ladder; `kinds`: of rounds with drafts, the usual one first.
 
     `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
     all since then was replayed.
     """
 
     def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
-                 *, exact: bool, longest: int, given: bool):
+                 *, exact: bool, longest: int, kinds: Sequence[Kind]):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._ladder = Ladder(graphs, exact=exact, longest=longest, given=given)
+        self._ladder = Ladder(graphs, exact=exact, longest=longest, drafts=kinds[0])
+        self._kinds = kinds
         self.capturing, self.steady = 0.0, True
 
     def start(self) -> float:
@@ -86,6 +88,23 @@ class Captured:
             self.capturing += self._clock.now() - began
         with self._padded(step.shape.rows):
             return self._graphs.replay(step.shape, meanwhile)
+
+    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catch_up: Sequence[int], only_compile: bool) -> None:
+        """Capture what rounds of these numbers of rows and drafts need, and those that catch up so many tokens; or only
+        compile it."""
+        shapes = [Shape(kind, count, width) for count in sorted({self.bucket(n) for n in rows})
+                  for width in sorted(set(widths)) for kind in (self._kinds if width else ("round",))]
+        shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width for tokens in catch_up]
+        shapes = [shape for shape in dict.fromkeys(shapes) if not self._graphs.holds(shape)]
+        if only_compile or len(shapes) > 1:
+            with self._batch.still():
+                self._graphs.compile([functools.partial(self._dry, shape) for shape in shapes])
+        for shape in () if only_compile else shapes:
+            self.capture(shape)
+
+    def _dry(self, shape: Shape) -> None:
+        with self._padded(shape.rows):
+            self._function(shape)()
 
     def capture(self, shape: Shape) -> None:
         """See to it that there is a graph of this shape."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.capture import capture
+from bass_kernels import has_triton
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -75,6 +76,13 @@ class Graphs:
     def is_warm(self, key: Hashable) -> bool:
         """Whether `key` has run uncaptured: its kernels are compiled, its libraries set up."""
         return key in self._warm
+
+    def compile(self, functions: Iterable[Callable[[], object]]) -> None:
+        """Compile the kernels that these functions launch, many at a time, without launching them."""
+        if has_triton():
+            from bass_kernels.ahead import compile_ahead
+
+            compile_ahead(functions)
 
     def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
         """Run `function` uncaptured; returns its result on the host."""

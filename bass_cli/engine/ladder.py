@@ -8,7 +8,7 @@ same shapes. Seconds are measured only to say what a new shape would cost (`entr
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from .graphs import WIDTHS, Graphs, step_down
 
@@ -19,6 +19,13 @@ _ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as readin
 _STEP_LAUNCHES = 0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
 Kind = Literal["round", "given", "catch up"]
+
+
+def kinds(on_device: bool, offers: bool) -> tuple[Kind, ...]:
+    """Of rounds with drafts, the usual one first: drafts come from the device, from the host, or from either."""
+    if not on_device:
+        return ("given",)
+    return ("round", "given") if offers else ("round",)
 
 
 class Shape(NamedTuple):
@@ -40,10 +47,10 @@ class Step(NamedTuple):
 class Ladder:
     """The policy for one loop's graphs. `exact`: a round must have the very draft length that was asked for (maximal
     coupling, where lengths reach the output and must not depend on what happens to be captured). `longest`: the most
-    that the drafter proposes. `given`: all drafts come from the host."""
+    that the drafter proposes. `drafts`: the usual kind of a round with drafts."""
 
-    def __init__(self, graphs: Graphs, *, exact: bool, longest: int, given: bool = False):
-        self._graphs, self._exact, self._drafts = graphs, exact, cast(Kind, "given" if given else "round")
+    def __init__(self, graphs: Graphs, *, exact: bool, longest: int, drafts: Kind = "round"):
+        self._graphs, self._exact, self._drafts = graphs, exact, drafts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._lost: dict[Shape, tuple[int, float]] = {}  # by wish: times another shape served, and passes lost by that
         self._unit: dict[tuple[str, str], float] = {}  # by kind and how: seconds on the host for a pass

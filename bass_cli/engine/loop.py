@@ -20,7 +20,7 @@ from .captured import Captured
 from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
 from .imposed import Imposed
-from .ladder import Shape
+from .ladder import Shape, kinds
 from .lengths import Lengths, Outlook, Round
 from .offers import Offers
 from .packed import pack, unpack
@@ -49,7 +49,7 @@ class Loop:
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
-                                      longest=drafter.longest, given=drafter.offers and not drafter.on_device)
+                                      longest=drafter.longest, kinds=kinds(drafter.on_device, drafter.offers))
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
         self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
@@ -122,22 +122,17 @@ class Loop:
         return done
 
     @torch.inference_mode()
-    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catching_up: bool = True) -> None:
-        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met;
-        `catching_up`: those for drafting after plain rounds too."""
+    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catching_up: bool = True,
+                only_compile: bool = False) -> None:
+        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met, or at
+        least compile what is in them; `catching_up`: those for drafting after plain rounds too."""
         captured = self._captured
         if captured is None:
             return
         captured.renew(self._version)
         self._behind.fill_(_CATCH_UP[-1] + 2)  # what runs now must not read beyond a row's end
-        for count, width in itertools.product(sorted({captured.bucket(n) for n in rows}), sorted(widths)):
-            width = step_down(min(width, self.drafter.longest))
-            if not width or self.drafter.on_device:
-                captured.capture(Shape("round", count, width))
-            if width and self.drafter.offers:
-                captured.capture(Shape("given", count, width))
-            for tokens in _CATCH_UP if catching_up and width and self.drafter.on_device else ():
-                captured.capture(Shape("catch up", count, tokens))
+        captured.prepare(rows, [step_down(min(width, self.drafter.longest)) for width in widths],
+                         catch_up=_CATCH_UP if catching_up and self.drafter.on_device else (), only_compile=only_compile)
 
     @torch.inference_mode()
     def catch_up(self, width: int) -> None:

@@ -41,7 +41,8 @@ class Offers:
     def put(self, offered: Proposal) -> None:
         """From now on `placed` has these drafts; beyond their length stands what stood there."""
         rows, width = offered.tokens.shape
-        self._tokens[:rows, :width] = offered.tokens
+        if width:
+            self._tokens[:rows, :width] = offered.tokens
 
     def placed(self, rows: int, width: int) -> Proposal:
         """What a graph verifies, dummy rows included."""

@@ -2,7 +2,7 @@
 
 The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
 time does not suffice for is filled in from what is near. Not here: where the surface is kept (store.py), what is shown
-(command.py).
+(command.py), the filling in (filling.py).
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy
-
 from bass_cli.draft import NoDrafter, Proposal
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
@@ -23,14 +21,14 @@ from bass_cli.engine.lengths import Fixed, Lengths, Round
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.surface import Surface, make_surface
 
+from .filling import Point, drafting, filled
+
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 TOKENS = 200  # that every row may generate while it is measured
 _SAMPLES = 8  # rows that share a prompt
 _SLOW = 0.5  # seconds of a round that need not be repeated
 _TELLING = 50  # trials from which on a rate of acceptance is worth keeping
 _LONGER = 4  # times the context, for what a longer one costs
-
-Point = tuple[int, int]  # rows, width
 
 
 class MadeUp(NoDrafter):
@@ -102,6 +100,21 @@ class _Bench:
                 self.opened.add(key)
             loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
 
+    def compile(self, rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> None:
+        """Compile all that will be measured, reading a prompt included, with a row that is then given up."""
+        real, key, tokens = self.real, "profile", self.prompts[0]
+
+        def work() -> None:
+            real.open(key, tokens)
+            real.admit(Row(key, 0, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+            self.made_up.prepare(rows, widths, catching_up=False, only_compile=True)
+            real.prepare(rows, steps, catching_up=False, only_compile=True)
+            real.retire(0)
+            real.close(key)
+
+        if real.graphs is not None and real.graphs.enabled:
+            real.graphs.compile([work])
+
     def close(self) -> None:
         for key in self.opened:
             self.real.close(key)
@@ -129,6 +142,7 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     verify: dict[Point, float] = {}
     whole: dict[Point, float] = {}
     order = _order(rows, widths, steps)
+    bench.compile(rows, widths, steps)
     for part, count, width in order:
         found = bench.seconds(loop if part == "draft" else made_up, count, width)
         if found is not None:
@@ -140,7 +154,7 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
         note(f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the others estimated; once all "
              "kernels have been compiled here, the same command measures more")
     acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
-    return make_surface(rows, widths, verify=_filled(verify, rows, widths), draft=_drafting(whole, verify, rows, widths),
+    return make_surface(rows, widths, verify=filled(verify, rows, widths), draft=drafting(whole, verify, rows, widths),
                         context=base + tokens / 10, growth=growth, acceptance=acceptance)
 
 
@@ -164,57 +178,6 @@ def _coarse_first(values: Sequence[int]) -> list[int]:
             found.append(values[middle])
             gaps += [(low, middle), (middle, high)]
     return list(dict.fromkeys(found))
-
-
-def _filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-    """All points: those that were measured, and the others by a fit to them (a pass, and some for each row and token), off
-    by as much as the fit is off at the nearest widths and then at the nearest rows."""
-    assert points, "not even one round was measured"
-    places = numpy.array(list(points))
-    seconds = numpy.array(list(points.values()))
-
-    def features(count: numpy.ndarray, width: numpy.ndarray) -> numpy.ndarray:
-        return numpy.stack((numpy.ones(len(count)), count, count * width), 1)
-
-    weights, *_ = numpy.linalg.lstsq(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None)
-    grid = numpy.array(list(itertools.product(rows, widths)))
-    fitted = (features(*grid.T) @ weights).reshape(len(rows), len(widths))
-    off = {(count, width): points[count, width] - float(fitted[i, j]) for i, count in enumerate(rows)
-           for j, width in enumerate(widths) if (count, width) in points}
-    seen = sorted({count for count, _ in off})
-    lines = [_between(widths, {width: value for (c, width), value in off.items() if c == count}) for count in seen]
-    columns = [_between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)]
-    found: list[list[float]] = numpy.maximum(fitted + numpy.array(columns).T, seconds.min()).tolist()
-    return found
-
-
-def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:
-    """Values along an axis, linear between known points and the nearest one's beyond them."""
-    places = sorted(known)
-    found: list[float] = numpy.interp(axis, places, [known[place] for place in places]).tolist()
-    return found
-
-
-def _drafting(whole: dict[Point, float], verify: dict[Point, float], rows: Sequence[int],
-              widths: Sequence[int]) -> list[list[float]]:
-    """What real rounds took beyond the target's part, as a line through one or two lengths; numbers of rows that were not
-    measured lie between."""
-    known: dict[int, dict[int, float]] = {}
-    for (count, width), seconds in whole.items():
-        if (count, width) in verify:
-            known.setdefault(count, {})[width] = max(seconds - verify[count, width], 0.0)
-    if not known:
-        return [[0.0] * len(widths) for _ in rows]
-    lines = {count: _steps(line, widths) for count, line in known.items()}
-    columns = [_between(rows, {count: line[place] for count, line in lines.items()}) for place in range(len(widths))]
-    return [list(line) for line in zip(*columns, strict=True)]
-
-
-def _steps(known: dict[int, float], widths: Sequence[int]) -> list[float]:
-    """Seconds of so many draft steps, from those of some."""
-    most, least = max(known), min(known)
-    step = known[most] / most if most == least else max((known[most] - known[least]) / (most - least), 0.0)
-    return [max(known[most] + (width - most) * step, 0.0) if width else 0.0 for width in widths]
 
 
 def _growth(bench: _Bench, rows: Sequence[int], verify: dict[Point, float], whole: dict[Point, float], *, context: int,

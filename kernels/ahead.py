@@ -1,0 +1,45 @@
+"""Compiling Triton kernels ahead of their first launch, many at a time: one by one they take seconds each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import triton
+from torch import Tensor
+
+_PLACES = frozenset(("token_ptr", "accepted_ptr", "next_ptr", "block_ptr"))  # integers that kernels write
+_MOST = 16  # at a time
+_LAUNCH = triton.JITFunction.run
+
+
+def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
+    """Compile what these would launch, and launch none of it; everything else that they do is done. What kernels would
+    have written is left as it is; tokens and counts are zero, since others may use them as places."""
+    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
+        return
+    with contextlib.ExitStack() as stack:
+        if triton.JITFunction.run is _LAUNCH:  # else a work asks for the same
+            pool = stack.enter_context(ThreadPoolExecutor(min(_MOST, len(os.sched_getaffinity(0)))))
+            stack.enter_context(triton.AsyncCompileMode(pool))
+            stack.enter_context(_nothing_launched())
+        for work in works:
+            work()
+
+
+@contextlib.contextmanager
+def _nothing_launched() -> Iterator[None]:
+    def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> object:
+        for parameter, argument in zip(kernel.params, arguments, strict=False):
+            if parameter.name in _PLACES and isinstance(argument, Tensor):
+                argument.zero_()
+        return _LAUNCH(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    triton.JITFunction.run = compile_only
+    try:
+        yield
+    finally:
+        triton.JITFunction.run = _LAUNCH
