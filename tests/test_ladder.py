@@ -9,9 +9,9 @@ from bass_cli.engine.ladder import Ladder, Shape, Step
 class Bench:
     """A ladder on fake graphs; `ask` runs one round at a shape as the ladder says."""
 
-    def __init__(self, *, exact=False, longest=32):
+    def __init__(self, *, exact=False, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
-        self.ladder = Ladder(self.graphs, exact=exact, longest=longest)
+        self.ladder = Ladder(self.graphs, exact=exact, longest=longest, drafts=drafts)
 
     def ask(self, rows, width, *, left=10_000, kind="round"):
         wish = Shape(kind, rows, width)
@@ -71,6 +71,18 @@ def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
     assert bench.rounds_until_captured(8, 6, most=500, left=20) == 500
     assert bench.ask(8, 6, left=1000).how == "run"
     assert bench.ask(8, 6, left=1000).how == "capture"
+
+
+def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 2), ("given", 1, 12))
+    assert bench.ask(1, 6, kind="given").shape.width == 12
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 2))
+    assert bench.rounds_until_captured(1, 12, kind="given") < 50, "ten drafts of each round are lost"
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 12))
+    assert bench.rounds_until_captured(1, 2, kind="given") > 500, "ten places more cost one row next to nothing"
 
 
 def test_plain_rounds_never_serve_where_drafts_are_wanted():

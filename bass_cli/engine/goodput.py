@@ -19,7 +19,7 @@ from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
 _LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # what a profile saw of other text is a guess, within these bounds
-_OPENING = (2, 0, 4)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
+_OPENING = (2, 0, 1)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
 _REACH = 8  # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
 _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
@@ -30,6 +30,7 @@ _STRETCH = 2  # how much longer a draft may become that is stopped when it is un
 _STAY = 0.01  # by which another length must be better than the last one
 _REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
 _GRACE = 3.0  # plain rounds that it may have lost besides, at first
+_HOPE = 0.3  # what drafting must be expected to win for all of that, in plain decoding's speed; for less, less
 _CREDIT = 6.0  # and so many that it may have lost after it had won them
 
 
@@ -72,7 +73,7 @@ class Goodput(Lengths):
         self._pace = 0.0  # seconds a token takes a row
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
-        self._looking = Looking()
+        self._looking, self._worth = Looking(), False
         self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
@@ -108,7 +109,9 @@ class Goodput(Lengths):
             return most
         choices = self._costs.line(len(counts), outlook.context)
         line = numpy.interp(numpy.arange(most + 1), self._choices, choices)
-        found = line / self._keeping.tokens(counts) + self._once(range(most + 1), line, outlook)
+        found = line / self._keeping.tokens(counts)
+        self._worth = bool(found.argmin())
+        found += self._once(range(most + 1), line, outlook) / self._looking.share
         found = found[: self._choices[self._within - 1] + 1]
         best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]))
         if best == 0 and self._plain >= self._patience:
@@ -142,7 +145,9 @@ class Goodput(Lengths):
 
     def _unless_lost(self, length: int, plain: float) -> int:
         """The length, or 0 where drafting has lost too much already."""
-        return 0 if self._lost > _REGRET * self._spent + _GRACE * plain else length
+        hope = plain / self._pace - 1 if self._pace else 1.0
+        grace = min(max(_GRACE * hope / _HOPE, 1.0), _GRACE)
+        return 0 if self._lost > _REGRET * self._spent + grace * plain else length
 
     def _probe(self, length: int, line: Array, outlook: Outlook) -> int:
         """A short draft, if it can be had for what may still be lost; otherwise 0. line: seconds of rounds by choice."""
@@ -222,7 +227,8 @@ class Goodput(Lengths):
             lost = taken + catch_up - plain * (1 + sum(done.accepted) / rows)
             self._lost = max(self._lost + lost, -_REGRET * self._spent - _CREDIT * plain)
             if done.asking and not self._frozen:
-                self._looking.observe(-lost / plain, done.asking / plain)
+                self._looking.observe(-lost / plain, done.asking / plain, self._worth)
+                self._worth = False
 
     def learned(self) -> Surface | None:
         """What later jobs may begin from; None if costs came from a profile, or hardly anything was seen."""

@@ -73,7 +73,7 @@ class Ladder:
         """`step` was run for `wish`."""
         if step.shape != wish:
             times, lost = self._lost.get(wish, (0, 0.0))
-            self._lost[wish] = times + 1, lost + abs(_price(step.shape) - _price(wish))
+            self._lost[wish] = times + 1, lost + _loss(step.shape, wish)
 
     def took(self, step: Step, seconds: float) -> None:
         """Running or capturing a shape kept the host for `seconds`."""
@@ -121,7 +121,7 @@ class Ladder:
         """The captured shape that serves instead at the least loss."""
         fitting = [shape for shape in self._graphs.held() if isinstance(shape, Shape) and shape.kind == wish.kind
                    and shape.rows >= wish.rows and _serves(shape, wish, self._exact or exact)]
-        return min(fitting, key=lambda shape: abs(_price(shape) - _price(wish)), default=None)
+        return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
 
 
 def _serves(shape: Shape, wish: Shape, exact: bool) -> bool:
@@ -130,6 +130,12 @@ def _serves(shape: Shape, wish: Shape, exact: bool) -> bool:
     if wish.kind == "catch up":
         return shape.width >= wish.width
     return shape.width == wish.width or not (exact or (wish.width and not shape.width))
+
+
+def _loss(shape: Shape, wish: Shape) -> float:
+    """What is lost if this shape serves, in plain passes: places in it that are not filled, or drafts that have none."""
+    dropped = _STEP * max(wish.width - shape.width, 0) if wish.kind == "given" else 0.0
+    return dropped + abs(_price(shape) - _price(wish))
 
 
 def _price(shape: Shape) -> float:
