@@ -9,16 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import triton
-from torch import Tensor
 
-_PLACES = frozenset(("token_ptr", "accepted_ptr", "next_ptr", "block_ptr"))  # integers that kernels write
 _MOST = 16  # at a time
 _LAUNCH = triton.JITFunction.run
 
 
 def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
-    """Compile what these would launch, and launch none of it; everything else that they do is done. What kernels would
-    have written is left as it is; tokens and counts are zero, since others may use them as places."""
+    """Compile what these would launch, and launch none of it; everything else that they do is done, with whatever stands
+    where kernels would have written."""
     if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
     with contextlib.ExitStack() as stack:
@@ -33,9 +31,6 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> object:
-        for parameter, argument in zip(kernel.params, arguments, strict=False):
-            if parameter.name in _PLACES and isinstance(argument, Tensor):
-                argument.zero_()
         return _LAUNCH(kernel, *arguments, grid=grid, warmup=True, **options)
 
     triton.JITFunction.run = compile_only

@@ -88,6 +88,32 @@ def test_what_the_time_does_not_suffice_for_is_filled_in():
     assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
 
 
+class Compiler:
+    """Graphs that take 40 seconds to compile what they are given."""
+
+    enabled = True
+
+    def __init__(self, ticks):
+        self._ticks = ticks
+
+    def compile(self, functions):
+        for function in functions:
+            function()
+        self._ticks.seconds += 40.0
+
+
+def test_compiling_leaves_half_of_the_time_for_measuring():
+    loop, ticks = timed_loop()
+    loop.graphs = Compiler(ticks)
+    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks)
+    assert 40.8 < ticks.seconds < 41.3
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
+    assert len(loop.batch) == 0
+    whole = ticks.seconds
+    measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=200.0, now=ticks)
+    assert ticks.seconds - whole < 45.0, "no more than it takes"
+
+
 def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
     """As on a GPU, where tokens come in tiles."""
     def target(rows, width):

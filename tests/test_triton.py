@@ -205,10 +205,21 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
 
 
-def test_all_kernels_compile_for_hopper(tmp_path):
-    script = pathlib.Path(__file__).parent / "compile_kernels.py"
+def run_compiling(script, *arguments, cache):
+    """Lines that a script prints which compiles for a GPU, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, str(pathlib.Path(__file__).parent / script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 27
+    return done.stdout.splitlines()
+
+
+def test_all_kernels_compile_for_hopper(tmp_path):
+    assert len(run_compiling("compile_kernels.py", cache=tmp_path)) == 27
+
+
+@pytest.mark.parametrize(("draft", "coupling"), [("model", "shared"), ("lookup", "maximal")])
+def test_rounds_can_be_compiled_ahead_without_running(tmp_path, draft, coupling):
+    (line,) = run_compiling("compile_ahead.py", draft, coupling, cache=tmp_path)
+    assert int(line.split()[0]) > 15

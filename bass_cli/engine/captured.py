@@ -96,10 +96,11 @@ class Captured:
                   for width in sorted(set(widths)) for kind in (self._kinds if width else ("round",))]
         shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width for tokens in catch_up]
         shapes = [shape for shape in dict.fromkeys(shapes) if not self._graphs.holds(shape)]
-        if only_compile or len(shapes) > 1:
+        if only_compile:
             with self._batch.still():
                 self._graphs.compile([functools.partial(self._dry, shape) for shape in shapes])
-        for shape in () if only_compile else shapes:
+            return
+        for shape in shapes:
             self.capture(shape)
 
     def _dry(self, shape: Shape) -> None:
