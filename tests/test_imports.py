@@ -209,7 +209,7 @@ TABLE: dict[str, set[str]] = {
         "torch", "bass_kernels.dispatch", "bass_kernels.linear", "bass_kernels.reference", "bass_kernels.skinny",
     },
     "kernels/launch.py": {"torch", "triton"},
-    "kernels/ahead.py": {"triton"},
+    "kernels/ahead.py": {"torch", "triton"},
     "kernels/pointwise.py": {"torch", "triton"},
     "kernels/ragged.py": {
         "torch", "triton", "bass_kernels.dispatch", "bass_kernels.launch", "bass_kernels.ragged_kernel",
