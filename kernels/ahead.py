@@ -29,11 +29,11 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
             work()
 
 
-def _trait(argument: Any) -> object:
+def _trait(parameter: Any, argument: Any) -> object:
     """What of an argument can matter to the compiler."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument
+    return type(argument) if parameter.do_not_specialize else argument
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def _nothing_launched() -> Iterator[None]:
     seen = set()  # Triton may take a millisecond to find out that a kernel is being compiled already
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launch = kernel, tuple(map(_trait, arguments)), tuple(options.items())
+        launch = kernel, tuple(map(_trait, kernel.params, arguments)), tuple(options.items())
         if launch not in seen:
             seen.add(launch)
             _LAUNCH(kernel, *arguments, grid=grid, warmup=True, **options)
