@@ -89,17 +89,19 @@ def test_what_the_time_does_not_suffice_for_is_filled_in():
 
 
 class Compiler:
-    """Graphs that take 40 seconds to compile what they are given."""
+    """Graphs that take 40 seconds to compile what they are given, or fail in the end."""
 
     enabled = True
 
-    def __init__(self, ticks):
-        self._ticks = ticks
+    def __init__(self, ticks, fails=False):
+        self._ticks, self._fails = ticks, fails
 
     def compile(self, functions):
         for function in functions:
             function()
         self._ticks.seconds += 40.0
+        if self._fails:
+            raise RuntimeError("no such register")
 
 
 def test_compiling_leaves_half_of_the_time_for_measuring():
@@ -112,6 +114,14 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
     whole = ticks.seconds
     measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=200.0, now=ticks)
     assert ticks.seconds - whole < 45.0, "no more than it takes"
+
+
+def test_a_profile_does_without_compiling_ahead_where_that_fails():
+    loop, ticks = timed_loop()
+    loop.graphs, notes = Compiler(ticks, fails=True), []
+    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append)
+    assert "no such register" in notes[0]
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
 
 
 def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():

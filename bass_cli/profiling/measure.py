@@ -100,21 +100,28 @@ class _Bench:
                 self.opened.add(key)
             loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
 
-    def compile(self, rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> None:
-        """Compile all that will be measured, reading a prompt included, with a row that is then given up."""
+    def compile(self, rows: Sequence[int], widths: Sequence[int], steps: Sequence[int],
+                note: Callable[[str], None]) -> None:
+        """Compile all that will be measured, reading a prompt included, with a row that is then given up. Where that fails,
+        kernels are compiled as they are met."""
         real, key, tokens = self.real, "profile", self.prompts[0]
 
         def work() -> None:
             real.open(key, tokens)
             real.admit(Row(key, 0, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
-            self.made_up.prepare(rows, widths, catching_up=False, only_compile=True)
-            real.prepare(rows, steps, catching_up=False, only_compile=True)
-            real.retire(0)
-            real.close(key)
+            try:
+                self.made_up.prepare(rows, widths, catching_up=False, only_compile=True)
+                real.prepare(rows, steps, catching_up=False, only_compile=True)
+            finally:
+                real.retire(0)
+                real.close(key)
 
         if real.graphs is not None and real.graphs.enabled:
             began = self.now()
-            real.graphs.compile([work])
+            try:
+                real.graphs.compile([work])
+            except Exception as error:
+                note(f"kernels will be compiled one by one, since together they could not be: {error}")
             self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)  # half the time is for measuring
 
     def close(self) -> None:
@@ -144,7 +151,7 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     verify: dict[Point, float] = {}
     whole: dict[Point, float] = {}
     order = _order(rows, widths, steps)
-    bench.compile(rows, widths, steps)
+    bench.compile(rows, widths, steps, note)
     for part, count, width in order:
         found = bench.seconds(loop if part == "draft" else made_up, count, width)
         if found is not None:
