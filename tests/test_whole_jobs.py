@@ -8,6 +8,7 @@ from bass_cli.draft import NoDrafter
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round
+from bass_cli.engine.looking import Looking
 
 
 def auto_seconds(rate, **job):
@@ -63,6 +64,17 @@ def test_a_cheap_look_is_never_given_up():
     """Where there has been nothing to copy for long, the beginning of a copy is not missed."""
     _, looks = speed_of_looking(0.0, 0.0, asking=0.000015)
     assert looks > 1000
+
+
+def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with():
+    """The share of looks that found something fades; it must not become 0, by which costs would be divided."""
+    looking = Looking()
+    for _ in range(50_000):
+        looking.observe(-0.001, 0.005, False)
+    assert 0 < looking.share <= 0.01
+    for _ in range(100):
+        looking.observe(1.0, 0.005, True)
+    assert looking.share > 0.8
 
 
 def test_the_last_rows_of_a_batch_are_no_reason_to_capture():

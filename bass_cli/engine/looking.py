@@ -9,6 +9,7 @@ from __future__ import annotations
 _SEARCH, _MEMORY = 8, 24  # looks before a verdict, and how many the mean of what they win goes back
 _REST = (8, 512)  # rounds without a look: the first time, and at most
 _PRIOR, _FADE = 4.0, 0.98  # looks that what is thought at first counts as; what a look weighs one look later
+_RARE = 0.01  # share of the looks that is never thought less
 _CHEAP = 0.01  # share of a plain round that a look may take and never be given up
 _SPARED = 0.005  # share of the time below which no longer rest brings what looking costs
 
@@ -31,8 +32,8 @@ class Looking:
 
     @property
     def share(self) -> float:
-        """Of the rounds, those in which drafts are likely to be found that are worth drafting."""
-        return self._worth / self._all
+        """Of the rounds, those in which drafts are likely to be found that are worth drafting; never 0."""
+        return max(self._worth / self._all, _RARE)
 
     def observe(self, gain: float, share: float, worth: bool) -> None:
         """A look, and the drafts that it may have brought, won `gain` plain rounds; the look alone took `share` of one;
