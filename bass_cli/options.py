@@ -81,8 +81,9 @@ DraftShape = Annotated[
     str | None, _Option("--draft-shape", envvar="BASS_DRAFT_SHAPE", help="The same as draft; with --acceptance.")
 ]
 Acceptance = Annotated[
-    str | None,
-    _Option("--acceptance", envvar="BASS_ACCEPTANCE", help="Accept each draft with this chance; 0.95,0.3: by row in turn."),
+    list[str] | None,
+    _Option("--acceptance", envvar="BASS_ACCEPTANCE",
+            help="Accept each draft with this chance; 0.95,0.3: by row in turn. Repeat it for several benches."),
 ]
 Controllers = Annotated[
     bool,

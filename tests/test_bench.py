@@ -37,7 +37,7 @@ from bass_kernels.dispatch import schedule
 KEYS = ("pair", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods", "prompts",
         "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
         "coupling", "device", "dtype", "rivals", "attention", "controllers")  # fmt: skip
-SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": 0.7}
+SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
 
@@ -55,7 +55,7 @@ def settings(**given: Any) -> Any:
 
 def measured(**given: Any) -> dict[str, dict[str, Any]]:
     """The cells of a bench of one batch size, by method."""
-    document = grid.measure(settings(**given), lambda _: None)
+    [document] = grid.measure(settings(**given), lambda _: None)
     assert document["failures"] == []
     return {cell["method"]: cell for cell in document["cells"]}
 
@@ -213,7 +213,7 @@ def test_prompts_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize(("chance", "mean", "rounds"), [(0.0, 0.0, 12), (1.0, 3.0, 3)])
 def test_acceptance_set_to_none_and_all(chance: float, mean: float, rounds: int) -> None:
-    cells = measured(**SET | {"acceptance": chance})
+    cells = measured(**SET | {"acceptance": [str(chance)]})
     assert cells["3"]["mean_accepted"] == mean
     assert cells["3"]["acceptance_per_trial"] == chance
     assert (cells["3"]["rounds"], cells["plain"]["rounds"]) == (rounds, 12)
@@ -433,9 +433,9 @@ def test_schedules_of_attention_are_the_triton_kernels() -> None:
 def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(ops, "kind_for", lambda tensor: "triton")
-    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note: found.append((wanted.attention, schedule())))
+    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note: [(wanted.attention, schedule())])
     for name in ops.SCHEDULES:
-        grid.measure(settings(shape="tiny", methods="plain", attention=name), lambda _: None)
+        found += grid.measure(settings(shape="tiny", methods="plain", attention=name), lambda _: None)
     assert found == [(name, name) for name in ops.SCHEDULES]
     assert schedule() == "ragged"
 

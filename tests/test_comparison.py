@@ -1,5 +1,6 @@
 """`bass bench --controllers`: every controller against every fixed length, and rows with chances of their own."""
 
+import json
 from typing import Any
 
 import pytest
@@ -42,12 +43,32 @@ def test_all_are_measured_in_one_run_and_shown() -> None:
     assert "measuring what rounds cost" in result.stderr
 
 
+def test_several_acceptances_are_a_document_each() -> None:
+    """Rows of each take its own chances, of the same models: the second document is what it alone would have been."""
+    small = ("--shape", "tiny", "--draft-shape", "tiny", "--batch-sizes", "4", "--methods", "3", "--prompt-tokens", "12",
+             "--new-tokens", "24", "--repeats", "2", "--device", "cpu", "--json")
+    both = bench(*small, "--acceptance", "1", "--acceptance", "0.6,0.2")
+    assert both.exit_code == 0, both.stderr
+    first, second = map(json.loads, both.stdout.splitlines())
+    assert (first["pair"]["acceptance"], second["pair"]["acceptance"]) == (1.0, [0.6, 0.2])
+    assert "acceptance set to 0.6, 0.2, by row in turn" in second["pair"]["label"]
+    assert "acceptance set to 0.6, 0.2" in both.stderr
+    alone = json.loads(bench(*small, "--acceptance", "0.6,0.2").stdout)
+    keys = ("method", "rounds", "acceptance_rate", "acceptance_per_trial", "mean_accepted")
+    found, due = ([[cell[key] for key in keys] for cell in document["cells"]] for document in (second, alone))
+    assert found == due
+    assert first["cells"][1]["acceptance_per_trial"] == 1.0 > second["cells"][1]["acceptance_per_trial"]
+    refused = bench(*small, "--acceptance", "1", "--acceptance", "0", "--plot", "x.png")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--plot FILE draws one bench" in refused.stderr
+
+
 def test_the_lengths_of_all_controllers_have_their_cells() -> None:
-    chosen = settings(**SET | {"acceptance": "0.5"}, controllers=True, methods="2,table,auto")
-    document = grid.measure(chosen, lambda _: None)
+    chosen = settings(**SET | {"acceptance": ["0.5"]}, controllers=True, methods="2,table,auto")
+    [document] = grid.measure(chosen, lambda _: None)
     assert [c["method"] for c in document["cells"]] == ["plain", "2", "table", "auto"]
     assert set(document["controllers"][0]["loss"]) == {"table", "auto"}
-    without = grid.measure(settings(**SET, methods="2"), lambda _: None)
+    [without] = grid.measure(settings(**SET, methods="2"), lambda _: None)
     assert without["controllers"] == []
 
 
@@ -58,11 +79,11 @@ def test_the_methods_of_a_comparison() -> None:
         settings(shape="tiny", controllers=True)
     for wrong in ("0.5,2", "x", ",", "-1"):
         with pytest.raises(UserError, match="from 0 to 1"):
-            settings(**SET | {"acceptance": wrong})
+            settings(**SET | {"acceptance": [wrong]})
 
 
 def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
-    chosen = settings(**SET | {"acceptance": "1,0"}, batch_sizes="5")
+    chosen = settings(**SET | {"acceptance": ["1,0"]}, batch_sizes="5")
     models = build_models(chosen, None)
     loop = build_loops(models, chosen, context=60).speculative
     assert loop is not None
@@ -79,7 +100,7 @@ def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
 
 def test_a_mixture_comes_out_as_it_was_set() -> None:
     torch.manual_seed(0)
-    found = measured(**SET | {"acceptance": "1,0"}, batch_sizes="4", methods="3", new_tokens=12)["3"]
+    found = measured(**SET | {"acceptance": ["1,0"]}, batch_sizes="4", methods="3", new_tokens=12)["3"]
     assert found["ms_per_token"]["first"] < 0.6 * found["ms_per_token"]["last"], "half the rows end early"
     assert found["rounds"] == 12
 
@@ -88,7 +109,7 @@ def test_every_draft_length_meets_the_same_luck() -> None:
     """So that methods are compared on the same easy and hard tokens; another seed has another luck."""
     def fates(length: str, repeat: int) -> list[dict[int, bool]]:
         """By row: whether the draft of a position stood, of those that were drafted and whose turn came."""
-        chosen = settings(**SET | {"acceptance": "0.7,0.5"}, batch_sizes="3", new_tokens=40, methods=length)
+        chosen = settings(**SET | {"acceptance": ["0.7,0.5"]}, batch_sizes="3", new_tokens=40, methods=length)
         models = build_models(chosen, None)
         loop = build_loops(models, chosen, context=120).speculative
         assert loop is not None

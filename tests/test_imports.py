@@ -87,6 +87,9 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/figures.py": set(),
     "bass_cli/bench/drive.py": {f"{BENCH}.figures", "bass_cli.engine"},
     "bass_cli/bench/ceilings.py": {"torch"},
+    "bass_cli/bench/document.py": {
+        "bass_cli", f"{BENCH}.ceilings", f"{BENCH}.gate", f"{BENCH}.pairs", f"{BENCH}.settings", "torch",
+    },
     "bass_cli/bench/costs.py": {f"{BENCH}.ceilings", f"{BENCH}.figures", f"{MODEL}.decoder"},
     "bass_cli/bench/parts.py": {f"{BENCH}.drive", "bass_cli.draft", "bass_cli.engine", "torch"},
     "bass_cli/bench/gate.py": {f"{BENCH}.drive", f"{BENCH}.pairs", "bass_cli.engine", "torch"},

@@ -8,16 +8,19 @@ from typing import Any
 
 from bass_cli.bench import plot, report
 from bass_cli.bench.settings import make_settings
-from bass_cli.job import MachineError
+from bass_cli.job import MachineError, UserError
 from bass_cli.prompts import check_prompts, open_source
 from bass_cli.screen import Screen
 
 
 def run(given: Mapping[str, Any], screen: Screen) -> bool:
-    """Measure and print; False if a gate failed or graphs were captured inside a measured run."""
+    """Measure and print, each document as soon as it is there; False if a gate failed or graphs were captured inside a
+    measured run."""
     settings = make_settings(given)
     if given["plot"] is not None:
         plot.check(given["plot"])
+        if len(settings.acceptances) > 1:
+            raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
     if settings.prompts is not None:
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
@@ -25,16 +28,18 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
 
     from bass_cli.bench.grid import measure
 
+    failures: list[str] = []
     try:
-        document = measure(settings, screen.note)
+        for document in measure(settings, screen.note):
+            if given["json_document"]:
+                print(json.dumps(document), flush=True)
+            else:
+                report.show(document)
+            if given["plot"] is not None and document["cells"]:
+                plot.draw(document, given["plot"])
+            failures += document["failures"]
     except torch.cuda.OutOfMemoryError:
         raise MachineError("the GPU is out of memory: use smaller --batch-sizes, --prompt-tokens or --shape") from None
-    if given["json_document"]:
-        print(json.dumps(document))
-    else:
-        report.show(document)
-    if given["plot"] is not None and document["cells"]:
-        plot.draw(document, given["plot"])
-    for failure in document["failures"]:
+    for failure in failures:
         screen.error(failure)
-    return not document["failures"]
+    return not failures

@@ -6,22 +6,20 @@ run (drive.py), what its figures mean (figures.py, cells.py), rivals (rivals.py)
 
 from __future__ import annotations
 
-import os
-import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import bass_kernels as ops
-from bass_cli import __version__
 from bass_cli.bench import gate, pairs, rivals
 from bass_cli.bench.ceilings import Ceilings, ceilings_of
 from bass_cli.bench.cells import Costs, cell, draft_length
 from bass_cli.bench.comparison import compare
 from bass_cli.bench.costs import cost_of
+from bass_cli.bench.document import document
 from bass_cli.bench.drive import decode, empty, fill
 from bass_cli.bench.figures import Run, latency
 from bass_cli.bench.parts import Parts, measure_parts
@@ -70,21 +68,21 @@ class Bench:
         return Fixed(0 if method == PLAIN else int(method))
 
 
-def measure(settings: Settings, note: Note) -> dict[str, Any]:
-    """The whole bench as one document (docs/BENCH.md). `note` takes a line of progress. The gate comes first: if it fails,
-    there are no cells and "failures" says why."""
+def measure(settings: Settings, note: Note) -> Iterator[dict[str, Any]]:
+    """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set. `note` takes a line of
+    progress. The gate comes first: if it fails, there is one document without cells, whose "failures" say why."""
     plan = pairs.plan_for(settings)
     device = pairs.device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
         raise MachineError(f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run like that")
     ops.attention_schedule(settings.attention)
     try:
-        return _measure(settings, plan, note)
+        yield from _measure(settings, plan, note)
     finally:
         ops.attention_schedule("ragged")
 
 
-def _measure(settings: Settings, plan: Plan | None, note: Note) -> dict[str, Any]:
+def _measure(settings: Settings, plan: Plan | None, note: Note) -> Iterator[dict[str, Any]]:
     prompts = prompts_for(settings, plan)
     note("making the models")
     models = pairs.build_models(settings, plan)
@@ -92,22 +90,38 @@ def _measure(settings: Settings, plan: Plan | None, note: Note) -> dict[str, Any
     bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note)
     _grow(bench)
     passed = _gate(bench)
-    if passed.passed:
-        bench = replace(bench, surface=_profile(bench, plan))
+    if not passed.passed:
+        yield _document(bench, passed, next(iter(settings.acceptances), ()))
+        return
+    imposed = None if loops.speculative is None else loops.speculative.imposed
+    for acceptance in settings.acceptances or ((),):
+        if imposed is not None:
+            imposed.rates = acceptance
+        if len(settings.acceptances) > 1:
+            note(f"acceptance set to {', '.join(map(str, acceptance))}")
+        yield _grid(replace(bench, failures=[], surface=_profile(bench, plan)), passed, acceptance, plan)
+
+
+def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Plan | None) -> dict[str, Any]:
+    """All batch sizes and methods."""
+    settings = bench.settings
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
-    for batch in settings.batch_sizes if passed.passed else ():
+    for batch in settings.batch_sizes:
         captures += _capture(bench, batch)
         runs = _run_batch(bench, batch)
         cells += [_cell(bench, batch, method, runs) for method in settings.methods]
         batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
-    if plan is not None and batches:
-        cells += rivals.measure(plan, settings, batches, note)
-    return {
-        "machine": _machine(bench), "pair": pairs.describe(models, settings), "settings": _describe(settings),
-        "gate": passed.report(), "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
-        "controllers": compare(cells) if settings.controllers else [], "failures": bench.failures,
+    if plan is not None:
+        cells += rivals.measure(plan, settings, batches, bench.note)
+    return _document(bench, passed, acceptance) | {
+        "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
+        "controllers": compare(cells) if settings.controllers else [],
     }
+
+
+def _document(bench: Bench, passed: gate.Gate, acceptance: Sequence[float]) -> dict[str, Any]:
+    return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {"failures": bench.failures}
 
 
 def _profile(bench: Bench, plan: Plan | None) -> Surface | None:
@@ -201,29 +215,3 @@ def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
     found = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
     empty(loop)
     return found
-
-
-def _machine(bench: Bench) -> dict[str, Any]:
-    device = bench.models.target.device
-    cuda = device.type == "cuda"
-    return {
-        "device": device.type,
-        "name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None, "bass": __version__,
-        "bandwidth_bytes_per_second": bench.ceilings.bandwidth,
-        "operations_per_second": bench.ceilings.operations, "ceilings": bench.ceilings.source,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
-    }
-
-
-def _describe(settings: Settings) -> dict[str, Any]:
-    sampling = settings.job.sampling
-    return {
-        "batch_sizes": list(settings.batch_sizes), "methods": list(settings.methods),
-        "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "repeats": settings.repeats,
-        "samples_per_prompt": settings.samples_per_prompt, "attention": settings.attention,
-        "prompts": settings.prompts, "seed": sampling.seed,
-        "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
-    }

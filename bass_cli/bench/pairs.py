@@ -6,6 +6,7 @@ Not here: prompts (texts.py), what is run (grid.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +85,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     runner = None if models.drafting is None else Runner(models.drafting, rows=rows, span=span, lag=2)
     drafter = make_drafter(draft, runner=runner, coupling=coupling,
                            temperature=settings.job.speculation.draft_temperature)
-    return Loops(loop(NoDrafter(), None), loop(drafter, settings.acceptance))
+    return Loops(loop(NoDrafter(), None), loop(drafter, next(iter(settings.acceptances), None)))
 
 
 def _real_models(plan: Plan) -> Models:
@@ -108,20 +109,20 @@ def _random_models(settings: Settings) -> Models:
     target = Decoder(spec, weights)
     if draft is not None:
         drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
-        return Models("set", f"{name}, acceptance set to {_rates(settings)}", target, drafting, None)
+        return Models("set", f"{name}, acceptance set", target, drafting, None)
     if settings.depth is not None:
         label = f"{name}, the other layers' output scaled by {settings.scale}"
         return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
     return Models("plain", f"{name}, random weights, no draft", target, None, None)
 
 
-def _rates(settings: Settings) -> str:
-    rates = settings.acceptance or ()
-    return f"{rates[0]}" if len(rates) == 1 else f"{', '.join(map(str, rates))}, by row in turn"
+def _rates(rates: Sequence[float]) -> str:
+    text = ", ".join(map(str, rates))
+    return f" to {text}, by row in turn" if len(rates) > 1 else f" to {text}" if rates else ""
 
 
-def _number_or_all(rates: tuple[float, ...] | None) -> float | list[float] | None:
-    return None if rates is None else rates[0] if len(rates) == 1 else list(rates)
+def _number_or_all(rates: Sequence[float]) -> float | list[float] | None:
+    return None if not rates else rates[0] if len(rates) == 1 else list(rates)
 
 
 def device_of(wanted: str) -> torch.device:
@@ -146,14 +147,14 @@ def _check_memory(specs: list[Spec], dtype: torch.dtype) -> None:
                            "choose a smaller --shape or a shorter --dtype")
 
 
-def describe(models: Models, settings: Settings) -> dict[str, Any]:
-    """The "pair" of the report."""
+def describe(models: Models, settings: Settings, acceptance: Sequence[float]) -> dict[str, Any]:
+    """The "pair" of the report; `acceptance` as it was set, empty if it was not."""
     return {
-        "name": settings.job.pair.name, "kind": KINDS[models.kind], "label": models.label,
+        "name": settings.job.pair.name, "kind": KINDS[models.kind], "label": models.label + _rates(acceptance),
         "target": _describe_decoder(settings.job.pair.target, models.target),
         "draft": {"name": settings.job.pair.draft} if models.drafting is None
         else _describe_decoder(settings.job.pair.draft, models.drafting),
-        "acceptance": _number_or_all(settings.acceptance), "depth": settings.depth, "scale": settings.scale,
+        "acceptance": _number_or_all(acceptance), "depth": settings.depth, "scale": settings.scale,
         "coupling": settings.job.speculation.coupling,
     }
 

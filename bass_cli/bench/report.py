@@ -26,8 +26,9 @@ def show(document: dict[str, Any]) -> None:
     console.print(table)
     for entry in document["controllers"]:
         losses = ", ".join(f"{method} {loss:+.1%}" for method, loss in entry["loss"].items())
+        slower = ", ".join(f"{method} {share:+.1%}" for method, share in entry["slower"].items() if share > 0)
         console.print(f"batch {entry['batch']}: best fixed length {entry['best']}, {entry['ms_per_token']:.3g} ms a token; "
-                      f"against it {losses}", markup=False, highlight=False)
+                      f"against it {losses}{slower and f'; slower than plain: {slower}'}", markup=False, highlight=False)
     for capture in document["captures"]:
         console.print(f"batch {capture['batch']}, {capture['loop']}: {capture['graphs']} graphs captured in "
                       f"{capture['seconds']:.1f} s", markup=False, highlight=False)

@@ -24,13 +24,14 @@ _LONGEST = 64  # draft length; the same bound as --draft-length
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair. `methods`: plain first,
-    then draft lengths as text, or controllers. `acceptance`, which rows take in turn, or `depth` and `scale`, say what a
-    random pair's draft is. `controllers`: all are held against the fixed lengths."""
+    then draft lengths as text, or controllers. `acceptances`, each of them chances that rows take in turn, or `depth` and
+    `scale`, say what a random pair's draft is; there is a document for each of the `acceptances`. `controllers`: all are
+    held against the fixed lengths."""
 
     job: Job
     shape: str | None
     draft_shape: str | None
-    acceptance: tuple[float, ...] | None
+    acceptances: tuple[tuple[float, ...], ...]
     depth: int | None
     scale: float | None
     batch_sizes: tuple[int, ...]
@@ -53,7 +54,8 @@ class Settings:
 
 def make_settings(given: Mapping[str, Any]) -> Settings:
     """Settings from the command line's values, None where nothing was given; UserError for the first mistake."""
-    acceptance = _acceptance(given["acceptance"])
+    given = {**given, "acceptance": given["acceptance"] or None}  # of an option that may be repeated there is always a list
+    acceptances = tuple(map(_acceptance, given["acceptance"] or ()))
     _check_combination(given)
     pair = load_pair(given["pair"] or DEFAULT_PAIR) if given["shape"] is None else _random_pair(given)
     rivals = _words(given["rivals"] or "", RIVALS, "rivals")
@@ -65,9 +67,9 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         raise UserError(f"{_option('batch_sizes')}: name at least one")
     job = make_job(pair, {key: given[key] for key in _JOB_FLAGS} | {
         "max_new_tokens": _count(given["new_tokens"], "new_tokens", 128), "batch_size": max(batch_sizes)})
-    if given["acceptance"] is not None and job.speculation.coupling != "shared":
+    if acceptances and job.speculation.coupling != "shared":
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
-    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptance=acceptance,
+    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptances=acceptances,
                     depth=given["depth"], scale=given["scale"], controllers=given["controllers"],
                     batch_sizes=batch_sizes, methods=_methods(given, has_draft=pair.draft != "none"),
                     rivals=rivals, prompts=given["prompts"], attention=_attention(given["attention"]),
@@ -98,12 +100,10 @@ def _check_combination(given: Mapping[str, Any]) -> None:
         raise UserError(f"{_option('scale')}: it should be a number from 0 on (got {scale})")
 
 
-def _acceptance(given: str | float | None) -> tuple[float, ...] | None:
+def _acceptance(given: str) -> tuple[float, ...]:
     """The chances in 0.85 or 0.95,0.3, each from 0 to 1."""
-    if given is None:
-        return None
     try:
-        rates = tuple(float(word) for word in _split(str(given)))
+        rates = tuple(float(word) for word in _split(given))
     except ValueError:
         rates = ()
     if not rates or not all(0 <= rate <= 1 for rate in rates):

@@ -16,10 +16,11 @@ from .batch import Batch, noise_key
 
 class Imposed:
     """Every draft stands with its row's chance. Rows take the `rates` in turn, beginning with the first row of an empty
-    batch. `version` changes whenever the table moves to another address."""
+    batch; other `rates` hold for rows that come from then on. `version` changes whenever the table moves to another
+    address."""
 
     def __init__(self, rates: Sequence[float], batch: Batch):
-        self._rates, self._batch, self._turn = tuple(rates), batch, 0
+        self.rates, self._batch, self._turn = tuple(rates), batch, 0
         self._stands = torch.zeros(batch.capacity, 0, dtype=torch.bool, device=batch.device)  # by row and position
         self.version = 0
         self._widen()
@@ -32,7 +33,7 @@ class Imposed:
             host = self._batch.hosts[index]
             first, second = noise_key(host.seed, key, host.sample)
             luck = torch.rand(self._stands.shape[1], generator=torch.Generator().manual_seed(first << 31 | second >> 1))
-            self._stands[index] = luck < self._rates[self._turn % len(self._rates)]
+            self._stands[index] = luck < self.rates[self._turn % len(self.rates)]
 
     def detach(self, row: int) -> None:
         """The row ends."""
