@@ -40,7 +40,8 @@ Note = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way.
-    `surface`: what rounds cost, for the controllers that want to know."""
+    `surface`: what rounds cost, for the controllers that want to know. `parts`: of rounds, by batch size, whether a draft
+    is there at all, and draft length."""
 
     settings: Settings
     models: pairs.Models
@@ -50,6 +51,7 @@ class Bench:
     note: Note
     failures: list[str] = field(default_factory=list)
     surface: Surface | None = None
+    parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
 
     def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None, repeat: int = 0) -> list[Row]:
         return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat)
@@ -205,13 +207,15 @@ def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]]) -> 
 
 
 def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
-    """The parts of a round in the middle of a run."""
-    loop = bench.loops.of(method)
+    """The parts of a round in the middle of a run. They are the same for all methods of a draft length."""
+    loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
+    if key in bench.parts:
+        return bench.parts[key]
     rows = bench.rows(batch)
     loop.lengths = Fixed(width)
     fill(loop, rows)
     while min(row.room for row in rows) > max(bench.settings.new_tokens // 2, width + 1):
         loop.round()
-    found = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
+    bench.parts[key] = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
     empty(loop)
-    return found
+    return bench.parts[key]
