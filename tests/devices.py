@@ -36,22 +36,27 @@ class Outcome:
         self.mean, self.last, self.widths, self.seconds = statistics.fmean(ends), max(ends), widths, seconds
 
 
-def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0):
+def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0, feeding=0.0):
     """Rows whose drafts each stand with their own rate (a function of the row's tokens so far, or a number), each to get
     `tokens`; `waiting` samples follow where one ends. `entry`: seconds that a length's second round takes besides, and a
-    sixth of it its first one, unless a length near it has a graph."""
+    sixth of it its first one, unless a length near it has a graph. `feeding`: seconds of each pass in which the draft model
+    takes in up to 128 tokens that it missed in plain rounds."""
     chance, now, ends, widths = random.Random(seed), 0.0, [], []
     live = [[i, tokens, rate] for i, rate in enumerate(rates)]
     following = [[len(rates) + i, tokens, rates[i % len(rates)]] for i in range(waiting)]
-    graphs = _Graphs(entry)
+    graphs, idle = _Graphs(entry), 0
     while live:
         backlog = sum(row[1] for row in following)
-        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), *graphs.costs(), colds=graphs.colds(),
-                          samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live), hurried=True)
+        catch_up = feeding * -(-idle // 128)
+        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), graphs.costs(), catch_up,
+                          colds=graphs.colds(), samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live),
+                          hurried=True)
         width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
         controller.reflect()
         took = cost(len(live), width) * chance.uniform(1 - noise, 1 + noise)
         now += took + graphs.use(width)
+        now += catch_up if width else 0.0
+        idle = 0 if width else idle + 1
         kept = [next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width) for row in live]
         widths.append(width)
         for row, count in zip(live, kept, strict=True):
@@ -78,10 +83,8 @@ class _Graphs:
         return (self._entry, self._entry) if uses else (self._entry / 6, self._entry * 7 / 6)
 
     def costs(self):
-        """entries, catch_up, context and so on, as an Outlook has them."""
-        if not self._entry:
-            return ()
-        return (tuple(self._left(k)[1] for k in range(33)),)
+        """entries, as an Outlook has them."""
+        return tuple(self._left(k)[1] for k in range(33)) if self._entry else ()
 
     def colds(self):
         return tuple(self._left(k)[0] if not self._uses.get(k) else 0.0 for k in range(33)) if self._entry else ()

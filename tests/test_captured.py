@@ -10,6 +10,7 @@ from simulated import Simulated
 from toys import SPAN, Guess, drive, loop_for, plain
 
 from bass_cli.draft import make_drafter
+from bass_cli.engine import catching_up
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.goodput import Goodput
@@ -101,17 +102,19 @@ def test_a_seed_gives_the_same_run_twice(pair):
     assert done[0] == done[1]
 
 
-@pytest.mark.parametrize("missing", [1, 2, 5, 33, 40])
-def test_catching_up_by_graphs_fills_the_drafts_cache(pair, missing):
-    """In passes of powers of two, with one row that has nothing to catch up: the target then keeps all it drafts itself."""
+@pytest.mark.parametrize(("missing", "flat", "due"), [(1, 1024, [2]), (2, 1024, [2]), (5, 1024, [8]), (33, 1024, [128]),
+                                                      (70, 1024, [128]), (33, 0, [32, 2]), (70, 0, [32, 32])])
+def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing, flat, due):
+    """In passes of a few sizes, with one row that has nothing to catch up: the target then keeps all it drafts itself."""
+    monkeypatch.setattr(catching_up, "_FLAT", flat)
     target, _ = pair
     plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
     lengths = Fixed(0)
     lengths.next = lambda *_: next(plan)
     loop = captured(target, target, batch=3, lengths=lengths)
-    loop.target = Runner(target, rows=3, span=200, lag=1)
-    loop.drafter._runner = Runner(target, rows=3, span=200, lag=2)
-    live = [Row("0", s, 1, [5, 6, 7, 8], 150, temperature=1.0) for s in range(3)]
+    loop.target = Runner(target, rows=3, span=250, lag=1)
+    loop.drafter._runner = Runner(target, rows=3, span=250, lag=2)
+    live = [Row("0", s, 1, [5, 6, 7, 8], 200, temperature=1.0) for s in range(3)]
     loop.open("0", live[0].tokens)
     for row in live[:2]:
         loop.admit(row)
@@ -121,9 +124,33 @@ def test_catching_up_by_graphs_fills_the_drafts_cache(pair, missing):
         done = loop.round()
         assert all(kept == done.width for kept in done.accepted)
     fed = [key.width for how, key in loop.graphs.done if key.kind == "catch up"]
-    due = {1: [2], 2: [2], 5: [8], 33: [32, 2], 40: [32, 8]}[missing]
     assert fed[: len(due)] == due
     assert loop.graphs.captures <= 5
+
+
+def test_only_few_rows_take_in_many_tokens_at_once():
+    assert [catching_up.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
+
+
+@pytest.mark.parametrize("missing", [5, 40, 140])
+def test_what_catching_up_will_take_is_foreseen(pair, missing):
+    """By what a pass took last: nothing is known before the first one, nor of one that was captured or ran uncaptured."""
+    target, _ = pair
+    plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
+    lengths, seen = Fixed(0), []
+    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    loop = captured(target, target, batch=2, lengths=lengths)
+    loop.target = Runner(target, rows=2, span=300, lag=1)
+    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    row = Row("0", 0, 1, [5, 6, 7, 8], 250, temperature=1.0)
+    loop.open("0", row.tokens)
+    loop.admit(row)
+    for _ in range(1 + 3 * 21 + missing + 1):
+        loop.round()
+    assert seen[:43] == [0.0] * 43, "the first time it ran uncaptured"
+    assert seen[44] > 0, "the second one was captured, and replayed"
+    assert seen[65] == pytest.approx(seen[44], rel=0.01), "nothing is counted of the capturing"
+    assert seen[-1] == pytest.approx(seen[65] * -(-missing // 128))
 
 
 def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
@@ -137,7 +164,7 @@ def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
     before = [list(row.tokens) for row in live], loop.batch.lengths.tolist(), loop.graphs.captures
     assert before[1] == [len(row.tokens) for row in live] + [1, 1, 1]
     loop.prepare([3, 5], [0, 3])
-    assert before[2] == 2 * (2 + 3)
+    assert before[2] == 2 * (2 + 4), "two rounds and four sizes to catch up with, for each number of rows"
     assert loop.graphs.captures == before[2]
     loop.round()
     assert loop.batch.lengths.tolist()[:3] == [len(row.tokens) for row in live]

@@ -124,7 +124,7 @@ def learnt(rows, rate, *, rounds=60):
         width = controller.next(rows) if number < 4 else 4
         kept = tuple(next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows))
         controller.observe(Round(width, kept, machine(rows, width)))
-    controller._lost = 0.0
+    controller._losses._lost = 0.0
     return controller
 
 
@@ -152,7 +152,7 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
     for _ in range(200):
         controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
     assert controller.trim([4] * 32) == 0, "drafting so has lost too much"
-    controller._lost = 0.0
+    controller._losses._lost = 0.0
     assert controller.trim([4] * 32) == 4
     assert min(numpy.diff(controller._keeping.tokens([4] * 32))) > 0.9
 
@@ -163,11 +163,11 @@ def test_rounds_without_the_model_are_not_taken_for_dear_ones():
     for _ in range(50):
         controller.next(2, Outlook(1e6, catch_up=2.0))
         controller.observe(Round(4, (2, 1), 1.2, steady=False, drafted=(4, 4)))
-    assert controller._lost < 0, "each brought 2.5 tokens"
+    assert controller._losses._lost < 0, "each brought 2.5 tokens"
     for _ in range(50):
         controller.next(2, Outlook(1e6, catch_up=2.0))
         controller.observe(Round(4, (2, 1), 1.2, steady=False))
-    assert controller._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
+    assert controller._losses._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
 
 
 def test_drafts_of_the_host_need_no_catching_up():

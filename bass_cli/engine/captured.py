@@ -89,12 +89,15 @@ class Captured:
         with self._padded(step.shape.rows):
             return self._graphs.replay(step.shape, meanwhile)
 
-    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catch_up: Sequence[int], only_compile: bool) -> None:
-        """Capture what rounds of these numbers of rows and drafts need, and those that catch up so many tokens; or only
-        compile it."""
+    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catch_up: Callable[[int], Sequence[int]] | None,
+                only_compile: bool) -> None:
+        """Capture what rounds of these numbers of rows and drafts need, and what catches up as many tokens as `catch_up`
+        says for a number of rows; or only compile it."""
         shapes = [Shape(kind, count, width) for count in sorted({self.bucket(n) for n in rows})
                   for width in sorted(set(widths)) for kind in (self._kinds if width else ("round",))]
-        shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width for tokens in catch_up]
+        if catch_up is not None:
+            shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width
+                       for tokens in catch_up(shape.rows)]
         shapes = [shape for shape in dict.fromkeys(shapes) if not self._graphs.holds(shape)]
         if only_compile:
             with self._batch.still():

@@ -15,6 +15,7 @@ from .costs import Array, Costs, Learned, Profiled, nearest
 from .keeping import Keeping
 from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
 from .looking import Looking
+from .losses import Losses
 from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
@@ -22,16 +23,15 @@ _LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # what a profile saw of other text is
 _OPENING = (2, 0, 1)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
 _REACH = 8  # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
 _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
+_SPARED = 0.005  # share of the time below which fewer probes save nothing worth having: what begins meanwhile is missed
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 _EVIDENCE = 6.0  # trials before which a length is only tried
 _SETTLED = 20.0  # trials from which on a decision need not wait for what the last round tells
-_STRETCH = 2  # how much longer a draft may become that is stopped when it is unsure
+_LONGER = 2  # how many times longer a draft may become that is stopped when it is unsure
 _STAY = 0.01  # by which another length must be better than the last one
-_REGRET = 0.012  # share of the time that drafting may have lost against plain decoding
-_GRACE = 3.0  # plain rounds that it may have lost besides, at first
-_HOPE = 0.3  # what drafting must be expected to win for all of that, in plain decoding's speed; for less, less
-_CREDIT = 6.0  # and so many that it may have lost after it had won them
+_LEAVE = 0.03  # the same for plain decoding, and more if few trials told of it: coming back may be dear
+_STRETCH = 1.0  # plain rounds that must be there to lose before a drafter catches up, which is wasted if it must stop soon
 
 
 class _Seen(NamedTuple):
@@ -67,14 +67,13 @@ class Goodput(Lengths):
         self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
         self._outlook, self._rows = NOTHING_KNOWN, 0
         self._unlearnt: _Seen | None = None
-        self._expected = self._places / 1.0  # rounds a token, by choice
+        self._paces = self._places / 1.0  # seconds a token takes a row, by choice
         self._last = 0  # the place of the last choice that was made for its goodput
         self._within = self._reach(_REACH)  # the first so many choices are thought of
-        self._pace = 0.0  # seconds a token takes a row
+        self._pace = 0.0  # the least of them
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
-        self._looking, self._worth = Looking(), False
-        self._spent, self._lost = 0.0, 0.0  # seconds so far, and of these those that plain decoding would have saved
+        self._looking, self._worth, self._losses = Looking(), False, Losses()
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         self._outlook, before, self._rows = self._seen(outlook), self._rows, rows
@@ -82,7 +81,8 @@ class Goodput(Lengths):
         if isinstance(self._costs, Learned):
             self._costs.free = outlook.free
         last = self._unlearnt
-        if not outlook.hurried or rows != before or (last and last.probing) or self._keeping.trials < _SETTLED:
+        telling = last is not None and last.done.width > 0 and (last.probing or self._keeping.trials < _SETTLED)
+        if telling or not outlook.hurried or rows != before:
             self.reflect()
         return self._next(self._outlook)
 
@@ -97,9 +97,9 @@ class Goodput(Lengths):
         if outlook.free:
             return self._unless_lost(self._choices[-1], plain) if self._looking.due else 0
         found = self._unless_lost(self._best(self._line, outlook), plain)
-        if found == 0 and self._plain >= self._patience:
-            places = [k for k in self._choices if 1 <= k <= 4]
-            return self._probe(min(places, key=lambda k: (outlook.entry(k), k), default=0), self._line, outlook)
+        if found == 0 and self._plain >= _PATIENCE[0]:
+            short = [k for k in self._choices if 1 <= k <= 4] if any(outlook.entries) else self._choices[1:2]
+            return self._probe(min(short, key=outlook.entry, default=0), self._line, outlook)
         return found
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
@@ -114,7 +114,7 @@ class Goodput(Lengths):
         found += self._once(range(most + 1), line, outlook) / self._looking.share
         found = found[: self._choices[self._within - 1] + 1]
         best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]))
-        if best == 0 and self._plain >= self._patience:
+        if best == 0 and self._plain >= _PATIENCE[0]:
             return self._probe(min(most, 2), choices, outlook)
         return best
 
@@ -124,36 +124,42 @@ class Goodput(Lengths):
 
     def _best(self, line: Array, outlook: Outlook) -> int:
         """The length with the fewest seconds a token that is left."""
-        found = line * self._expected
-        self._pace = float(found.min())
-        found = (found + self._once(self._choices, line, outlook))[: self._within]
+        found = (self._paces + self._once(self._choices, line, outlook))[: self._within]
         best = int(found.argmin())
-        stays = self._last < self._within and found[self._last] <= found[best] * (1 + _STAY)
+        margin = _LEAVE * max(_SETTLED / max(self._keeping.trials, 1.0), 1.0) if best == 0 else _STAY
+        stays = self._last < self._within and found[self._last] <= found[best] * (1 + margin)
         self._last = self._last if stays else best
-        return min(_STRETCH * self._choices[self._last], self._choices[-1]) if outlook.stops else self._choices[self._last]
+        return min(_LONGER * self._choices[self._last], self._choices[-1]) if outlook.stops else self._choices[self._last]
 
     def _once(self, lengths: Sequence[int], line: Array, outlook: Outlook) -> Array:
         """What these lengths cost once, in seconds a token that is left; no end of them for one that is too dear to try.
         line: seconds of rounds, the first one plain."""
-        if not outlook.catch_up and not any(outlook.entries):
-            return numpy.zeros(len(lengths))
-        found = numpy.array([outlook.entry(k) for k in lengths]) * (_CAUTION / outlook.left)
+        found = numpy.zeros(len(lengths))
+        found[1:] = outlook.catch_up * (_CAUTION / outlook.left)
+        if any(outlook.entries):
+            found = numpy.array([outlook.entry(k) for k in lengths]) * (_CAUTION / outlook.left)
         if self._keeping.trials < _EVIDENCE and outlook.colds:  # nobody knows yet whether drafts stand
             colds = numpy.array([outlook.colds[min(k, len(outlook.colds) - 1)] for k in lengths])
             found[1:][colds[1:] > _TRIAL * float(line[0]) * outlook.left] = numpy.inf
         return found
 
     def _unless_lost(self, length: int, plain: float) -> int:
-        """The length, or 0 where drafting has lost too much already."""
-        hope = plain / self._pace - 1 if self._pace else 1.0
-        grace = min(max(_GRACE * hope / _HOPE, 1.0), _GRACE)
-        return 0 if self._lost > _REGRET * self._spent + grace * plain else length
+        """The length, or 0 where drafting has lost too much already, or could after it has caught up."""
+        catch_up = self._outlook.catch_up
+        return length if self._affords(catch_up + _STRETCH * plain if catch_up else 0.0, plain) else 0
+
+    def _affords(self, seconds: float, plain: float) -> bool:
+        hope = plain / self._pace - 1 if self._pace and not self._outlook.free else 1.0  # what will be found nobody knows
+        return self._losses.affords(seconds, plain=plain, hope=hope, left=self._outlook.left)
 
     def _probe(self, length: int, line: Array, outlook: Outlook) -> int:
-        """A short draft, if it can be had for what may still be lost; otherwise 0. line: seconds of rounds by choice."""
+        """A short draft, if it is time for one and it can be had for what may still be lost; otherwise 0. line: seconds of
+        rounds by choice."""
         plain, dear = float(line[0]), outlook.entry(length) - outlook.catch_up
-        loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
-        if dear > _TRIAL * plain * min(self._plain, outlook.left) or self._lost + loss > _REGRET * self._spent:
+        loss = float(line[self._choices.index(length)]) + outlook.catch_up - plain
+        if self._plain < min(self._patience, loss / (_SPARED * plain)):
+            return 0
+        if dear > _TRIAL * plain * min(self._plain, outlook.left) or not self._affords(loss + _STRETCH * plain, plain):
             return 0
         self._probing = length > 0
         return length
@@ -169,18 +175,22 @@ class Goodput(Lengths):
             return
         meant = _meant(done)
         self._within = max(self._within, self._reach(2 * done.width))
+        self._plain = 0
         if sum(map(min, done.accepted, meant)) > sum(meant) / 2:
             self._patience = _PATIENCE[0]
+            self._plain = self._patience if self._probing else 0  # the probe goes on
         elif self._probing:
             self._patience = min(2 * self._patience, _PATIENCE[1])
-        self._plain = 0
 
     def reflect(self) -> None:
         self._learn()
         rows, outlook = self._rows, self._outlook
         self._keeping.follow(outlook.samples or tuple(range(rows)))
         self._line = self._costs.line(rows, outlook.context) if self._costs.known else None
-        self._expected = self._keeping.rounds(outlook.rooms)[self._places]
+        expected = self._keeping.rounds(outlook.rooms)[self._places]  # rounds a token
+        if self._line is not None:
+            self._paces = self._line * expected
+            self._pace = float(self._paces.min())
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""
@@ -203,15 +213,13 @@ class Goodput(Lengths):
         if self._line is None or not self._pace:
             return 0.0
         before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)
-        rate = self._keeping.rate
-        return float((after - before) / (self._pace * rate))
+        return float((after - before) / (self._pace * self._keeping.rate))
 
     def _reach(self, width: int) -> int:
         return sum(k <= width for k in self._choices)
 
     def _account(self, done: Round) -> None:
-        """What drafting, or looking for drafts, has cost in this round beyond plain decoding of the same tokens; what it
-        won is only kept for a while."""
+        """What drafting, or looking for drafts, has cost in this round beyond plain decoding of the same tokens."""
         if self._line is None:
             return
         plain, rows, taken = float(self._line[0]), len(done.accepted), done.seconds
@@ -219,13 +227,13 @@ class Goodput(Lengths):
             due = float(self._line[nearest(self._choices, done.width)])
             # A round of drafts that the host had, where a model usually drafts, takes less than one of the model's.
             taken = due if self._frozen or done.drafted is None else min(due, taken)
-        self._spent += taken
+        self._losses.spend(taken)
         if not done.asking or self._frozen:
             self._looking.skip()
         if done.width or (done.asking and not self._frozen):
             catch_up = self._outlook.catch_up if done.drafted is None else 0.0
             lost = taken + catch_up - plain * (1 + sum(done.accepted) / rows)
-            self._lost = max(self._lost + lost, -_REGRET * self._spent - _CREDIT * plain)
+            self._losses.lose(lost, plain=plain)
             if done.asking and not self._frozen:
                 self._looking.observe(-lost / plain, done.asking / plain, self._worth)
                 self._worth = False
@@ -240,11 +248,3 @@ class Goodput(Lengths):
 
 def _meant(done: Round) -> tuple[int, ...]:
     return (done.width,) * len(done.accepted) if done.drafted is None else done.drafted
-
-
-def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int] = _CHOICES) -> int:
-    """The draft length of fewest seconds a token, where each draft whose turn comes stands with this chance."""
-    def seconds(k: int) -> float:
-        return surface.seconds(rows, k) / sum(acceptance**i for i in range(k + 1))
-
-    return min(lengths, key=seconds)

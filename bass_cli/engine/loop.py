@@ -17,6 +17,7 @@ from bass_cli.draft import Drafter, Proposal
 from . import accept
 from .batch import Batch, Row
 from .captured import Captured
+from .catching_up import CatchingUp, sizes
 from .clock import Clock, Prefill
 from .graphs import Graphs, step_down, step_up, synchronise
 from .imposed import Imposed
@@ -26,8 +27,6 @@ from .offers import Offers
 from .packed import pack, unpack
 from .stopping import Stoppable, Stopping
 from .target import Target
-
-_CATCH_UP = (2, 8, 32)  # tokens a row that a drafter takes in at once: fewer graphs, and a few tokens more cost little
 
 
 class Loop:
@@ -51,8 +50,7 @@ class Loop:
             self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
                                       longest=drafter.longest, kinds=kinds(drafter.on_device, drafter.offers))
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
-        self._idle, self._catching = 0, 0.0  # plain rounds since the last drafts; seconds that catching up took last
-        self._behind = batch.tokens.new_zeros(())  # where a drafter that catches up begins, tokens before each row's end
+        self._catching = CatchingUp(batch, drafter, clock, self._captured)
         self._offers = Offers(batch, drafter)
 
     @torch.inference_mode()
@@ -115,7 +113,8 @@ class Loop:
         done = Round(width, kept, seconds, steady, meant, asking if looked else 0.0)
         if steady:
             self.clock.observe(width, seconds)
-        self._idle = 0 if width and offered is None else self._idle + 1
+        if not width or offered is not None:
+            self._catching.missed(1 + max(kept))
         if self._stopping is not None:
             self._stopping.observe(kept)
         self.lengths.observe(done)
@@ -130,30 +129,15 @@ class Loop:
         if captured is None:
             return
         captured.renew(self._version)
-        self._behind.fill_(_CATCH_UP[-1] + 2)  # what runs now must not read beyond a row's end
+        self._catching.prepare()
         captured.prepare(rows, [step_down(min(width, self.drafter.longest)) for width in widths],
-                         catch_up=_CATCH_UP if catching_up and self.drafter.on_device else (), only_compile=only_compile)
+                         catch_up=sizes if catching_up and self.drafter.on_device else None, only_compile=only_compile)
 
     @torch.inference_mode()
     def catch_up(self, width: int) -> None:
         """Let the drafter take in what it must before it drafts `width` tokens. It is due to plain rounds before, and not
         counted as what a round of this width takes."""
-        captured, missing = self._captured, self.drafter.prepare(self.batch, width)
-        if not missing:
-            return
-        if captured is None:
-            began = self.clock.now()
-            self.drafter.catch_up(self.batch, self._behind.fill_(missing + 2), missing)
-            self._catching = self.clock.now() - began
-            return
-        began = captured.start()
-        while missing > 0:
-            wish = captured.wish("catch up", next((count for count in _CATCH_UP if count >= missing), _CATCH_UP[-1]))
-            step = captured.choose(wish, left=self._left(self.batch.rooms()))
-            self._behind.fill_(max(missing, step.shape.width) + 2)
-            captured.perform(wish, step)
-            missing -= step.shape.width
-        self._catching = self.clock.now() - began - captured.capturing
+        self._catching.run(width, left=self._left(self.batch.rooms()))
 
     @property
     def _parts(self) -> tuple[Target | Drafter | Imposed, ...]:  # what follows the rows as they come and go
@@ -172,7 +156,7 @@ class Loop:
         left = sum(min(room, self.typical) for room in rooms) + self.backlog
         hosts, captured = self.batch.hosts, self._captured
         entries = captured.entries() if captured else ()
-        return Outlook(left / len(rooms), entries, self._catching if self._idle else 0.0,
+        return Outlook(left / len(rooms), entries, self._catching.seconds(),
                        sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
                        captured.colds() if captured and any(entries) else (),
                        stops=self._stopping is not None and isinstance(self.drafter, Stoppable),
@@ -226,7 +210,7 @@ class Loop:
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""
         if shape.kind == "catch up":
-            return lambda: self.drafter.catch_up(self.batch, self._behind, shape.width)
+            return self._catching.function(shape.width)
         if shape.kind == "given" or not self.drafter.on_device:
             return lambda: self._verify(self._offers.placed(shape.rows, shape.width))
         return lambda: self._verify(self.drafter.propose(self.batch, shape.width))

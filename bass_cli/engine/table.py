@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .goodput import best_length
 from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
 from .surface import Surface
 
@@ -44,3 +43,11 @@ class Capped(Lengths):
 
     def reflect(self) -> None:
         self._inner.reflect()
+
+
+def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int]) -> int:
+    """The draft length of fewest seconds a token, where each draft whose turn comes stands with this chance."""
+    def seconds(k: int) -> float:
+        return surface.seconds(rows, k) / sum(acceptance**i for i in range(k + 1))
+
+    return min(lengths, key=seconds)

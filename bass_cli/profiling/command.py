@@ -118,7 +118,7 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
 
 def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[str, Any]:
     """The table of best lengths; returns the document."""
-    from bass_cli.engine.goodput import best_length
+    from bass_cli.engine.table import best_length
 
     rates = sorted({*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])})
     limit = plan.job.speculation.max

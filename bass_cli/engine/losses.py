@@ -1,0 +1,34 @@
+"""What drafting has lost against plain decoding so far, and what it may still lose: that bounds probes and mistakes.
+
+Not here: what is drafted (goodput.py).
+"""
+
+from __future__ import annotations
+
+_REGRET = 0.012  # share of the time that drafting may have lost
+_AHEAD = 150  # rounds that are still to come, at most, of which that share may be lost already
+_GRACE = (1.0, 3.0)  # plain rounds that it may have lost besides, where next to nothing can be won, and at most
+_HOPE = 0.3  # what drafting must be expected to win for the most of that, in plain decoding's speed
+_CREDIT = 6.0  # and so many that it may lose after it had won them
+
+
+class Losses:
+    """Seconds, against plain decoding of the same tokens. What was won is only kept for a while."""
+
+    def __init__(self) -> None:
+        self._spent, self._lost = 0.0, 0.0
+
+    def spend(self, seconds: float) -> None:
+        """A round took so long."""
+        self._spent += seconds
+
+    def lose(self, seconds: float, *, plain: float) -> None:
+        """Of that, so much (below 0: won) would not have been needed. plain: seconds of a plain round, here and below."""
+        self._lost = max(self._lost + seconds, -_REGRET * self._spent - _CREDIT * plain)
+
+    def affords(self, seconds: float, *, plain: float, hope: float, left: float) -> bool:
+        """Whether so much more may be lost. `hope`: what drafting is expected to win, as a share of plain decoding's speed;
+        `left`: plain rounds that may still come."""
+        least, most = _GRACE
+        grace = min(max(most * hope / _HOPE, least), most) + _REGRET * min(left, _AHEAD)
+        return self._lost + seconds <= _REGRET * self._spent + grace * plain
