@@ -175,6 +175,9 @@ def test_drafts_of_the_host_need_no_catching_up():
     behind = Outlook(10, catch_up=50.0)
     assert Goodput(limit=8, surface=surface).next(2, behind) == 0
     assert Goodput(limit=8, surface=surface).trim([4, 4], behind) >= 3
+    controller = Goodput(limit=8, surface=surface)
+    assert controller.next(2, behind._replace(left=1e6)) == 0, "the loss of a stretch after catching up is not affordable"
+    assert controller.trim([4, 4], behind._replace(left=1e6)) >= 3
 
 
 TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])

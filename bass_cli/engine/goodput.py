@@ -95,8 +95,8 @@ class Goodput(Lengths):
         if self._line is None:
             return 0
         if outlook.free:
-            return self._unless_lost(self._choices[-1], plain) if self._looking.due else 0
-        found = self._unless_lost(self._best(self._line, outlook), plain)
+            return self._unless_lost(self._choices[-1], plain, outlook) if self._looking.due else 0
+        found = self._unless_lost(self._best(self._line, outlook), plain, outlook)
         if found == 0 and self._plain >= _PATIENCE[0]:
             short = [k for k in self._choices if 1 <= k <= 4] if any(outlook.entries) else self._choices[1:2]
             return self._probe(min(short, key=outlook.entry, default=0), self._line, outlook)
@@ -113,7 +113,7 @@ class Goodput(Lengths):
         self._worth = bool(found.argmin())
         found += self._once(range(most + 1), line, outlook) / self._looking.share
         found = found[: self._choices[self._within - 1] + 1]
-        best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]))
+        best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]), outlook)
         if best == 0 and self._plain >= _PATIENCE[0]:
             return self._probe(min(most, 2), choices, outlook)
         return best
@@ -143,10 +143,10 @@ class Goodput(Lengths):
             found[1:][colds[1:] > _TRIAL * float(line[0]) * outlook.left] = numpy.inf
         return found
 
-    def _unless_lost(self, length: int, plain: float) -> int:
+    def _unless_lost(self, length: int, plain: float, outlook: Outlook) -> int:
         """The length, or 0 where drafting has lost too much already, or could after it has caught up."""
-        catch_up = self._outlook.catch_up
-        return length if self._affords(catch_up + _STRETCH * plain if catch_up else 0.0, plain) else 0
+        needed = outlook.catch_up + _STRETCH * plain if outlook.catch_up else 0.0
+        return length if self._affords(needed, plain) else 0
 
     def _affords(self, seconds: float, plain: float) -> bool:
         hope = plain / self._pace - 1 if self._pace and not self._outlook.free else 1.0  # what will be found nobody knows
