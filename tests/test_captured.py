@@ -153,6 +153,48 @@ def test_what_catching_up_will_take_is_foreseen(pair, missing):
     assert seen[-1] == pytest.approx(seen[65] * -(-missing // 128))
 
 
+def test_a_new_row_has_missed_nothing(pair):
+    """However many plain rounds there were before it came."""
+    target, _ = pair
+    plan = iter([3] + ([0] * 20 + [3]) * 2 + [0] * 200)
+    lengths, seen = Fixed(0), []
+    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    loop = captured(target, target, batch=2, lengths=lengths)
+    loop.target = Runner(target, rows=2, span=300, lag=1)
+    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    for sample in range(2):
+        row = Row("0", sample, 1, [5, 6, 7, 8], 250, temperature=1.0)
+        if not sample:
+            loop.open("0", row.tokens)
+        loop.admit(row)
+        for _ in range(1 + 2 * 21 + 140 if not sample else 10):
+            loop.round()
+        loop.retire(0)
+    one = seen[44]
+    assert one > 0
+    assert seen[182] == pytest.approx(2 * one), "the first row has missed 140 tokens"
+    assert max(seen[184:]) <= one * 1.01, "the second one only has a few of its own"
+
+
+def test_what_an_uncaptured_pass_takes_is_foreseen_by_its_tokens(pair):
+    target, draft = pair
+    loop = loop_for(target, draft, rows=2, lengths=Fixed(0))
+    seen = loop._catching
+    for row in rows()[:2]:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+        loop.admit(row)
+    for _ in range(12):
+        loop.round()
+    assert seen.seconds() == 0.0, "no pass was seen yet"
+    seen._unit = 1.0
+    assert seen.seconds() == pytest.approx(12 * 2 / 16)
+    seen.run(1, left=9.0)
+    assert seen.seconds() == 0.0
+    loop.round()
+    assert 0 < seen.seconds() == seen._unit
+
+
 def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
     loop = captured(*pair, batch=6, lengths=Fixed(3))
     live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as there is place

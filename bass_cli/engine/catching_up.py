@@ -15,6 +15,7 @@ from .clock import Clock
 
 _SIZES = (2, 8, 32, 128)  # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
 _ALWAYS, _FLAT = 32, 1024  # the first ones for any number of rows; longer ones in passes of at most so many tokens
+_HOST = 16  # tokens up to which an uncaptured pass, on a CPU, takes as long as for one
 
 
 def sizes(rows: int) -> tuple[int, ...]:
@@ -28,7 +29,7 @@ class CatchingUp:
     def __init__(self, batch: Batch, drafter: Drafter, clock: Clock, captured: Captured | None):
         self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
         self._behind = batch.tokens.new_zeros(())  # where a pass begins, tokens before each row's end
-        self._missed, self._unit = 0, 0.0  # tokens that some row got meanwhile; seconds of a pass, or a token if uncaptured
+        self._missed, self._unit = 0, 0.0  # tokens that some row may have got meanwhile; seconds of a pass
 
     def missed(self, tokens: int) -> None:
         """A round went by without the drafter's drafts, in which no row got more than so many tokens."""
@@ -36,7 +37,10 @@ class CatchingUp:
 
     def seconds(self) -> float:
         """What catching up is likely to take before drafts; 0.0 if no round went by, or none was seen to take any time."""
-        return self._unit * self._units(self._missed)
+        if not self._missed or not self._unit:
+            return 0.0
+        own = max(row.generated for row in self._batch.hosts)  # of a prompt nothing is missing
+        return self._unit * self._passes(min(self._missed, own))
 
     def function(self, count: int) -> Callable[[], None]:
         """What a graph of so many tokens a row does."""
@@ -53,19 +57,19 @@ class CatchingUp:
             self._missed = 0
         if not missing:
             return
-        units, began, captured = self._units(missing), self._clock.now(), self._captured
+        passes, began, captured = self._passes(missing), self._clock.now(), self._captured
         if captured is None:
             self._drafter.catch_up(self._batch, self._behind.fill_(missing + 2), missing)
         else:
             captured.start()
             self._replay(captured, missing, left)
         if captured is None or captured.steady:
-            self._unit = (self._clock.now() - began - (captured.capturing if captured else 0.0)) / units
+            self._unit = (self._clock.now() - began - (captured.capturing if captured else 0.0)) / passes
 
-    def _units(self, missing: int) -> int:
-        """Passes, or tokens if a single pass takes them all."""
-        if self._captured is None or not missing:
-            return missing
+    def _passes(self, missing: int) -> float:
+        """How many it takes, or a single one's time in those of few tokens."""
+        if self._captured is None:
+            return max(missing * len(self._batch) / _HOST, 1.0)
         longest = sizes(self._captured.bucket(len(self._batch)))[-1]
         return -(-missing // longest)
 
