@@ -18,9 +18,9 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     measured run."""
     settings = make_settings(given)
     if given["plot"] is not None:
-        plot.check(given["plot"])
         if len(settings.acceptances) > 1:
             raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
+        plot.check(given["plot"])
     if settings.prompts is not None:
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
