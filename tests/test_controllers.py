@@ -12,6 +12,7 @@ from bass_cli.engine.costs import Learned, Profiled
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.keeping import Keeping
 from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round, make_lengths
+from bass_cli.engine.losses import Losses
 from bass_cli.engine.table import Capped, Table, best_length
 
 FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10)
@@ -124,6 +125,34 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
     assert later._paces.tolist() == at_once._paces.tolist()
     assert later._costs.line(7).tolist() == pytest.approx(at_once._costs.line(7).tolist())
     assert later._losses._spent == pytest.approx(at_once._losses._spent)
+
+
+def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
+    """Between two rounds the device waits. Once enough is known nothing is computed there, until rows change."""
+    goodput, cost, idle, found = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), True, []
+    choice = goodput._choice
+    monkeypatch.setattr(goodput, "_choice", lambda outlook: found.append((number, idle)) or choice(outlook))
+    for number in range(40):
+        rows = 8 if number < 30 else 7
+        idle = True
+        width = goodput.next(rows, Outlook(50.0, samples=tuple(range(rows)), rooms=(50,) * rows, hurried=True))
+        idle = False
+        goodput.reflect()
+        goodput.observe(Round(width, (min(width, 3),) * rows, cost(rows, width)))
+        assert width > 0
+    assert {number for number, idle in found if not idle} == set(range(40))
+    assert {number for number, idle in found if idle} == {0, 1, 30}
+
+
+def test_half_of_what_drafting_has_won_may_be_lost_again():
+    """A bad stretch after a good one must not end all drafting, nor eat up all that was won."""
+    losses = Losses()
+    for _ in range(1000):
+        losses.spend(1.0)
+        losses.lose(-0.25, plain=1.0)
+    for lost in range(0, 250, 10):
+        assert losses.affords(10.0, plain=1.0, hope=0.0, left=0.0) == (lost + 10 <= 125)
+        losses.lose(10.0, plain=1.0)
 
 
 def dear(rows, width):

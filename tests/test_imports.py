@@ -194,10 +194,11 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/engine/lengths.py": {"bass_cli.engine.goodput", "bass_cli.engine.surface", "bass_cli.engine.table"},
     "bass_cli/engine/goodput.py": {
         "numpy", "bass_cli.engine.costs", "bass_cli.engine.keeping", "bass_cli.engine.lengths", "bass_cli.engine.looking",
-        "bass_cli.engine.losses", "bass_cli.engine.surface",
+        "bass_cli.engine.losses", "bass_cli.engine.probing", "bass_cli.engine.surface",
     },
     "bass_cli/engine/looking.py": set(),
     "bass_cli/engine/losses.py": set(),
+    "bass_cli/engine/probing.py": set(),
     "bass_cli/engine/catching_up.py": {"torch", "bass_cli.draft", "bass_cli.engine"},
     "bass_cli/engine/costs.py": {"numpy", "bass_cli.engine.surface"},
     "bass_cli/engine/keeping.py": {"numpy"},

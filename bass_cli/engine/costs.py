@@ -25,7 +25,10 @@ _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for a
 
 
 class Costs(Protocol):
-    """Seconds of rounds by draft length, for the `choices` they were made for (rising, from 0)."""
+    """Seconds of rounds by draft length, for the `choices` they were made for (rising, from 0). `free`: the host has the
+    drafts, none is made in a round."""
+
+    free: bool
 
     @property
     def known(self) -> bool:
@@ -43,7 +46,7 @@ class Profiled:
     """A surface, and a moving scale of seen over predicted, so that a stale profile or a throttled device is followed: one
     for all rounds, and a small one for each draft length. `frozen`: neither moves; rounds' times then decide nothing."""
 
-    known = True
+    known, free = True, False
 
     def __init__(self, surface: Surface, choices: Sequence[int], *, frozen: bool = False):
         self._surface, self._choices, self._frozen = surface, tuple(choices), frozen

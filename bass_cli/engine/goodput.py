@@ -16,18 +16,18 @@ from .keeping import Keeping
 from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
 from .looking import Looking
 from .losses import Losses
+from .probing import Probing
 from .surface import Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those that graphs are made for, and two more
 _LEAST, _MOST, _STRENGTH = 0.5, 0.85, 5.0  # what a profile saw of other text is a guess, within these bounds
 _OPENING = (2, 0, 1)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
 _REACH = 8  # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
-_PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
-_SPARED = 0.005  # share of the time below which fewer probes save nothing worth having: what begins meanwhile is missed
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
 _CAUTION = 2.0  # how many times what a length costs once must be saved: what is expected may not come true
 _EVIDENCE = 6.0  # trials before which a length is only tried
-_SETTLED = 20.0  # trials from which on a decision need not wait for what the last round tells
+_WAITED_FOR = 12.0  # trials up to which a decision waits for what the last round tells
+_SETTLED = 20.0  # trials from which on leaving drafts needs no more than the usual margin
 _LONGER = 2  # how many times longer a draft may become that is stopped when it is unsure
 _STAY = 0.01  # by which another length must be better than the last one
 _LEAVE = 0.03  # the same for plain decoding, and more if few trials told of it: coming back may be dear
@@ -42,11 +42,16 @@ class _Seen(NamedTuple):
     probing: bool
 
 
+class _Choice(NamedTuple):
+    length: int
+    probing: bool = False
+
+
 class Goodput(Lengths):
     """Chooses k to minimise seconds a round x rounds a token, over the tokens that the rows still need. 0 where drafting
     does not pay, with a short probe now and then, ever more rarely, so that it comes back after a bad stretch. What
-    drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only;
-    where a device would wait for it, it learns from a round while the next one runs, unless it hardly knows a thing yet.
+    drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only; if a
+    device would wait, it learns and decides a round later while that one runs, unless it hardly knows a thing yet.
 
     `surface`: of a profile, so that nothing has to be tried; if it is not `measured`, something to begin from. `frozen`:
     no time that is measured reaches the draft lengths, for maximal coupling; needs a profile.
@@ -67,40 +72,39 @@ class Goodput(Lengths):
         self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
         self._outlook, self._rows = NOTHING_KNOWN, 0
         self._unlearnt: _Seen | None = None
-        self._paces = self._places / 1.0  # seconds a token takes a row, by choice
+        self._ahead: _Choice | None = None  # of the next round, if it was made while the last one ran
+        self._paces, self._pace = self._places / 1.0, 0.0  # seconds a token takes a row, by choice; the least of them
         self._last = 0  # the place of the last choice that was made for its goodput
         self._within = self._reach(_REACH)  # the first so many choices are thought of
-        self._pace = 0.0  # the least of them
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
-        self._plain, self._patience, self._probing = 0, _PATIENCE[0], False
-        self._looking, self._worth, self._losses = Looking(), False, Losses()
+        self._looking, self._worth, self._losses, self._probes, self._probing = Looking(), False, Losses(), Probing(), False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        self._outlook, before, self._rows = self._seen(outlook), self._rows, rows
-        self._probing = False
-        if isinstance(self._costs, Learned):
-            self._costs.free = outlook.free
-        last = self._unlearnt
-        telling = last is not None and last.done.width > 0 and (last.probing or self._keeping.trials < _SETTLED)
-        if telling or not outlook.hurried or rows != before:
-            self.reflect()
-        return self._next(self._outlook)
+        before, self._outlook, same, self._rows = self._outlook, self._seen(outlook), rows == self._rows, rows
+        last, self._costs.free = self._unlearnt, outlook.free
+        telling = last is not None and last.done.width > 0 and (last.probing or self._keeping.trials < _WAITED_FOR)
+        stale = telling or not same or not outlook.hurried or self._outlook.catch_up != before.catch_up
+        if stale:
+            self._digest()
+        length, self._probing = (not stale and self._ahead) or self._choice(self._outlook)
+        self._ahead = None
+        return length
 
-    def _next(self, outlook: Outlook) -> int:
+    def _choice(self, outlook: Outlook) -> _Choice:
         plain = 0.0 if self._line is None else float(self._line[0])  # seconds a round
         if self._opening:
             if outlook.entry(self._opening[-1]) <= _TRIAL * (plain and plain * outlook.left):
-                return self._opening[-1]
+                return _Choice(self._opening[-1])
             self._opening = []
         if self._line is None:
-            return 0
+            return _Choice(0)
         if outlook.free:
-            return self._unless_lost(self._choices[-1], plain, outlook) if self._looking.due else 0
+            return _Choice(self._unless_lost(self._choices[-1], plain, outlook) if self._looking.due else 0)
         found = self._unless_lost(self._best(self._line, outlook), plain, outlook)
-        if found == 0 and self._plain >= _PATIENCE[0]:
+        if found == 0 and self._probes.thinkable:
             short = [k for k in self._choices if 1 <= k <= 4] if any(outlook.entries) else self._choices[1:2]
             return self._probe(min(short, key=outlook.entry, default=0), self._line, outlook)
-        return found
+        return _Choice(found)
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """The length that pays, if only rows with so many drafts can keep them; now and then a short probe."""
@@ -114,8 +118,8 @@ class Goodput(Lengths):
         found += self._once(range(most + 1), line, outlook) / self._looking.share
         found = found[: self._choices[self._within - 1] + 1]
         best = self._unless_lost(int((found <= found.min() * (1 + _STAY)).argmax()), float(line[0]), outlook)
-        if best == 0 and self._plain >= _PATIENCE[0]:
-            return self._probe(min(most, 2), choices, outlook)
+        if best == 0 and self._probes.thinkable:
+            best, self._probing = self._probe(min(most, 2), choices, outlook)
         return best
 
     def _seen(self, outlook: Outlook) -> Outlook:
@@ -152,17 +156,17 @@ class Goodput(Lengths):
         hope = plain / self._pace - 1 if self._pace and not self._outlook.free else 1.0  # what will be found nobody knows
         return self._losses.affords(seconds, plain=plain, hope=hope, left=self._outlook.left)
 
-    def _probe(self, length: int, line: Array, outlook: Outlook) -> int:
-        """A short draft, if it is time for one and it can be had for what may still be lost; otherwise 0. line: seconds of
-        rounds by choice."""
+    def _probe(self, length: int, line: Array, outlook: Outlook) -> _Choice:
+        """A short draft, if it is time for one and it can be had for what may still be lost; otherwise none. line: seconds
+        of rounds by choice."""
         plain, dear = float(line[0]), outlook.entry(length) - outlook.catch_up
         loss = float(line[self._choices.index(length)]) + outlook.catch_up - plain
-        if self._plain < min(self._patience, loss / (_SPARED * plain)):
-            return 0
-        if dear > _TRIAL * plain * min(self._plain, outlook.left) or not self._affords(loss + _STRETCH * plain, plain):
-            return 0
-        self._probing = length > 0
-        return length
+        if not self._probes.due(loss / plain):
+            return _Choice(0)
+        waited = min(self._probes.plain, outlook.left)
+        if dear > _TRIAL * plain * waited or not self._affords(loss + _STRETCH * plain, plain):
+            return _Choice(0)
+        return _Choice(length, length > 0)
 
     def observe(self, done: Round) -> None:
         if self._opening:
@@ -171,18 +175,18 @@ class Goodput(Lengths):
         self._unlearnt = _Seen(done, self._outlook, self._probing)
         self._account(done)
         if done.width == 0:
-            self._plain += 1
+            self._probes.skip()
             return
-        meant = _meant(done)
         self._within = max(self._within, self._reach(2 * done.width))
-        self._plain = 0
-        if sum(map(min, done.accepted, meant)) > sum(meant) / 2:
-            self._patience = _PATIENCE[0]
-            self._plain = self._patience if self._probing else 0  # the probe goes on
-        elif self._probing:
-            self._patience = min(2 * self._patience, _PATIENCE[1])
+        self._probes.observe(most=done.went_well, probe=self._probing)
 
     def reflect(self) -> None:
+        self._digest()
+        if self._outlook.hurried and not self._outlook.free and not self._opening:
+            self._ahead = self._choice(self._outlook)
+
+    def _digest(self) -> None:
+        """What was seen, and what follows for the rows of now."""
         self._learn()
         rows, outlook = self._rows, self._outlook
         self._keeping.follow(outlook.samples or tuple(range(rows)))
@@ -206,7 +210,7 @@ class Goodput(Lengths):
             if probing:
                 self._keeping.doubt()
             self._keeping.follow(outlook.samples or tuple(range(rows)))
-            self._keeping.observe(done.accepted, _meant(done))
+            self._keeping.observe(done.accepted, done.meant)
 
     def least(self, drafted: int) -> float:
         """lengths.Stopper: one more draft pays if the tokens it should bring take longer at the pace of now."""
@@ -244,7 +248,3 @@ class Goodput(Lengths):
         if not isinstance(self._costs, Learned):
             return None
         return self._costs.surface(acceptance=self._keeping.rate)
-
-
-def _meant(done: Round) -> tuple[int, ...]:
-    return (done.width,) * len(done.accepted) if done.drafted is None else done.drafted

@@ -23,6 +23,16 @@ class Round(NamedTuple):
     drafted: tuple[int, ...] | None = None
     asking: float = 0.0
 
+    @property
+    def meant(self) -> tuple[int, ...]:
+        """Of each row, how many of its drafts were meant."""
+        return (self.width,) * len(self.accepted) if self.drafted is None else self.drafted
+
+    @property
+    def went_well(self) -> bool:
+        """Whether most of those that were meant were kept."""
+        return sum(map(min, self.accepted, self.meant)) > sum(self.meant) / 2
+
 
 class Outlook(NamedTuple):
     """What lies before a controller. `left`: tokens that each row of the batch may still generate, its share of those of

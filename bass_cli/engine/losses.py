@@ -10,13 +10,15 @@ _AHEAD = 150  # rounds that are still to come, at most, of which that share may 
 _GRACE = (1.0, 3.0)  # plain rounds that it may have lost besides, where next to nothing can be won, and at most
 _HOPE = 0.3  # what drafting must be expected to win for the most of that, in plain decoding's speed
 _CREDIT = 6.0  # and so many that it may lose after it had won them
+_KEPT = 0.5  # share of all that it has won that it keeps in any case
 
 
 class Losses:
-    """Seconds, against plain decoding of the same tokens. What was won is only kept for a while."""
+    """Seconds, against plain decoding of the same tokens. What was won long ago counts less."""
 
     def __init__(self) -> None:
         self._spent, self._lost = 0.0, 0.0
+        self._won, self._most = 0.0, 0.0  # in all, below 0: lost; the most that it ever was
 
     def spend(self, seconds: float) -> None:
         """A round took so long."""
@@ -24,6 +26,8 @@ class Losses:
 
     def lose(self, seconds: float, *, plain: float) -> None:
         """Of that, so much (below 0: won) would not have been needed. plain: seconds of a plain round, here and below."""
+        self._won -= seconds
+        self._most = max(self._most, self._won)
         self._lost = max(self._lost + seconds, -_REGRET * self._spent - _CREDIT * plain)
 
     def affords(self, seconds: float, *, plain: float, hope: float, left: float) -> bool:
@@ -31,4 +35,4 @@ class Losses:
         `left`: plain rounds that may still come."""
         least, most = _GRACE
         grace = min(max(most * hope / _HOPE, least), most) + _REGRET * min(left, _AHEAD)
-        return self._lost + seconds <= _REGRET * self._spent + grace * plain
+        return seconds <= max(_REGRET * self._spent + grace * plain - self._lost, self._won - _KEPT * self._most)
