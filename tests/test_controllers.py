@@ -144,14 +144,14 @@ def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
     assert {number for number, idle in found if idle} == {0, 1, 30}
 
 
-def test_half_of_what_drafting_has_won_may_be_lost_again():
+def test_most_of_what_drafting_has_won_may_be_lost_again():
     """A bad stretch after a good one must not end all drafting, nor eat up all that was won."""
     losses = Losses()
     for _ in range(1000):
         losses.spend(1.0)
         losses.lose(-0.25, plain=1.0)
     for lost in range(0, 250, 10):
-        assert losses.affords(10.0, plain=1.0, hope=0.0, left=0.0) == (lost + 10 <= 125)
+        assert losses.affords(10.0, plain=1.0, left=0.0) == (lost + 10 <= 200)
         losses.lose(10.0, plain=1.0)
 
 
@@ -172,6 +172,16 @@ def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, row
     assert max(found) < 1.02 * fixed[0]
     assert statistics.fmean(found) < 1.03 * min(fixed.values())
     assert then < 0.8 or max(found) < 0.95 * fixed[0]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(24, 35), (100, 115)])
+def test_a_stretch_in_which_no_draft_stands_ends_drafting_for_a_while_only(begin, end):
+    """As in a real text of Qwen2.5-Coder: tokens of which none can be foreseen, while most can before and after them."""
+    rates, options = [lambda tokens: 0.0 if begin <= tokens < end else 0.93], {"tokens": 512, "feeding": 1.0e-3}
+    best = min(seconds(lambda k=k: Fixed(k), dear, rates, seeds=24, **options) for k in (0, 1, 2, 3, 4))
+    found = [run_batch(Goodput(limit=16, surface=surface_of(dear, acceptance=0.69)), dear, rates, seed=seed, **options).mean
+             for seed in range(24)]
+    assert statistics.fmean(found) < 1.03 * best
 
 
 @pytest.mark.parametrize("unlucky", [0, 1])

@@ -149,12 +149,10 @@ class Goodput(Lengths):
 
     def _unless_lost(self, length: int, plain: float, outlook: Outlook) -> int:
         """The length, or 0 where drafting has lost too much already, or could after it has caught up."""
-        needed = outlook.catch_up + _STRETCH * plain if outlook.catch_up else 0.0
-        return length if self._affords(needed, plain) else 0
+        return length if self._affords(outlook.catch_up + _STRETCH * plain if outlook.catch_up else 0.0, plain) else 0
 
     def _affords(self, seconds: float, plain: float) -> bool:
-        hope = plain / self._pace - 1 if self._pace and not self._outlook.free else 1.0  # what will be found nobody knows
-        return self._losses.affords(seconds, plain=plain, hope=hope, left=self._outlook.left)
+        return self._losses.affords(seconds, plain=plain, left=self._outlook.left)
 
     def _probe(self, length: int, line: Array, outlook: Outlook) -> _Choice:
         """A short draft, if it is time for one and it can be had for what may still be lost; otherwise none. line: seconds
@@ -195,6 +193,8 @@ class Goodput(Lengths):
         if self._line is not None:
             self._paces = self._line * expected
             self._pace = float(self._paces.min())
+            if not outlook.free:  # what will be found nobody knows
+                self._losses.expect(float(self._line[0]) / self._pace - 1)
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""

@@ -100,6 +100,11 @@ class _Bench:
                 self.opened.add(key)
             loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
 
+    @property
+    def compiles(self) -> bool:
+        """Whether what runs here is compiled first."""
+        return self.real.graphs is not None and self.real.graphs.enabled
+
     def compile(self, rows: Sequence[int], widths: Sequence[int], steps: Sequence[int],
                 note: Callable[[str], None]) -> None:
         """Compile all that will be measured, reading a prompt included, with a row that is then given up. Where that fails,
@@ -116,7 +121,7 @@ class _Bench:
                 real.retire(0)
                 real.close(key)
 
-        if real.graphs is not None and real.graphs.enabled:
+        if real.graphs is not None and self.compiles:
             began = self.now()
             try:
                 real.graphs.compile([work])
@@ -160,8 +165,8 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
     growth = (0.0, 0.0) if context is None else _growth(bench, rows, verify, whole, context=context, base=base)
     bench.close()
     if len(verify) + len(whole) < len(order) and loop.drafter.on_device:
-        note(f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the others estimated; once all "
-             "kernels have been compiled here, the same command measures more")
+        again = "; once all kernels have been compiled here, the same command measures more" if bench.compiles else ""
+        note(f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the others estimated{again}")
     acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
     return make_surface(rows, widths, verify=filled(verify, rows, widths), draft=drafting(whole, verify, rows, widths),
                         context=base + tokens / 10, growth=growth, acceptance=acceptance)
