@@ -89,13 +89,34 @@ def target() -> Iterator[Target]:
 
 
 def survivors() -> list[str]:
-    """Processes that wardens of this checkout, or the sleepers of hostile programs, have left behind."""
+    """Processes that wardens of this checkout, or the sleepers of hostile programs, have left behind; without those that
+    another worker of the same test run is at."""
+    parents = _parents()
+    workers = {pid for pid, parent in parents.items() if parent == os.getppid()} - {os.getpid()}
     found = []
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
+            if workers & _ancestors(process.name, parents):
+                continue
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if f"sleep {MARK}" in command or (str(TESTS.parent / "bass_cli" / "eval") in command and "warden" in command):
                 found.append(f"{process.name}: {command}")
+    return found
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            found[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+def _ancestors(name: str, parents: dict[int, int]) -> set[int]:
+    found: set[int] = set()
+    pid = int(name) if name.isdigit() else 0
+    while pid := parents.get(pid, 0):
+        found.add(pid)
     return found
 
 

@@ -50,7 +50,8 @@ class Cell:
         self._cancelled = False
 
     def run(self, order: Order) -> Report:
-        """Run one order to its end; when this returns, every process of it is dead."""
+        """Run one order to its end; when this returns, every process of it is dead (or just dying, if the warden itself was
+        stuck and had to be killed: what it started ends with it)."""
         inlet, outlet = os.pipe()
         os.set_blocking(outlet, False)
         with self._lock:
