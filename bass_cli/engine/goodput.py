@@ -86,6 +86,8 @@ class Goodput(Lengths):
         stale = telling or not same or not outlook.hurried or self._outlook.catch_up != before.catch_up
         if stale:
             self._digest()
+        if self._line is not None and not outlook.free:  # what will be found nobody knows
+            self._losses.expect(float(self._line[0]) / self._pace - 1)
         length, self._probing = (not stale and self._ahead) or self._choice(self._outlook)
         self._ahead = None
         return length
@@ -193,8 +195,6 @@ class Goodput(Lengths):
         if self._line is not None:
             self._paces = self._line * expected
             self._pace = float(self._paces.min())
-            if not outlook.free:  # what will be found nobody knows
-                self._losses.expect(float(self._line[0]) / self._pace - 1)
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""
