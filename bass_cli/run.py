@@ -28,7 +28,8 @@ from bass_cli.prompts import Prompt
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A prompt under way: when it began, when it must end, and the samples that still wait for a row."""
+    """A prompt under way: when it began, when it must end, the samples that still wait for a row, and whether any has had a
+    round."""
 
     prompt: Prompt
     tokens: list[int]
@@ -36,6 +37,7 @@ class _Task:
     waiting: deque[int]
     began: float
     deadline: float | None
+    started: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -158,14 +160,19 @@ class Conductor:
         waiting = self._forecast.waiting(sum(len(task.waiting) for task in self._tasks), ended=self._ended)
         loop.backlog = waiting * min(loop.typical, self._job.sampling.max_new_tokens)
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
+        for live in self._live.values():
+            live.task.started = True
         done = loop.round(min(deadlines, default=None))
         if self._on_round is not None:
             self._on_round(done)
 
     def _expire(self) -> Iterator[Completion]:
-        """End all samples of prompts whose deadline has come, or would pass within even the shortest round."""
-        soonest = self._loop.clock.now() + self._loop.clock.predict(0)
-        for task in [t for t in self._tasks if t.deadline is not None and soonest > t.deadline]:
+        """End all samples of prompts whose deadline has come, or would pass within even the shortest round; but the first
+        round is not left out because of a prediction, for no other one might ever correct it."""
+        now = self._loop.clock.now()
+        soonest = now + self._loop.clock.predict(0)
+        for task in [t for t in self._tasks if t.deadline is not None
+                     and (now >= t.deadline or (t.started and soonest > t.deadline))]:
             for index in reversed(range(len(self._loop.batch))):
                 row = self._loop.batch.hosts[index]
                 if self._live[row].task is task:

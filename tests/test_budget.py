@@ -15,16 +15,17 @@ from bass_cli.run import Conductor
 
 
 class Work:
-    """Time that passes only by `pass_`; notes how long each piece of work took."""
+    """Time that passes only by `pass_`; notes how long each piece of work took. `stalls`: what pieces of these numbers take
+    instead."""
 
-    def __init__(self, seed=0):
-        self.now, self.pieces, self._random = 50.0, [], random.Random(seed)
+    def __init__(self, seed=0, stalls=None):
+        self.now, self.pieces, self._random, self._stalls = 50.0, [], random.Random(seed), stalls or {}
 
     def __call__(self):
         return self.now
 
     def pass_(self, seconds, jitter=0.0):
-        seconds *= 1 + self._random.uniform(0, jitter)
+        seconds = self._stalls.get(len(self.pieces), seconds * (1 + self._random.uniform(0, jitter)))
         self.pieces.append(seconds)
         self.now += seconds
 
@@ -67,10 +68,10 @@ def test_no_prompt_is_late_by_more_than_a_round(budget, jitter):
         work = Work(seed)
         found = run(work, ["abc", "a", "bcd" * 9, "fgh"] * 3, budget=budget, jitter=jitter)
         longest = max(work.pieces)
-        first = [c for c in found if c.id == "p0"]  # nothing is known yet: it learns what a pass takes
-        assert max(c.seconds for c in first) <= budget + longest
-        later = [c.seconds for c in found if c.id != "p0"]
-        assert max(later) <= budget + (longest if jitter else 1e-9)
+        assert max(c.seconds for c in found) <= budget + longest
+        # Nothing is known yet at the first prompt, and the first round of any prompt runs in any case.
+        later = [c.seconds for c in found if c.id != "p0" and c.rounds != 1]
+        assert max(later, default=0.0) <= budget + (longest if jitter else 1e-9)
         assert len(found) == 12 * 3
 
 
@@ -138,3 +139,26 @@ def test_a_prefill_is_predicted_from_passes_that_were_as_long():
 def test_each_prompt_has_a_budget_of_its_own():
     found = run(Work(), ["abc", "fgh", "bb"], budget=0.3)
     assert {c.id for c in found if c.tokens > 3} == {"p0", "p1", "p2"}
+
+
+@pytest.mark.parametrize("stalls", [[20], [20, 21, 22], list(range(20, 30))])
+@pytest.mark.parametrize("draft_length", [0, 1, 4])
+def test_a_stall_costs_the_prompts_that_it_met_and_no_others(stalls, draft_length):
+    """50 ms a prompt, rounds of 5 ms, and some that take 0.17 s: whoever comes later has as many rounds as before, and as
+    long ones."""
+    seen = []
+    work = Work(stalls=dict.fromkeys(stalls, 0.17))
+    found = run(work, ["a"] * 164, budget=0.05, n=1, draft_length=draft_length, seen=seen, each=0.005, token=0.0)
+    unfinished = [c.rounds for c in found if c.finish_reason == "budget"]
+    assert len(unfinished) > 20
+    assert set(unfinished[-20:]) == {9}, "9 rounds fit beside the prompt's own pass"
+    assert sum(rounds < 9 for rounds in unfinished) <= len(stalls)
+    assert {done.width for done in seen[-100:]} == {draft_length}
+
+
+def test_a_prompt_whose_deadline_is_ahead_has_its_first_round():
+    """Also where it is clear that it will be late; but not after the deadline, nor a second one."""
+    found = run(Work(), ["a"] * 3, budget=0.01, n=1, draft_length=0, each=0.02, token=0.0)
+    assert [(c.rounds, c.finish_reason) for c in found] == [(1, "budget")] * 3
+    found = run(Work(), ["a"] * 3, budget=0.001, n=1, draft_length=0, each=0.02, token=0.0)
+    assert [c.rounds for c in found] == [0] * 3, "the prompt's own pass took all of the time"

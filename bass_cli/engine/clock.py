@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
-_WEIGHT = 0.3  # of the newest round in the moving average
+_NEWEST = 5  # rounds of a draft length that a prediction looks at: one that stumbled, or two, do not count
+_PATIENCE = 64  # rounds in a row that may be cut short by a prediction; then it has to be seen again whether it is true
 _RECENT = 16  # prefills that a prediction looks at
 _DOUBT = 0.8  # what a prediction that kept a prompt from being tried is worth at the next one
 
 
 class Clock:
-    """Seconds since some start, from `now` (injected in tests), and a moving average of round times by draft length."""
+    """Seconds since some start, from `now` (injected in tests), and the median of recent round times by draft length."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self.now = now
-        self._seconds: dict[int, float] = {}
+        self._rounds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
+        self._seconds: dict[int, float] = {}  # by draft length: the median of those rounds
+        self._cut = 0  # rounds in a row that were cut short
         self._prefills: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._trust = 1.0
 
     def forget(self) -> None:
         """Nothing was observed: what comes will be faster than what was."""
+        self._rounds.clear()
         self._seconds.clear()
         self._prefills.clear()
 
     def observe(self, width: int, seconds: float) -> None:
         """A round with draft length `width` took `seconds`."""
-        before = self._seconds.get(width, seconds)
-        self._seconds[width] = before + _WEIGHT * (seconds - before)
+        self._rounds[width].append(seconds)
+        self._seconds[width] = statistics.median_low(self._rounds[width])
 
     def predict(self, width: int) -> float:
         """Seconds that a round with draft length `width` is likely to take: in between two that were seen in proportion,
@@ -49,8 +54,17 @@ class Clock:
         if deadline is None:
             return width
         left = deadline - self.now()
-        fitting = (w for w in range(width, 0, -1) if (predict or self.predict)(w) <= left)
-        return next(fitting, 0)
+        found = next((w for w in range(width, 0, -1) if (predict or self.predict)(w) <= left), 0)
+        self._cut = self._cut + 1 if found < width else 0
+        if self._cut == _PATIENCE:
+            self._doubt(found)
+        return found
+
+    def _doubt(self, width: int) -> None:
+        """No round was longer than `width` for a while, because of what such rounds once took: that is forgotten."""
+        self._cut = 0
+        for longer in [w for w in self._seconds if w > width]:
+            del self._rounds[longer], self._seconds[longer]
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """A pass over so many tokens of a prompt took `seconds`."""
