@@ -15,14 +15,14 @@ from bass_cli import __version__, options
 from bass_cli.eval.command import evaluate
 from bass_cli.eval.score_command import score
 from bass_cli.exits import exit_codes
+from bass_cli.help import EPILOG, Command, Group
 from bass_cli.profiling.command import profile
 from bass_cli.screen import Screen
 
-EPILOG = "Every option can be given as a variable too: BASS_N=4, BASS_TOP_P=0.9. Precedence: pair, variable, flag."
-
 app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True, epilog=EPILOG
-)
+    cls=Group, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True, epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 
 
 def main() -> None:
@@ -38,16 +38,23 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _bass(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
-    """Draw many exact samples per prompt from a language model, fast: batched speculative sampling."""
+    """Draw many samples per prompt from a language model, fast, and exactly from the model's own distribution.
+
+    \b
+    Examples:
+      bass generate prompts.txt --n 8 --out samples.jsonl
+      bass generate --help
+    """
 
 
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 def generate(
     context: typer.Context,
     prompts: options.Prompts,
     pair: options.Pair = None,
+    model: options.Model = None,
     n: options.Samples = None,
     out: options.Out = None,
     max_new_tokens: options.MaxNewTokens = None,
@@ -70,9 +77,17 @@ def generate(
     prompt_column: options.PromptColumn = None,
     token_ids: options.TokenIds = None,
     quiet: options.Quiet = False,
-    json_summary: options.Json = False,
+    json_summary: options.Summary = False,
 ) -> None:
-    """Draw n samples for every prompt and write them as JSON lines."""
+    """Draw n samples for every prompt and write them as JSON lines.
+
+    \b
+    Examples:
+      bass generate prompts.jsonl --n 8 --out samples.jsonl
+      bass generate prompts.txt --model Qwen/Qwen2.5-0.5B-Instruct --budget 2s
+
+    Given again after an interruption, the same command goes on with its file.
+    """
     screen = Screen(quiet)
     goes_on = "" if out in (None, "-") else "; the same command goes on from here"
     with exit_codes(screen, f"interrupted{goes_on}"):
@@ -82,14 +97,15 @@ def generate(
             raise typer.Exit(1)
 
 
+app.command(cls=Command, epilog=EPILOG)(profile)
 
-app.command(epilog=EPILOG)(profile)
 
-
-@app.command(epilog=EPILOG)
+@app.command(cls=Command, epilog=EPILOG)
 def bench(
     context: typer.Context,
     pair: options.Pair = None,
+    model: options.Model = None,
+    draft: options.Draft = None,
     shape: options.Shape = None,
     draft_shape: options.DraftShape = None,
     acceptance: options.Acceptance = None,
@@ -116,7 +132,13 @@ def bench(
     plot: options.Plot = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure speed: batch sizes x methods, on a pair or on random weights of a real model's shape."""
+    """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights of a real model's shape.
+
+    \b
+    Examples:
+      bass bench --pair smollm2 --batch-sizes 1,2
+      bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
+    """
     screen = Screen(quiet)
     with exit_codes(screen, "interrupted"):
         from bass_cli.bench.command import run
@@ -125,13 +147,18 @@ def bench(
             raise typer.Exit(1)
 
 
-app.command("eval", epilog=EPILOG)(evaluate)
-app.command(epilog=EPILOG)(score)
+app.command("eval", cls=Command, epilog=EPILOG)(evaluate)
+app.command(cls=Command, epilog=EPILOG)(score)
 
 
-@app.command()
+@app.command(cls=Command)
 def pairs(json_table: options.Json = False) -> None:
-    """Show which pairs are known, and which can run here."""
+    """Show which pairs come with bass, and which can run here.
+
+    \b
+    Example:
+      bass pairs | grep ready
+    """
     screen = Screen()
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_pairs
@@ -144,9 +171,14 @@ def pairs(json_table: options.Json = False) -> None:
         screen.table(columns, [[row["name"], row["target"], row["draft"], row["weights"], row["here"]] for row in rows])
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(json_table: options.Json = False) -> None:
-    """Show what this machine offers: device, versions, kernels, memory, what fits."""
+    """Show what this machine offers: device, versions, kernels, memory, and which pairs fit.
+
+    \b
+    Example:
+      bass doctor
+    """
     screen = Screen()
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine

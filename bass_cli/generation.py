@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
-from bass_cli.job import DEFAULT_PAIR, JOB_FLAGS, Job, UserError, load_pair, make_job, parse_duration
+from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
 from bass_cli.outputs import Completion, Writer, open_output
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.screen import Screen
@@ -79,7 +79,7 @@ def _show_round(screen: Screen, done: Round) -> None:
 
 def read_job(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Job:
     """The Job that the flags make of their pair. `defaults`: sampling that holds where neither pair nor flags say."""
-    pair = load_pair(given["pair"] or DEFAULT_PAIR)
+    pair = chosen_pair(given)
     flags = {key: value for key, value in given.items() if key in JOB_FLAGS}
     flags["stop"] = flags["stop"] or _stops_of_environment()
     if flags["budget"] is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,8 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bass_cli.fields import CONTROLLERS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
 
 DEFAULT_PAIR = "smollm2"
+MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
+_PAIR_FILES = (".yaml", ".yml")
+_WEIGHTS = (".gguf", ".safetensors", ".bin")
 JOB_FLAGS = {*SAMPLING_FLAGS, *SPECULATION_FLAGS.values(), "n", "draft", "budget", "batch_size", "device", "dtype", "chat",
              "limit", "prompt_column", "token_ids"}
 
@@ -117,20 +121,51 @@ def packaged_pairs() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
+def chosen_pair(given: Mapping[str, Any]) -> Pair:
+    """The pair that the command line names with --pair, or makes of the target that it names with --model."""
+    name, model = given["pair"], given["model"]
+    if model is None:
+        return load_pair(name or DEFAULT_PAIR)
+    if name is not None:
+        raise UserError("--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a target already")
+    if not model:
+        raise UserError("--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file")
+    is_pair = model in packaged_pairs() and not Path(model).exists()
+    if is_pair or model.endswith(_PAIR_FILES):
+        raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')
+    return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
+
+
+def _model_name(model: str) -> str:
+    """What a target's pair and its files are called: the last part of its path or hub id."""
+    last = Path(os.path.abspath(Path(model).expanduser())).name
+    return last.removesuffix(".gguf") or "model"
+
+
 def load_pair(name_or_file: str) -> Pair:
     """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and nearest valid key."""
     if name_or_file in packaged_pairs():
         resource = importlib.resources.files("bass_cli.configs") / f"{name_or_file}.yaml"
         return _parse_pair(resource.read_bytes(), f"{name_or_file}.yaml", None)
     path = Path(name_or_file).expanduser()
-    if path.suffix not in (".yaml", ".yml") and not path.is_file():
-        known = nearest(name_or_file, packaged_pairs())
-        raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml)')
+    if not name_or_file.endswith(_PAIR_FILES):
+        if _is_model(name_or_file):
+            raise UserError(f'--pair: "{name_or_file}" is a model, not a pair; give it with --model {name_or_file}')
+        if not path.is_file():
+            known = nearest(name_or_file, packaged_pairs())
+            raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model is given with '
+                            "--model)")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{name_or_file}: cannot read the pair file: {error.strerror}") from None
     return _parse_pair(content, name_or_file, path.parent.absolute())
+
+
+def _is_model(text: str) -> bool:
+    """Whether a text that should be a pair is a hub id, a folder, a file of weights, or one in a package."""
+    return (text.endswith(_WEIGHTS) or text.startswith("package:") or Path(text).expanduser().is_dir()
+            or (text.count("/") == 1 and not text.startswith((".", "~", "/")) and not Path(text).exists()))
 
 
 def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:

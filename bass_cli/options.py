@@ -5,178 +5,234 @@ Every default is None (or false): what is not given lets the pair's own value sh
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-_Option = typer.Option
+MODELS, SAMPLING, DRAFTING = "Models", "Sampling", "Drafting (changes the speed, not what samples are worth)"
+MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
+MEASURED, RANDOM, SCORING = "What is measured", "Random weights, without any download", "Scoring"
+
+
+def _option(flag: str, text: str, group: str, *, takes: str | None = None, default: str | None = None,
+            choices: tuple[str, ...] = ()) -> Any:
+    """An option under a heading of the help. `takes`: what its value is called, None for a switch; `default`: shown, not
+    set; `choices`: what shell completion offers beside the words in `takes`. Its variable is BASS_ and the flag."""
+    offered = [*choices, *(word for word in (takes or "").split("|") if word.islower())]
+    variable = "BASS_" + flag.split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(
+        flag, help=text if default is None else f"{text} [default: {default}]", metavar=takes, rich_help_panel=group,
+        envvar=None if flag == "--stop" else variable,  # it may hold a JSON list: generation.py reads it
+        autocompletion=(lambda incomplete: [one for one in offered if one.startswith(incomplete)]) if offered else None)
+
+
+def _pairs(incomplete: str) -> list[str]:
+    from bass_cli.job import packaged_pairs
+
+    return [name for name in packaged_pairs() if name.startswith(incomplete)]
+
 
 Prompts = Annotated[
     str,
-    typer.Argument(
-        metavar="PROMPTS",
-        help=".jsonl, .json, .txt or .parquet file, - for standard input, or hf:NAME[:CONFIG][:SPLIT].",
-        show_default=False,
-    ),
+    typer.Argument(metavar="PROMPTS", show_default=False,
+                   help="A .jsonl, .json, .txt or .parquet file, - for standard input, or hf:NAME[:CONFIG][:SPLIT]. "
+                        'A .jsonl line is like {"id": "a", "prompt": "a text"}.'),
 ]
-Pair = Annotated[str | None, _Option("--pair", envvar="BASS_PAIR", help="Known pair or YAML file [smollm2].")]
+Pair = Annotated[
+    str | None,
+    typer.Option("--pair", envvar="BASS_PAIR", metavar="NAME|FILE", rich_help_panel=MODELS, autocompletion=_pairs,
+                 help="A pair that comes with bass, or a pair file (.yaml); flags and variables override what it says "
+                      "[default: smollm2]"),
+]
+Model = Annotated[
+    str | None,
+    _option("--model", "The target itself, instead of a --pair: a Hugging Face hub id, a folder with safetensors, or a "
+                       ".gguf file. Then --draft is lookup, if it is not given", MODELS, takes="ID|FOLDER|FILE"),
+]
 Draft = Annotated[
     str | None,
-    _Option("--draft", envvar="BASS_DRAFT", help="Model, lookup[:SOURCES], skip:LAYERS, lookup+MODEL, none [the pair's]."),
+    _option("--draft", "What drafts: a model (like --model), lookup (in the text so far), lookup:SOURCES (of own, "
+                       "siblings, prompt, reference), skip:LAYERS (the target without them), lookup+MODEL, or none", MODELS,
+            takes="MODEL|HOW", default="the pair's", choices=("lookup", "none")),
 ]
-Samples = Annotated[int | None, _Option("--n", envvar="BASS_N", help="Samples a prompt [8].")]
-Out = Annotated[str | None, _Option("--out", envvar="BASS_OUT", help="Output file, or - [-].", metavar="FILE")]
+Samples = Annotated[int | None, _option("--n", "Samples of every prompt", SAMPLING, takes="N", default="8")]
+Out = Annotated[str | None, _option("--out", "Where samples go; - is standard output", OUTPUT, takes="FILE", default="-")]
 MaxNewTokens = Annotated[
-    int | None, _Option("--max-new-tokens", envvar="BASS_MAX_NEW_TOKENS", help="Most tokens a sample [256].")
+    int | None, _option("--max-new-tokens", "The most tokens a sample may get", SAMPLING, takes="N", default="256")
 ]
 Temperature = Annotated[
-    float | None, _Option("--temperature", envvar="BASS_TEMPERATURE", help="0 is greedy [the pair's, or 0.8].")
+    float | None, _option("--temperature", "0 is greedy", SAMPLING, takes="NUMBER", default="the pair's, or 0.8")
 ]
-TopP = Annotated[float | None, _Option("--top-p", envvar="BASS_TOP_P", help="Nucleus mass [the pair's, or 0.95].")]
-TopK = Annotated[int | None, _Option("--top-k", envvar="BASS_TOP_K", help="Most likely tokens kept; 0 is all [0].")]
-Seed = Annotated[int | None, _Option("--seed", envvar="BASS_SEED", help="Fixes the output [0].")]
+TopP = Annotated[
+    float | None,
+    _option("--top-p", "Only the likeliest tokens, up to this probability together", SAMPLING, takes="NUMBER",
+            default="the pair's, or 0.95"),
+]
+TopK = Annotated[
+    int | None, _option("--top-k", "Only the N likeliest tokens; 0 is all", SAMPLING, takes="N", default="the pair's, or 0")
+]
+Seed = Annotated[int | None, _option("--seed", "Fixes the samples", SAMPLING, takes="N", default="0")]
 Stop = Annotated[
     list[str] | None,
-    _Option("--stop", help="End a sample before this text; may be repeated. BASS_STOP: a text or a JSON list."),
+    _option("--stop", "End a sample before this text; may be repeated. BASS_STOP: a text or a JSON list", SAMPLING,
+            takes="TEXT"),
 ]
 Chat = Annotated[
     bool | None,
-    _Option("--chat/--no-chat", envvar="BASS_CHAT", help="Use the chat template [if the prompt has messages]."),
+    _option("--chat/--no-chat", "Put prompts into the model's chat template", SAMPLING,
+            default="where a prompt has messages"),
 ]
 DraftLength = Annotated[
     str | None,
-    _Option("--draft-length", envvar="BASS_DRAFT_LENGTH",
-            help="auto (by what rounds cost and keep), bass (Algorithm 1), table (by batch size, from bass profile), "
-                 "bass+table, or a number; 0 is plain decoding [auto]."),
+    _option("--draft-length", "Tokens drafted a round: auto (by what rounds cost here and keep), bass (Algorithm 1 of "
+                              "the paper), table (by batch size, from bass profile), bass+table, or a number; 0 is plain "
+                              "decoding",
+            DRAFTING, takes="N|HOW", default="auto", choices=("auto", "bass", "table", "bass+table")),
 ]
 Coupling = Annotated[
-    str | None, _Option("--coupling", envvar="BASS_COUPLING", help="shared or maximal; both are exact [shared].")
+    str | None,
+    _option("--coupling", "How drafts are checked; both kinds are exact", DRAFTING, takes="shared|maximal",
+            default="shared"),
 ]
 Budget = Annotated[
-    str | None, _Option("--budget", envvar="BASS_BUDGET", help="Wall clock a prompt, like 2s or 500ms [no end].")
+    str | None,
+    _option("--budget", "Wall clock for each prompt, like 2s or 500ms; what is unfinished then is cut", MACHINE,
+            takes="TIME", default="no end"),
 ]
 BatchSize = Annotated[
-    str | None, _Option("--batch-size", envvar="BASS_BATCH_SIZE", help="Rows decoded at once, or auto [auto].")
+    str | None, _option("--batch-size", "Rows decoded at once", MACHINE, takes="N|auto", default="auto")
 ]
-Device = Annotated[str | None, _Option("--device", envvar="BASS_DEVICE", help="auto, cuda or cpu [auto].")]
-Dtype = Annotated[str | None, _Option("--dtype", envvar="BASS_DTYPE", help="auto, bf16, fp16 or fp32 [the pair's].")]
-Limit = Annotated[int | None, _Option("--limit", envvar="BASS_LIMIT", help="Take only the first prompts.")]
-Resume = Annotated[
-    bool, _Option("--resume", envvar="BASS_RESUME", help="Insist that there is an output to go on with.")
+Device = Annotated[
+    str | None,
+    _option("--device", "Where to compute", MACHINE, takes="auto|cuda|cpu", default="auto"),
 ]
-Overwrite = Annotated[bool, _Option("--overwrite", envvar="BASS_OVERWRITE", help="Start the output file anew.")]
+Dtype = Annotated[
+    str | None,
+    _option("--dtype", "Number format of weights and computing", MACHINE, takes="auto|bf16|fp16|fp32",
+            default="the pair's"),
+]
+Limit = Annotated[int | None, _option("--limit", "Take only the first N prompts", PROMPTS, takes="N", default="all")]
+Resume = Annotated[bool, _option("--resume", "Insist that there is an output file to go on with", OUTPUT)]
+Overwrite = Annotated[bool, _option("--overwrite", "Start the output file anew", OUTPUT)]
 PromptColumn = Annotated[
-    str | None, _Option("--prompt-column", envvar="BASS_PROMPT_COLUMN", help="Field with the prompt [prompt].")
+    str | None, _option("--prompt-column", "The field that holds the prompt", PROMPTS, takes="NAME", default="prompt")
 ]
-TokenIds = Annotated[
-    bool | None, _Option("--token-ids", envvar="BASS_TOKEN_IDS", help="Add the generated ids.", show_default=False)
-]
-Quiet = Annotated[bool, _Option("--quiet", envvar="BASS_QUIET", help="Nothing on stderr but errors.")]
-Json = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="A summary as JSON on standard output.")]
+TokenIds = Annotated[bool | None, _option("--token-ids", "Add the generated token ids to every line", OUTPUT)]
+Quiet = Annotated[bool, _option("--quiet", "Nothing on standard error but errors", OUTPUT)]
+Summary = Annotated[bool, _option("--json", "A summary as JSON on standard output; needs --out FILE", OUTPUT)]
+Json = Annotated[bool, _option("--json", "JSON instead of the table", OUTPUT)]
 
 Shape = Annotated[
-    str | None, _Option("--shape", envvar="BASS_SHAPE", help="Random weights of this model's shape, instead of a pair.")
+    str | None,
+    _option("--shape", "A target of this model's shape with random weights, like qwen2.5-7b, instead of a pair", RANDOM,
+            takes="NAME"),
 ]
 DraftShape = Annotated[
-    str | None, _Option("--draft-shape", envvar="BASS_DRAFT_SHAPE", help="The same as draft; with --acceptance.")
+    str | None, _option("--draft-shape", "The same as draft; with --acceptance", RANDOM, takes="NAME")
 ]
 Acceptance = Annotated[
     list[str] | None,
-    _Option("--acceptance", envvar="BASS_ACCEPTANCE",
-            help="Accept each draft with this chance; 0.95,0.3: by row in turn. Repeat it for several benches."),
+    _option("--acceptance", "Accept each drafted token with this chance; 0.95,0.3: by row in turn. Repeat it for several "
+                            "benches", RANDOM, takes="NUMBER,..."),
 ]
 Controllers = Annotated[
-    bool,
-    _Option("--controllers", envvar="BASS_CONTROLLERS", help="Every controller against every fixed draft length."),
+    bool, _option("--controllers", "Every controller (auto, bass, table) against every fixed draft length", MEASURED)
 ]
 Depth = Annotated[
-    int | None, _Option("--depth", envvar="BASS_DEPTH", help="Draft with the first layers of --shape; with --scale.")
+    int | None, _option("--depth", "Draft with the first N layers of --shape; with --scale", RANDOM, takes="N")
 ]
 Scale = Annotated[
-    float | None, _Option("--scale", envvar="BASS_SCALE", help="Scales what the other layers add: 0 accepts every draft.")
+    float | None,
+    _option("--scale", "Scales what the other layers add: 0 accepts every draft", RANDOM, takes="NUMBER"),
 ]
 BatchSizes = Annotated[
-    str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows decoded at once [1,2,4,8,16].")
+    str | None, _option("--batch-sizes", "Rows decoded at once", MEASURED, takes="N,...", default="1,2,4,8,16")
 ]
 Methods = Annotated[
     str | None,
-    _Option("--methods", envvar="BASS_METHODS",
-            help="plain, draft lengths, bass, table, bass+table, auto [plain,2,4,6,8,bass,auto]."),
+    _option("--methods", "Out of plain, draft lengths, bass, table, bass+table, auto", MEASURED, takes="METHOD,...",
+            default="plain,2,4,6,8,bass,auto"),
 ]
 ProfileBatchSizes = Annotated[
-    str | None, _Option("--batch-sizes", envvar="BASS_BATCH_SIZES", help="Rows to measure [1,2,4,8; on a GPU to 64].")
+    str | None,
+    _option("--batch-sizes", "Numbers of rows to measure", MEASURED, takes="N,...", default="1,2,4,8; on a GPU to 64"),
 ]
-Skip = Annotated[bool, _Option("--skip", envvar="BASS_SKIP", help="Propose layers that the target could skip as draft.")]
+Skip = Annotated[bool, _option("--skip", "Propose layers that the target could leave out to draft for itself", MEASURED)]
 PromptFile = Annotated[
-    str | None, _Option("--prompts", envvar="BASS_PROMPTS", help="Prompts to use as they are [built-in].", metavar="FILE")
+    str | None, _option("--prompts", "Prompts to use as they are", MEASURED, takes="FILE", default="built-in ones")
 ]
 PromptTokens = Annotated[
     int | None,
-    _Option("--prompt-tokens", envvar="BASS_PROMPT_TOKENS", help="Built-in prompts have this many to twice as many [300]."),
+    _option("--prompt-tokens", "Built-in prompts have N to twice as many tokens", MEASURED, takes="N", default="300"),
 ]
-NewTokens = Annotated[int | None, _Option("--new-tokens", envvar="BASS_NEW_TOKENS", help="Tokens every row gets [128].")]
+NewTokens = Annotated[int | None, _option("--new-tokens", "Tokens every row gets", MEASURED, takes="N", default="128")]
 SamplesPerPrompt = Annotated[
-    int | None, _Option("--samples-per-prompt", envvar="BASS_SAMPLES_PER_PROMPT", help="Rows that share a prompt [1].")
+    int | None, _option("--samples-per-prompt", "Rows that share a prompt", MEASURED, takes="N", default="1")
 ]
-Repeats = Annotated[int | None, _Option("--repeats", envvar="BASS_REPEATS", help="Runs of every cell [5].")]
+Repeats = Annotated[
+    int | None,
+    _option("--repeats", "Runs of every batch size and method", MEASURED, takes="N", default="5"),
+]
 Rivals = Annotated[
-    str | None, _Option("--rivals", envvar="BASS_RIVALS", help="transformers, vllm: measured too where installed.")
+    str | None,
+    _option("--rivals", "Other engines, measured too where installed: transformers, vllm", MEASURED, takes="NAME,..."),
 ]
 AttentionSchedule = Annotated[
     str | None,
-    _Option("--attention", envvar="BASS_ATTENTION", help="How a GPU runs unequal rows: ragged, pad or split [ragged]."),
+    _option("--attention", "How a GPU runs unequal rows", MEASURED, takes="ragged|pad|split", default="ragged"),
 ]
-Document = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="One JSON document instead of the table.")]
-Plot = Annotated[str | None, _Option("--plot", envvar="BASS_PLOT", help="Charts, as .png too.", metavar="FILE")]
+Document = Annotated[bool, _option("--json", "One JSON document instead of the table", OUTPUT)]
+Plot = Annotated[str | None, _option("--plot", "Draw a chart; needs matplotlib", OUTPUT, takes="FILE.png")]
 
 GenerationFile = Annotated[
     str,
-    typer.Argument(
-        metavar="FILE", help="Generation file, .jsonl or .jsonl.gz: of bass, or task_id with completion or solution.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="FILE", show_default=False,
+                   help="A generation file, .jsonl or .jsonl.gz: of bass, or with task_id and completion or solution."),
 ]
 Task = Annotated[
-    str | None, _Option("--task", envvar="BASS_TASK", help="humaneval, mbpp or xsum [from the manifest or task_ids].")
+    str | None,
+    _option("--task", "What the file answers", SCORING, takes="humaneval|mbpp|xsum", default="as the file says"),
 ]
 Data = Annotated[
-    str | None, _Option("--data", envvar="BASS_DATA", help="The data set, where it is not packaged.", metavar="FILE")
+    str | None, _option("--data", "The task's data set, where it is not packaged", PROMPTS, takes="FILE|hf:NAME")
 ]
-Ks = Annotated[str | None, _Option("--k", envvar="BASS_K", help="Estimate pass@k for these k [1,10].")]
+Ks = Annotated[str | None, _option("--k", "Estimate pass@k for these k", SCORING, takes="K,...", default="1,10")]
 AllowCodeExecution = Annotated[
     bool,
-    _Option("--allow-code-execution", envvar="BASS_ALLOW_CODE_EXECUTION", help="Run the programs, in a sandbox."),
+    _option("--allow-code-execution", "Run the programs that a model wrote, in a sandbox; nothing is run without", SCORING),
 ]
-Workers = Annotated[int | None, _Option("--workers", envvar="BASS_WORKERS", help="Programs run at once [the cores].")]
-Timeout = Annotated[
-    str | None, _Option("--timeout", envvar="BASS_TIMEOUT", help="Wall clock a program, like 10s [10s].")
+Workers = Annotated[
+    int | None, _option("--workers", "Programs run at once", SCORING, takes="N", default="the number of cores")
 ]
-Report = Annotated[
-    str | None, _Option("--report", envvar="BASS_REPORT", help="Write the report there as JSON.", metavar="FILE")
-]
-Rejudge = Annotated[
-    bool, _Option("--rejudge", envvar="BASS_REJUDGE", help="Run all programs again, also those with a verdict.")
-]
-ReportDocument = Annotated[bool, _Option("--json", envvar="BASS_JSON", help="The report as JSON on standard output.")]
+Timeout = Annotated[str | None, _option("--timeout", "Wall clock for each program", SCORING, takes="TIME", default="10s")]
+Report = Annotated[str | None, _option("--report", "Write the report there as JSON", OUTPUT, takes="FILE")]
+Rejudge = Annotated[bool, _option("--rejudge", "Run all programs again, also those with a verdict", SCORING)]
+ReportDocument = Annotated[bool, _option("--json", "The report as JSON instead of the table", OUTPUT)]
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="humaneval, mbpp or xsum.", show_default=False)]
+TaskName = Annotated[
+    str, typer.Argument(metavar="TASK", help="humaneval, mbpp (programs) or xsum (summaries).", show_default=False)
+]
 Budgets = Annotated[
     str | None,
-    _Option("--budgets", envvar="BASS_BUDGETS", help="Sweep: 0.5s,1s,2s for plain, single-sequence and batched."),
+    _option("--budgets", "Compare plain decoding, one sample after the other and the batch under each of these, like "
+                         "0.5s,1s,2s", MACHINE, takes="TIME,..."),
 ]
 PromptFormat = Annotated[
     str | None,
-    _Option("--prompt-format", envvar="BASS_PROMPT_FORMAT", help="raw, strip or strip-nl (cut off the ends), chat [raw]."),
+    _option("--prompt-format", "The prompt as it is (raw), without blanks (strip) or line ends (strip-nl) around it, or as "
+                               "a question (chat)", PROMPTS, takes="FORMAT", default="raw",
+            choices=("raw", "strip", "strip-nl", "chat")),
 ]
 EvaluationOut = Annotated[
-    str | None, _Option("--out", envvar="BASS_OUT", help="Samples' file [TASK-PAIR.jsonl].", metavar="FILE")
+    str | None, _option("--out", "Where samples go", OUTPUT, takes="FILE", default="TASK-PAIR.jsonl")
 ]
 EvaluationReport = Annotated[
-    str | None, _Option("--report", envvar="BASS_REPORT", help="The report's file [beside --out].", metavar="FILE")
+    str | None, _option("--report", "Where the report goes, as JSON", OUTPUT, takes="FILE", default="beside --out")
 ]
 EvaluationTokens = Annotated[
-    int | None, _Option("--max-new-tokens", envvar="BASS_MAX_NEW_TOKENS", help="Most tokens a sample [512, xsum 128].")
+    int | None,
+    _option("--max-new-tokens", "The most tokens a sample may get", SAMPLING, takes="N", default="512, for xsum 128"),
 ]
 EvaluationTemperature = Annotated[
-    float | None, _Option("--temperature", envvar="BASS_TEMPERATURE", help="0 is greedy [the pair's, or 0.2].")
+    float | None, _option("--temperature", "0 is greedy", SAMPLING, takes="NUMBER", default="the pair's, or 0.2")
 ]

@@ -106,7 +106,7 @@ def prepare(job: Job) -> Plan:
         surface = store.load_surface(profile, notes.append)
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '
-                        "make one with bass profile and the same --pair and --draft, or use auto or bass")
+                        "make one with bass profile and the same --pair (or --model) and --draft, or use auto or bass")
     return Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes))
 
 

@@ -34,8 +34,8 @@ from bass_cli.job import UserError
 from bass_cli.model.decoder import Decoder
 from bass_kernels.dispatch import schedule
 
-KEYS = ("pair", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods", "prompts",
-        "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
+KEYS = ("pair", "model", "draft", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods",
+        "prompts", "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
         "coupling", "device", "dtype", "rivals", "attention", "controllers")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
@@ -390,6 +390,10 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, and this pair has none'),
     (["--pair", "smollm2", "--methods", "plan"], 'there is no method "plan"; did you mean "plain"?'),
     (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); 0 is called plain"),
+    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): random weights of a --shape"),
+    (["--shape", "tiny", "--draft", "lookup"], "what drafts for a --shape is said by --draft-shape, or by --depth"),
+    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, and this pair has none'),
+    (["--pair", "Qwen/Qwen2.5-0.5B"], "give it with --model Qwen/Qwen2.5-0.5B"),
     (["--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
     (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): it should be a whole number"),
     (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): name at least one"),

@@ -81,6 +81,24 @@ def test_precedence_is_pair_then_variable_then_flag(cli: Any, monkeypatch: pytes
     assert chosen("--temperature", "0", "--top-p", "1") == (0.0, 1.0, 4)
 
 
+def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl").exit_code == 0
+    pair = loaded[-1].pair
+    assert (pair.name, pair.target, pair.draft, pair.folder) == ("t", "models/t.gguf", "lookup", None)
+    manifest = json.loads((tmp_path / "o.jsonl.manifest.json").read_text())
+    assert (manifest["results"]["target"], manifest["job"]["pair"]["target"]) == ("models/t.gguf", "models/t.gguf")
+    other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
+    assert other.exit_code == 2
+    assert '\n  target: "models/t.gguf" there, "models/u.gguf" now' in other.stderr
+    (tmp_path / "same.yaml").write_text("target: models/t.gguf\n")  # the same target by another road goes on
+    assert cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl").exit_code == 0
+    names = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B", "models/": "models", ".": tmp_path.name, "package:module/m.gguf": "m"}
+    for model, name in names.items():
+        assert cli("generate", "p.jsonl", "--model", model, "--draft", "none").exit_code == 0
+        assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (name, model, "none")
+
+
 def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = {
         "PAIR": "pair.yaml", "N": "3", "OUT": "o.jsonl", "MAX_NEW_TOKENS": "7", "TOP_K": "5", "STOP": '["a b", "c"]',
@@ -112,6 +130,13 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({"y.yaml": "target: t\n  x: [\n"}, ["p.jsonl", "--pair", "y.yaml"], "y.yaml:2: broken YAML"),
     ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], "missing.gguf: there is no such"),
     ({}, ["p.jsonl", "--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
+    ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with --model Qwen/Qwen2.5-0.5B"),
+    ({"m.gguf": "GGUF"}, ["p.jsonl", "--pair", "m.gguf"], "give it with --model m.gguf"),
+    ({}, ["p.jsonl", "--pair", "."], "give it with --model ."),
+    ({}, ["p.jsonl", "--model", "smollm2"], '--model: "smollm2" is a pair; give it with --pair smollm2'),
+    ({}, ["p.jsonl", "--model", "pair.yaml"], "give it with --pair pair.yaml"),
+    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude each other"),
+    ({}, ["p.jsonl", "--model", ""], "--model (or BASS_MODEL): it is empty"),
     ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got 0)"),
     ({}, ["p.jsonl", "--n", "many"], "--n"),
     ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bass_cli.bench.shapes import spec_of
-from bass_cli.job import CONTROLLERS, DEFAULT_PAIR, Job, Pair, UserError, load_pair, make_job, nearest
+from bass_cli.job import CONTROLLERS, Job, Pair, UserError, chosen_pair, make_job, nearest
 
 PLAIN = "plain"
 _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
-_JOB_FLAGS = ("temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype")
+_JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
 
@@ -57,7 +57,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     given = {**given, "acceptance": given["acceptance"] or None}  # of an option that may be repeated there is always a list
     acceptances = tuple(map(_acceptance, given["acceptance"] or ()))
     _check_combination(given)
-    pair = load_pair(given["pair"] or DEFAULT_PAIR) if given["shape"] is None else _random_pair(given)
+    pair = chosen_pair(given) if given["shape"] is None else _random_pair(given)
     rivals = _words(given["rivals"] or "", RIVALS, "rivals")
     if rivals and given["shape"] is not None:
         raise UserError("--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape")
@@ -71,7 +71,7 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
     return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptances=acceptances,
                     depth=given["depth"], scale=given["scale"], controllers=given["controllers"],
-                    batch_sizes=batch_sizes, methods=_methods(given, has_draft=pair.draft != "none"),
+                    batch_sizes=batch_sizes, methods=_methods(given, has_draft=job.pair.draft != "none"),
                     rivals=rivals, prompts=given["prompts"], attention=_attention(given["attention"]),
                     new_tokens=job.sampling.max_new_tokens,
                     prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", 300),
@@ -87,9 +87,11 @@ def _check_combination(given: Mapping[str, Any]) -> None:
             if given[key] is not None:
                 raise UserError(f"{_option(key)}: it needs --shape NAME too")
         return
-    for key in ("pair", "prompts"):
+    for key in ("pair", "model", "prompts"):
         if given[key] is not None:
             raise UserError(f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the two out")
+    if given["draft"] is not None:
+        raise UserError(f"{_option('draft')}: what drafts for a --shape is said by --draft-shape, or by --depth")
     if (given["draft_shape"] is None) != (acceptance is None):
         raise UserError("--draft-shape and --acceptance are needed together: random weights never agree by themselves")
     if (depth is None) != (scale is None):

@@ -15,6 +15,7 @@ def evaluate(
     context: typer.Context,
     task: options.TaskName,
     pair: options.Pair = None,
+    model: options.Model = None,
     n: options.Samples = None,
     budget: options.Budget = None,
     budgets: options.Budgets = None,
@@ -47,7 +48,14 @@ def evaluate(
     json_document: options.ReportDocument = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Generate and score: humaneval, mbpp or xsum, with a wall-clock budget a prompt or a sweep of budgets."""
+    """Draw samples for humaneval, mbpp or xsum and score them, with a wall-clock budget for each prompt if one is set.
+
+    \b
+    Example:
+      bass eval humaneval --n 8 --budget 5s --allow-code-execution
+
+    Samples and verdicts are kept: given again, the same command goes on.
+    """
     screen = Screen(quiet)
     with exit_codes(screen, "interrupted; samples and verdicts so far are kept, and the same command goes on from here"):
         from bass_cli.eval.evaluation import Evaluation

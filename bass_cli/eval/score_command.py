@@ -27,7 +27,12 @@ def score(
     json_document: options.ReportDocument = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE, and the times."""
+    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE, and the times.
+
+    \b
+    Example:
+      bass score samples.jsonl --allow-code-execution > figures.txt
+    """
     screen = Screen(quiet)
     kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
     with exit_codes(screen, kept):

@@ -30,6 +30,7 @@ _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
 def profile(
     context: typer.Context,
     pair: options.Pair = None,
+    model: options.Model = None,
     draft: options.Draft = None,
     batch_sizes: options.ProfileBatchSizes = None,
     device: options.Device = None,
@@ -38,7 +39,12 @@ def profile(
     json_document: options.Document = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure what rounds of a pair cost here (under a minute), so that --draft-length auto and table know it."""
+    """Measure in under a minute what rounds of a pair cost here, to be known to --draft-length auto and table.
+
+    \b
+    Example:
+      bass profile --pair smollm2
+    """
     screen = Screen(quiet)
     with exit_codes(screen, "interrupted"):
         _run(context.params, screen)
@@ -70,14 +76,13 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
 
 def make_profile_job(given: Mapping[str, Any]) -> Job:
     """The job whose loop is measured: as many rows as the largest batch size, and little to generate."""
-    from bass_cli.job import DEFAULT_PAIR, load_pair, make_job
+    from bass_cli.job import chosen_pair, make_job
 
     flags = {key: given[key] for key in ("draft", "device", "dtype")}
     if given["skip"]:
         flags["draft"] = "none"
     rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES["cuda"]
-    return make_job(load_pair(given["pair"] or DEFAULT_PAIR),
-                    flags | {"batch_size": max(rows), "max_new_tokens": 200, "draft_length": "auto"})
+    return make_job(chosen_pair(given), flags | {"batch_size": max(rows), "max_new_tokens": 200, "draft_length": "auto"})
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
