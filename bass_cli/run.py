@@ -19,7 +19,8 @@ from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.lengths import Round
 from bass_cli.engine.loop import Loop
 from bass_cli.job import Job, MachineError, UserError
-from bass_cli.model.tokenizer import StopDetector, Tokenizer
+from bass_cli.model.continuation import Continuation, StopDetector
+from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.outputs import Completion
 from bass_cli.plan import Plan
 from bass_cli.profiling.store import learning
@@ -29,10 +30,11 @@ from bass_cli.prompts import Prompt
 @dataclass(slots=True, eq=False)
 class _Task:
     """A prompt under way: when it began, when it must end, the samples that still wait for a row, and whether any has had a
-    round."""
+    round. `text`: decodes what follows the prompt."""
 
     prompt: Prompt
     tokens: list[int]
+    text: Continuation
     limit: int
     waiting: deque[int]
     began: float
@@ -119,7 +121,7 @@ class Conductor:
             return
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
-        task = _Task(prompt, tokens, limit, waiting, began, deadline)
+        task = _Task(prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline)
         if self._loop.open(prompt.id, tokens, self._reference(prompt), deadline=deadline):
             self._tasks.append(task)
         else:
@@ -150,7 +152,7 @@ class Conductor:
                         temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p) for sample in samples]
             self._loop.admit(*rows)
             for row in rows:
-                self._live[row] = _Live(task, StopDetector(self._tokenizer, sampling.stop) if sampling.stop else None)
+                self._live[row] = _Live(task, StopDetector(task.text, sampling.stop) if sampling.stop else None)
             if not task.waiting:
                 self._loop.close(task.prompt.id)
 
@@ -176,7 +178,7 @@ class Conductor:
             for index in reversed(range(len(self._loop.batch))):
                 row = self._loop.batch.hosts[index]
                 if self._live[row].task is task:
-                    yield self._retire(index, "budget", self._tokenizer.decode(row.tokens[row.prompt_length :]))
+                    yield self._retire(index, "budget", task.text.decode(row.tokens[row.prompt_length :]))
             if task.waiting:
                 for sample in task.waiting:
                     yield self._completion(task, sample, None, "budget", "")
@@ -208,7 +210,7 @@ class Conductor:
                 return "stop", found.text
         _cut(row, live.seen + keep)
         live.seen += keep
-        return None if reason is None else (reason, self._tokenizer.decode(row.tokens[row.prompt_length :]))
+        return None if reason is None else (reason, live.task.text.decode(row.tokens[row.prompt_length :]))
 
     def _retire(self, index: int, reason: str, text: str) -> Completion:
         row = self._loop.batch.hosts[index]

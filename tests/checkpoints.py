@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import torch
 import transformers
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -93,6 +93,40 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
             "{% endif %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}"
             "{% if add_generation_prompt %}[assistant]{% endif %}")
     fast.save_pretrained(folder)
+
+
+def write_sentencepiece(folder: Path) -> None:
+    """Save a tokenizer in the form of Llama 2's tokenizer.json: "▁" for spaces and one before the text, bytes for what has
+    no piece (a newline too), <s> before a prompt, and a decoder that drops the space at the beginning; eos is id 2."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    text = "def f(x): return x if x else y; the cat sat on the mat, then the other cat sat there. for i in range(12): f(i) "
+    learner.train_from_iterator([text * 4], trainers.BpeTrainer(vocab_size=140, show_progress=False))
+    learnt = json.loads(learner.to_str())["model"]
+    pieces = [*sorted(learnt["vocab"], key=learnt["vocab"].get), "▁▁", "▁▁▁▁"]
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    merges = [("▁", "▁"), ("▁▁", "▁▁"), *map(tuple, learnt["merges"])]
+    inner = Tokenizer(models.BPE({text: id_ for id_, text in enumerate(texts)}, merges, unk_token="<unk>", fuse_unk=True,
+                                 byte_fallback=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>",
+                                         eos_token="</s>").save_pretrained(folder)
+
+
+def sentencepiece_metadata(folder: Path) -> dict[str, Any]:
+    """Such a tokenizer as GGUF metadata: pieces with scores, from which the merges follow, in place of merges."""
+    content = json.loads((folder / "tokenizer.json").read_text())["model"]
+    texts = sorted(content["vocab"], key=content["vocab"].get)
+    ranks = {"".join(merge): -float(rank) for rank, merge in enumerate(content["merges"])}
+    return {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": texts,
+        "tokenizer.ggml.scores": [ranks.get(text, -1e6) for text in texts],
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * (len(texts) - 259)],
+        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
 
 
 def tokenizer_metadata(folder: Path, *, pad_to: int = 0, pre: str = "gpt-2") -> dict[str, Any]:

@@ -166,6 +166,7 @@ TABLE: dict[str, set[str]] = {
         f"{MODEL}.sources", "torch",
     },
     "bass_cli/model/tokenizer.py": {"bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
+    "bass_cli/model/continuation.py": {f"{MODEL}.tokenizer"},
     "bass_cli/draft/__init__.py": {
         "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.combined",
         "bass_cli.draft.lookup", "bass_cli.draft.model",

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections import Counter
+from typing import ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ class Letters:
     """A tokenizer of one letter a token: a = 0, b = 1, ...; the last one ends a sample and has no text."""
 
     has_chat_template = False
+    texts: ClassVar[dict[int, str]] = {}
 
     def encode(self, text):
         return [ord(c) - ord("a") for c in text]

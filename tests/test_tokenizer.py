@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from bass_cli.job import UserError
-from bass_cli.model.tokenizer import Stop, StopDetector, Tokenizer, check_same_vocabulary
+from bass_cli.model.continuation import Stop, StopDetector
+from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 
 TEXT = "the cat sat 🙂 – naïve,\n\n  x == 12;"
 

@@ -1,4 +1,4 @@
-"""Text to ids and back: encoding, chat templates, the check that draft and target share a vocabulary, stop strings.
+"""Text to ids and back: encoding, chat templates, the check that draft and target share a vocabulary.
 
 The only importer of transformers, which is slow to import and so imported when first used. The tokenizer in a GGUF file
 takes transformers seconds to convert; the result is kept in the user's cache folder.
@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bass_cli.job import UserError
 
@@ -27,7 +27,6 @@ _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
 _CONTROL = 3  # the kind of a GGUF token that has no text
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}  # transformers' name to GGUF's
-_MARGIN = 16  # characters of left context, where a piece of text decodes otherwise than in the middle of a text
 
 
 class Tokenizer:
@@ -181,56 +180,3 @@ def _trimmed(texts: Mapping[int, str], size: int, placeholder: re.Pattern[str]) 
     while size and placeholder.fullmatch(texts.get(size - 1, "[PAD0]")):
         size -= 1
     return size
-
-
-class Stop(NamedTuple):
-    """Where a stop string ended a row: the text before it, and how many generated tokens are kept, the one that
-    completes it included."""
-
-    text: str
-    tokens: int
-
-
-class StopDetector:
-    """Watches one row's generated ids for stop strings, whatever the blocks in which they come.
-
-    The first token whose arrival makes a stop string appear in the decoded text ends the row. Only a tail of the ids
-    is decoded each time; when it shows a stop string, the whole is decoded to be sure and to cut.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        assert stops
-        assert all(stops)
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
-        self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must show of what came before
-        self._ids: list[int] = []
-        self._tail = 0  # where the tail begins
-
-    def feed(self, ids: Sequence[int]) -> Stop | None:
-        """Take the next ids; the Stop if one of them completes a stop string."""
-        seen = len(self._ids)
-        self._ids += ids
-        text = self._tokenizer.decode(self._ids[self._tail :])
-        # A cut character shows as U+FFFD and may hide what stood there a token ago: then every id is looked at alone.
-        if "\ufffd" in text or any(stop in text for stop in self._stops):
-            for end in range(seen + 1, len(self._ids) + 1):
-                found = self._look(end)
-                if found is not None:
-                    return found
-        self._shorten(text)
-        return None
-
-    def _look(self, end: int) -> Stop | None:
-        tail = self._tokenizer.decode(self._ids[self._tail : end])
-        if not any(stop in tail for stop in self._stops):
-            return None
-        whole = self._tokenizer.decode(self._ids[:end])
-        places = [place for stop in self._stops if (place := whole.find(stop)) >= 0]
-        return Stop(whole[: min(places)], end) if places else None
-
-    def _shorten(self, text: str) -> None:
-        """Move the tail's beginning on once half of it would do."""
-        if len(text) > 4 * self._needed:
-            middle = (self._tail + len(self._ids)) // 2
-            if len(self._tokenizer.decode(self._ids[middle:])) >= self._needed:
-                self._tail = middle
