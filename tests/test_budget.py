@@ -9,7 +9,9 @@ import pytest
 from test_run import EOS, Letters, job, prompts, table
 from toys import Guess, Markov, loop_for
 
-from bass_cli.engine.clock import Clock, Prefill
+from bass_cli.draft import make_drafter
+from bass_cli.engine import loop as loop_module
+from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.engine.lengths import Fixed
 from bass_cli.run import Conductor
 
@@ -31,12 +33,13 @@ class Work:
 
 
 class Timed(Markov):
-    """A toy target whose passes take time: `each` seconds a pass and `token` a token of a row; prompts by the chunk."""
+    """A toy model whose passes take time: `each` seconds a pass and `token` a token of a row; prompts by the chunk. `keys`:
+    of prompts that are open."""
 
-    def __init__(self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4):
-        super().__init__(table(), 1)
+    def __init__(self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4, lag=1):
+        super().__init__(table(), lag)
         self._work, self._each, self._token, self._prefill, self._jitter = work, each, token, prefill, jitter
-        self._chunk = chunk
+        self._chunk, self.keys = chunk, set()
 
     def open(self, key, tokens, in_time=None):
         for first in range(0, len(tokens), self._chunk):
@@ -44,15 +47,28 @@ class Timed(Markov):
             if in_time is not None and not in_time(count):
                 return False
             self._work.pass_(self._prefill * count, self._jitter)
+        self.keys.add(key)
         return super().open(key, tokens)
+
+    def close(self, key):
+        self.keys.remove(key)
 
     def forward(self, tokens, positions, ends, *, last=None):
         self._work.pass_(self._each + self._token * tokens.shape[1], self._jitter)
         return super().forward(tokens, positions, ends, last=last)
 
 
-def run(work, given, *, budget, draft_length=4, n=3, seen=None, **costs):
-    loop = loop_for(Timed(work, **costs), Guess(EOS), rows=n, lengths=Fixed(draft_length))
+class Launching(Timed):
+    """The same on a device (see Launched) that is waited for after each round."""
+
+    def forward(self, tokens, positions, ends, *, last=None):
+        found = super().forward(tokens, positions, ends, last=last)
+        self._work.wait()
+        return found
+
+
+def run(work, given, *, budget, draft_length=4, n=3, seen=None, draft=None, **costs):
+    loop = loop_for(Timed(work, **costs), draft or Guess(EOS), rows=n, lengths=Fixed(draft_length))
     loop.clock.now = work
     settings = job(n=n, max_new_tokens=40, budget=budget)
     note = None if seen is None else seen.append
@@ -119,21 +135,21 @@ def test_prefill_counts_and_is_given_up_in_the_middle():
 def test_a_wrong_prediction_does_not_keep_prompts_out_for_ever():
     """One pass over a prompt was slow. The next ones are given up because of it, but not all of them."""
     work = Work()
-    clock = Clock(work)
-    clock.observe_prefill(64, 5.0)
-    answers = [Prefill(clock, work.now + 1.0)(64) for _ in range(12)]
+    passes = Passes()
+    passes.observe(64, 5.0)
+    answers = [Prefill(passes, work.now + 1.0, now=work, wait=lambda: None)(64) for _ in range(12)]
     assert answers[0] is False
     assert answers[-1] is True
 
 
 def test_a_prefill_is_predicted_from_passes_that_were_as_long():
-    clock = Clock(Work())
-    assert clock.predict_prefill(100) == 0.0
+    passes = Passes()
+    assert passes.predict(100) == 0.0
     for tokens, seconds in ((10, 0.5), (64, 1.0), (64, 3.0)):
-        clock.observe_prefill(tokens, seconds)
-    assert clock.predict_prefill(5) == 0.5
-    assert clock.predict_prefill(64) == 1.0
-    assert clock.predict_prefill(128) == pytest.approx(6.0)
+        passes.observe(tokens, seconds)
+    assert passes.predict(5) == 0.5
+    assert passes.predict(64) == 1.0
+    assert passes.predict(128) == pytest.approx(2.0), "one that stumbled says nothing of longer ones"
 
 
 def test_each_prompt_has_a_budget_of_its_own():
@@ -162,3 +178,59 @@ def test_a_prompt_whose_deadline_is_ahead_has_its_first_round():
     assert [(c.rounds, c.finish_reason) for c in found] == [(1, "budget")] * 3
     found = run(Work(), ["a"] * 3, budget=0.001, n=1, draft_length=0, each=0.02, token=0.0)
     assert [c.rounds for c in found] == [0] * 3, "the prompt's own pass took all of the time"
+
+
+@pytest.mark.parametrize("beside", ["", "lookup+"])
+def test_the_drafts_prefill_is_given_up_too(beside):
+    """The draft takes 0.01 s a token, so that 30 tokens are too many, and the next prompt begins. Nothing of the first one
+    is left: it may come again."""
+    work = Work()
+    runner = Timed(work, prefill=0.01, lag=2)
+    draft = make_drafter(f"{beside}model", runner=runner, coupling="shared", temperature=None)
+    found = run(work, ["a" * 30, "b", "c" * 30, "d"], budget=0.1, draft=draft)
+    assert [c.tokens for c in found if c.id in ("p0", "p2")] == [0] * 6
+    assert {c.tokens > 0 for c in found if c.id in ("p1", "p3")} == {True}
+    assert max(c.seconds for c in found if c.id == "p0") <= 0.1 + 1e-9
+    assert runner.keys == set()
+
+
+class Launched(Work):
+    """A device beside the host: what it is given is only launched, which takes the host 10 us, and done one after the
+    other; `wait` is over when all is."""
+
+    def __init__(self):
+        super().__init__()
+        self.busy = 0.0
+
+    def pass_(self, seconds, jitter=0.0):
+        self.now += 1e-5
+        self.pieces.append(seconds)
+        self.busy = max(self.busy, self.now) + seconds
+
+    def wait(self, device=None):
+        self.now = max(self.now, self.busy)
+
+
+@pytest.mark.parametrize("slow", ["target", "draft"])
+def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, monkeypatch):
+    """200 tokens in passes of 4, each 40 ms, and 0.5 s: two prompts with too many, and one that has time enough."""
+    work = Launched()
+    monkeypatch.setattr(loop_module, "synchronise", work.wait)
+    target, runner = (Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
+                      for model, lag in (("target", 1), ("draft", 2)))
+    loop = loop_for(target, runner, rows=3, lengths=Fixed(4))
+    loop.clock.now = work
+    conductor = Conductor(job(n=3, max_new_tokens=40, budget=0.5), Letters(), loop, context=1000, eos_ids={EOS})
+    found = list(conductor.run(iter(prompts("a" * 200, "b" * 200, "c")), ()))
+    late = [c for c in found if c.id != "p2"]
+    assert [c.tokens for c in late] == [0] * 6
+    assert max(c.seconds for c in late) <= 0.5 + 1e-3
+    assert {c.tokens > 0 for c in found if c.id == "p2"} == {True}
+
+
+def test_without_a_deadline_nobody_waits_for_a_prefill(monkeypatch):
+    work = Launched()
+    monkeypatch.setattr(loop_module, "synchronise", lambda device: pytest.fail("the host waited"))
+    loop = loop_for(Launching(work), "none", rows=3)
+    assert loop.open("p", [1] * 100)
+    assert work.busy > work.now + 0.09

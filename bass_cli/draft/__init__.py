@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -11,6 +11,8 @@ import bass_kernels as ops
 from bass_cli.drafts import parse_draft
 from bass_cli.engine.batch import Batch
 from bass_cli.model.runner import Runner
+
+InTime = Callable[[int], bool]
 
 
 class Proposal(NamedTuple):
@@ -39,8 +41,10 @@ class Drafter(Protocol):
     @property
     def version(self) -> int: ...
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
-        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its samples may resemble."""
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its samples may resemble.
+        `in_time` is asked before each pass of a model whether so many tokens can still be taken in; if not, nothing is
+        kept, and this is False."""
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
@@ -79,8 +83,8 @@ class NoDrafter:
 
     on_device, offers, longest, version = True, False, 0, 0
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
-        pass
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        return True
 
     def close(self, key: str) -> None:
         pass

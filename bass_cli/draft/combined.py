@@ -16,7 +16,7 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.graphs import WIDTHS
 from bass_cli.model.runner import Runner
 
-from . import Proposal
+from . import InTime, Proposal
 from .lookup import Guess, LookupDrafter
 from .model import Given, ModelDrafter
 
@@ -43,9 +43,8 @@ class CombinedDrafter:
     def version(self) -> int:
         return self._model.version
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
-        self._lookup.open(key, tokens, reference)
-        self._model.open(key, tokens)
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        return self._model.open(key, tokens, reference, in_time) and self._lookup.open(key, tokens, reference)
 
     def close(self, key: str) -> None:
         self._lookup.close(key)

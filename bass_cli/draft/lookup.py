@@ -18,7 +18,7 @@ from torch import Tensor
 from bass_cli.drafts import SOURCES
 from bass_cli.engine.batch import Batch, Row
 
-from . import Proposal
+from . import InTime, Proposal
 from .index import SIZES, Index, follow
 from .trust import Trust
 
@@ -66,11 +66,12 @@ class LookupDrafter:
         self._samples: list[_Sample] = []  # by row
         self._trust = Trust()
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
         self._prompts[key] = index = Index()
         for source, text in (("reference", reference), ("prompt", tokens)):
             if source in self._sources and text:
                 index.extend(index.begin(list(text)))
+        return True
 
     def close(self, key: str) -> None:
         del self._prompts[key]

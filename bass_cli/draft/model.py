@@ -19,7 +19,7 @@ from bass_cli.engine.batch import Batch, Laws
 from bass_cli.engine.sampling import propose_maximal, propose_scored, propose_shared
 from bass_cli.model.runner import Runner
 
-from . import Proposal
+from . import InTime, Proposal
 
 
 class Given(NamedTuple):
@@ -49,8 +49,8 @@ class ModelDrafter:
     def version(self) -> int:
         return self._runner.version
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = ()) -> None:
-        self._runner.open(key, tokens)
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        return self._runner.open(key, tokens, in_time)
 
     def close(self, key: str) -> None:
         self._runner.close(key)

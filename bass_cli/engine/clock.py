@@ -21,14 +21,14 @@ class Clock:
         self._rounds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
         self._seconds: dict[int, float] = {}  # by draft length: the median of those rounds
         self._cut = 0  # rounds in a row that were cut short
-        self._prefills: deque[tuple[int, float]] = deque(maxlen=_RECENT)
-        self._trust = 1.0
+        self.passes = {"target": Passes(), "draft": Passes()}  # over prompts, by the model that reads them
 
     def forget(self) -> None:
         """Nothing was observed: what comes will be faster than what was."""
         self._rounds.clear()
         self._seconds.clear()
-        self._prefills.clear()
+        for passes in self.passes.values():
+            passes.forget()
 
     def observe(self, width: int, seconds: float) -> None:
         """A round with draft length `width` took `seconds`."""
@@ -66,45 +66,55 @@ class Clock:
         for longer in [w for w in self._seconds if w > width]:
             del self._rounds[longer], self._seconds[longer]
 
-    def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens of a prompt took `seconds`."""
-        self._prefills.append((tokens, seconds))
+
+class Passes:
+    """How long one model's passes over parts of prompts take."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._trust = 1.0
 
-    def predict_prefill(self, tokens: int) -> float:
-        """Seconds that a pass over so many tokens of a prompt is likely to take: the least of recent ones that were as
-        long; else in proportion to the longest. 0 before any."""
-        as_long = [seconds for known, seconds in self._prefills if known >= tokens]
-        if as_long:
-            return min(as_long) * self._trust
-        known, seconds = max(self._prefills, default=(1, 0.0))
-        return seconds * tokens / max(known, 1) * self._trust
+    def forget(self) -> None:
+        """As Clock.forget."""
+        self._recent.clear()
 
-    def doubt_prefill(self) -> None:
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A pass over so many tokens took `seconds`."""
+        self._recent.append((tokens, seconds))
+        self._trust = 1.0
+
+    def predict(self, tokens: int) -> float:
+        """Seconds that a pass over so many tokens is likely to take: the least that recent ones tell, of which shorter ones
+        count in proportion. 0 before any."""
+        return min((seconds * max(tokens / known, 1.0) for known, seconds in self._recent), default=0.0) * self._trust
+
+    def doubt(self) -> None:
         """A prompt was given up because of a prediction. If it was wrong, nobody might ever learn: trust it less."""
         self._trust *= _DOUBT
 
 
 class Prefill:
-    """Says before every pass over a prompt whether it should end by `deadline`, and tells the clock how long they take."""
+    """Says before every pass of a model over a prompt whether it should end by `deadline`, and tells `passes` how long they
+    take. `wait`: returns when the device has done all that it was given, for a pass that was only launched says nothing."""
 
-    def __init__(self, clock: Clock, deadline: float):
-        self._clock, self._deadline = clock, deadline
+    def __init__(self, passes: Passes, deadline: float, *, now: Callable[[], float], wait: Callable[[], None]):
+        self._passes, self._deadline, self._now, self._wait = passes, deadline, now, wait
         self._running: tuple[int, float] | None = None  # the tokens of the pass under way, and when it began
 
     def __call__(self, tokens: int) -> bool:
         """Whether a pass over so many tokens may begin now."""
         self.end()
-        began = self._clock.now()
-        if began + self._clock.predict_prefill(tokens) > self._deadline:
-            self._clock.doubt_prefill()
+        began = self._now()
+        if began + self._passes.predict(tokens) > self._deadline:
+            self._passes.doubt()
             return False
         self._running = tokens, began
         return True
 
     def end(self) -> None:
-        """The pass under way has ended."""
+        """The pass under way, if there is one, has ended once the device is idle."""
+        self._wait()
         if self._running is not None:
             tokens, began = self._running
-            self._clock.observe_prefill(tokens, self._clock.now() - began)
+            self._passes.observe(tokens, self._now() - began)
             self._running = None

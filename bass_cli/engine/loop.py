@@ -58,15 +58,17 @@ class Loop:
              deadline: float | None = None) -> bool:
         """A prompt begins: it is stored once for all its rows, or given up (False) if a `deadline` is likely to come first.
         `reference`: see Drafter.open."""
-        prefill = None if deadline is None else Prefill(self.clock, deadline)
-        if not self.target.open(key, tokens, prefill):
+        if deadline is None:
+            return self.target.open(key, tokens) and self.drafter.open(key, tokens, reference)
+        target, draft = (Prefill(self.clock.passes[model], deadline, now=self.clock.now,
+                                 wait=lambda: synchronise(self.batch.device)) for model in ("target", "draft"))
+        if not self.target.open(key, tokens, target):
             return False
-        if prefill is not None:
-            synchronise(self.batch.device)
-            prefill.end()
-        self.drafter.open(key, tokens, reference)
-        if deadline is not None:
-            synchronise(self.batch.device)
+        target.end()
+        if not self.drafter.open(key, tokens, reference, draft):
+            self.target.close(key)
+            return False
+        draft.end()
         return True
 
     def close(self, key: str) -> None:
