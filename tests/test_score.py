@@ -82,7 +82,7 @@ def test_the_report_of_a_file_of_ours() -> None:
         "the file has 4 of the 12 problems", "pass@3 is not known: 3 of 4 problems have fewer than 3 samples",
     ]  # fmt: skip
     assert report["by_problem"][1] == {
-        "task_id": "HumanEval/1", "samples": 2, "finished": 1, "passed": 1, "pass_first": True, "pass_all": True,
+        "task_id": "HumanEval/1", "samples": 2, "finished": 1, "late": 0, "passed": 1, "pass_first": True, "pass_all": True,
         "seconds_to_first": 0.5, "seconds_to_last": 0.5, "overshoot": 0.25,
     }  # fmt: skip
     assert [row["overshoot"] for row in report["by_problem"]] == [-0.5, 0.25, 0.5, None]
@@ -90,6 +90,37 @@ def test_the_report_of_a_file_of_ours() -> None:
     random.Random(3).shuffle(rows := mixed())
     again = scored(write("g.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2}), "--k", "1,2,3")
     assert again | {"file": "f.jsonl"} == report, "the order of a file's lines says nothing"
+
+
+def test_samples_that_end_after_the_deadline_are_late_and_count_as_failed() -> None:
+    rows = [
+        line(0, 0, "+ 1", mean_logprob=-0.1, seconds=2.25),  # the likeliest, and right
+        line(0, 1, "+ 2", mean_logprob=-0.9, seconds=2.0),
+        line(1, 0, "+ 1", seconds=2.5, reason="length"),
+        line(1, 1, "+ 1", seconds=2.5, reason="budget"),
+        line(2, 0, "+ 1", seconds=1.0), line(2, 1, "+ 1", seconds=2.125),
+    ]  # fmt: skip
+    write("f.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2})
+    report = scored("f.jsonl", "--k", "1")
+    assert (report["samples"], report["finished"], report["late"]) == (6, 2, 3)
+    assert (report["pass_first"], report["pass_first_of_finished"], report["pass_all"]) == (1 / 3, 1 / 2, 1 / 3)
+    assert report["pass_at_k"] == {"1": pytest.approx((0 + 0 + 1 / 2) / 3)}
+    assert report["statuses"] == {"failed": 1, "late": 3, "not finished": 1, "passed": 1}
+    assert [(row["finished"], row["late"]) for row in report["by_problem"]] == [(1, 1), (0, 1), (1, 1)]
+    assert (report["seconds_to_last"]["max"], report["overshoot"]["max"]) == (2.0, 0.5)
+    assert len(Sandbox.ran) == 2, "what came late is not run"
+    shown = "2 of 6 samples in time; 2 of 3 problems have one; 3 more ended after the deadline"
+    assert shown in cli("f.jsonl", ALLOW).stderr
+    free = scored(write("g.jsonl", rows, results={"task": "humaneval", "n": 2}))
+    assert (free["finished"], free["late"], free["pass_first"]) == (5, 0, 1.0), "without a budget nothing is late"
+
+
+def test_a_late_summary_is_not_rated() -> None:
+    rows = [{"task_id": "0", "completion": text, "sample": i, "finish_reason": "eos", "seconds": 0.9 + 0.2 * i}
+            for i, text in enumerate(("abc", "abcde"))]  # fmt: skip
+    report = scored(write("f.jsonl", rows, results={"task": "xsum", "budget": 1.0}))
+    assert (report["finished"], report["late"], report["statuses"]) == (1, 1, {"late": 1, "rated": 1})
+    assert report["rouge"]["best"]["rougeL"] == len("abc") / 20
 
 
 def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:

@@ -14,6 +14,7 @@ from bass_cli.eval.samples import Generation, GenerationFile
 
 PASSED = "passed"
 NOT_FINISHED = "not finished"
+LATE = "late"
 RATED = "rated"
 MEASURES = ("rouge1", "rouge2", "rougeL")
 BY_ORDER = "ranked by order: the file has no log-probabilities"
@@ -31,6 +32,11 @@ class Outcome(NamedTuple):
     @property
     def passed(self) -> bool:
         return self.status == PASSED
+
+
+def unjudged(generation: Generation) -> Outcome:
+    """A sample that counts as failed without being looked at: it was not finished in time."""
+    return Outcome(generation, LATE if generation.late else NOT_FINISHED)
 
 
 Outcomes = Sequence[Outcome]
@@ -54,6 +60,7 @@ def build(
     notes += _unranked(everything) if ranked else [BY_ORDER]
     document: dict[str, Any] = {"task": task, "file": file.path, "problems": len(rows), "samples": len(everything)}
     document["finished"] = sum(outcome.generation.finished for outcome in everything)
+    document["late"] = sum(outcome.generation.late for outcome in everything)
     document |= _passes(problems, rows, ks, notes) if executes else {"rouge": _rouge(rows)}
     document["ranked_by"] = "mean_logprob" if ranked else "order"
     document["notes"] = notes
@@ -73,6 +80,7 @@ def _first(outcomes: Outcomes) -> Outcome | None:
 def _problem(task_id: str, outcomes: Outcomes, executes: bool, budget: float | None) -> dict[str, Any]:
     finished = [outcome for outcome in outcomes if outcome.generation.finished]
     row: dict[str, Any] = {"task_id": task_id, "samples": len(outcomes), "finished": len(finished)}
+    row["late"] = sum(outcome.generation.late for outcome in outcomes)
     first = _first(outcomes)
     if executes:
         row["passed"] = sum(outcome.passed for outcome in outcomes)

@@ -12,7 +12,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
 from bass_cli.job import UserError
@@ -40,11 +40,12 @@ class Generation(NamedTuple):
     rounds: int | None
     drafted: int | None
     accepted: int | None
+    late: bool = False  # it has its end, and came to it after the deadline
 
     @property
     def finished(self) -> bool:
-        """Whether the sample has its end; "length" is one, it has all the tokens that it may have."""
-        return self.finish_reason not in UNFINISHED
+        """Whether the sample had its end in time; "length" is one, it has all the tokens that it may have."""
+        return self.finish_reason not in UNFINISHED and not self.late
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,10 @@ def read_generations(path: str) -> GenerationFile:
     manifest = _read_manifest(path)
     if manifest.get("finished") is False:
         notes.append("the run that wrote the file did not come to its end")
-    return GenerationFile(path, tuple(rows), manifest, tuple(notes))
+    file = GenerationFile(path, tuple(rows), manifest, tuple(notes))
+    budget = math.inf if file.budget is None else file.budget
+    held = (row._replace(late=row.finished and row.seconds is not None and row.seconds > budget) for row in rows)
+    return replace(file, rows=tuple(held))
 
 
 def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

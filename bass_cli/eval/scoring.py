@@ -105,11 +105,11 @@ def score(
 
 
 def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Outcome:
-    return Outcome(row, rulings[task_id, row.sample].status if row.finished else report.NOT_FINISHED)
+    return Outcome(row, rulings[task_id, row.sample].status) if row.finished else report.unjudged(row)
 
 
 def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, str]]:
-    """The program of every finished sample; one that was cut off is not run, it counts as failed."""
+    """The program of every finished sample; one that was cut off or late is not run, it counts as failed."""
     from bass_cli.eval.tasks import Answer
 
     for name, rows in problems.items():
@@ -159,7 +159,7 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
         for name, rows in problems.items():
             rate = functools.lru_cache(maxsize=None)(functools.partial(task.rate, task.problems[name]))
             outcomes[name] = [
-                Outcome(row, report.RATED, rate(row.text)) if row.finished else Outcome(row, report.NOT_FINISHED)
+                Outcome(row, report.RATED, rate(row.text)) if row.finished else report.unjudged(row)
                 for row in rows
             ]
             done += len(rows)

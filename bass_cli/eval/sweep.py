@@ -121,7 +121,8 @@ def _show(document: dict[str, Any], screen: Screen) -> None:
         quality = ([f"{100 * report['rouge'][key]['rougeL']:.1f}" for key in ("first", "best")] if "rouge" in report
                    else [f"{100 * report[key]:.1f} %" for key in ("pass_first", "pass_all")])
         first, late = report["seconds_to_first"], report["overshoot"]
-        rows.append([f"{report['budget']:g} s", report["method"], f"{report['finished']} of {report['samples']}", *quality,
-                     "-" if first is None else f"{first['median']:.3g} s", "-" if late is None else f"{late['max']:.3g} s"])
+        rows.append([f"{report['budget']:g} s", report["method"], f"{report['finished']} of {report['samples']}",
+                     str(report["late"]), *quality, "-" if first is None else f"{first['median']:.3g} s",
+                     "-" if late is None else f"{late['max']:.3g} s"])
     names = ("ROUGE-L first", "best") if "rouge" in document["reports"][0] else ("Pass@First", "Pass@All")
-    screen.table(("budget", "method", "finished", *names, "first sample, median", "overshoot, most"), rows)
+    screen.table(("budget", "method", "finished", "late", *names, "first sample, median", "overshoot, most"), rows)

@@ -29,8 +29,9 @@ def lines(document: dict[str, Any]) -> list[list[str]]:
     """What and value, line by line; lines that nothing is known of are left out."""
     shown = _rouge(document) if "rouge" in document else _passes(document)
     answered = sum(row["finished"] > 0 for row in document["by_problem"])
-    shown.append(["finished", f"{document['finished']} of {document['samples']} samples; "
-                              f"{answered} of {document['problems']} problems have one"])  # fmt: skip
+    late = f"; {document['late']} more ended after the deadline" if document["late"] else ""
+    shown.append(["finished", f"{document['finished']} of {document['samples']} samples{' in time' if late else ''}; "
+                              f"{answered} of {document['problems']} problems have one{late}"])  # fmt: skip
     for key, name in (("seconds_to_first", "first sample"), ("seconds_to_last", "last sample")):
         shown += [[name, _spread(document[key])]] if document[key] else []
     shown += [["speed", speed]] if (speed := _speed(document)) else []
