@@ -110,7 +110,7 @@ class Screen:
     def summary(self, output: str) -> dict[str, Any]:
         """The figures of this run; rates are None where nothing was drafted."""
         seconds = self._now() - self._began
-        decoding = self._now() - (self._began if self._decoding is None else self._decoding)
+        decoding = 0.0 if self._decoding is None else self._now() - self._decoding  # loading alone is no decoding
         return {
             "output": output,
             "samples": self._samples,

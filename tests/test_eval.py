@@ -88,6 +88,19 @@ def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_repo
                                                                                for s in range(3)}
 
 
+def test_a_finished_evaluation_given_again_reports_the_same_speed() -> None:
+    """Loading is not decoding: what a run without a round takes is in no total."""
+    reports, totals = [], []
+    for _ in range(3):
+        result = bass(ALLOW, "--json")
+        assert result.exit_code == 0, result.stderr
+        reports.append(json.loads(result.stdout))
+        totals.append(json.loads(Path("humaneval-pair.jsonl.manifest.json").read_text())["totals"])
+    assert reports[0]["tokens_per_second"] > 0
+    assert reports == [reports[0]] * 3
+    assert totals == [totals[0]] * 3
+
+
 def test_another_format_is_another_evaluation() -> None:
     assert bass(ALLOW).exit_code == 0
     result = bass(ALLOW, "--prompt-format", "strip")
