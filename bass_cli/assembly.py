@@ -5,7 +5,7 @@ Not here: what is checked before weights are loaded (plan.py), prompts and sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from bass_cli.draft import Drafter, make_drafter
@@ -21,6 +21,8 @@ from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
 from bass_cli.plan import Plan
 
+WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
+_READING = {"cpu": "reading the first prompts", "cuda": "compiling kernels, reading the first prompts"}
 _WARM_KEY = "\0"  # no prompt has such an id
 _WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}  # tokens: kernels are compiled for several kinds of lengths
 _WARM_ROUNDS = 3
@@ -60,6 +62,18 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
                 target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
                 lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
+
+
+def ready_loop(plan: Plan, loop: Loop | None, on_phase: Callable[[str], None]) -> Loop:
+    """The loop that is given, or a new one, warmed up where there is a budget; `on_phase` is told what is being done."""
+    if loop is None:
+        on_phase("loading the weights")
+        loop = build(plan)
+        if plan.job.budget is not None:
+            on_phase(WARMING[plan.device.type])
+            warm_up(loop, plan)
+    on_phase(_READING[plan.device.type])  # until the first round is over
+    return loop
 
 
 def lengths_for(plan: Plan) -> Lengths:

@@ -159,7 +159,7 @@ def pairs(json_table: options.Json = False) -> None:
     Example:
       bass pairs | grep ready
     """
-    screen = Screen()
+    screen = Screen(document=json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_pairs
 
@@ -179,7 +179,7 @@ def doctor(json_table: options.Json = False) -> None:
     Example:
       bass doctor
     """
-    screen = Screen()
+    screen = Screen(document=json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 

@@ -30,6 +30,7 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
         screen.error(str(error))
         raise typer.Exit(code) from None
     finally:
+        screen.close()
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
 

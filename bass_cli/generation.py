@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
-from bass_cli.outputs import Completion, Writer, open_output
+from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, open_output
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.screen import Screen
 
@@ -36,6 +37,7 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
 
     from bass_cli.plan import prepare
 
+    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = prepare(job)
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
     with open_output(out, manifest | {"source": source.name}, resume=given["resume"],
@@ -54,11 +56,12 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
 
     for note in (*plan.notes, *writer.notes):
         screen.note(note)
-    screen.start(None if count is None else count * plan.job.n - len(writer.done))
+    to_terminal = writer.name == STANDARD_OUTPUT and sys.stdout.isatty()
+    screen.start(None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal)
     more = {} if loop is None else {"loop": loop}
     try:
         for completion in run.generate(plan, prompts, done=set(writer.done), count=count,
-                                       on_round=lambda done: _show_round(screen, done), **more):
+                                       on_round=lambda done: _show_round(screen, done), on_phase=screen.phase, **more):
             writer.write(completion if shape is None else shape(completion))
             screen.advance(completion)
     finally:

@@ -20,6 +20,7 @@ from typing import IO, Any
 from bass_cli.job import MachineError, UserError
 from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_past, rewrite_without_failed, write_manifest
 
+STANDARD_OUTPUT = "standard output"  # the name of its writer
 _OPTIONAL = ("token_ids", "error", "task_id", "completion")
 
 
@@ -145,7 +146,7 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
     if path == "-":
-        return Writer("standard output", sys.stdout.buffer, manifest=None, past=Past(), created=False)
+        return Writer(STANDARD_OUTPUT, sys.stdout.buffer, manifest=None, past=Past(), created=False)
     target = Path(path)
     if target.exists() and not target.is_file() and not target.is_dir():
         return Writer(path, open(path, "ab"), manifest=None, past=Past(), created=False)

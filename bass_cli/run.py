@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bass_cli.assembly import build, warm_up
+from bass_cli.assembly import ready_loop
 from bass_cli.engine.batch import Row
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.lengths import Round
@@ -53,18 +53,16 @@ class _Live:
 
 def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
              count: int | None = None, on_round: Callable[[Round], None] | None = None,
-             loop: Loop | None = None) -> Iterator[Completion]:
+             on_phase: Callable[[str], None] = lambda name: None, loop: Loop | None = None) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
     they end.
 
     Loads the models at the first step, if no empty `loop` is given; with a budget, what would make the first prompts slow
-    is done before the first clock starts. A prompt that cannot run yields one Completion with finish_reason "error".
+    is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot
+    run yields one Completion with finish_reason "error".
     """
     try:
-        if loop is None:
-            loop = build(plan)
-            if plan.job.budget is not None:
-                warm_up(loop, plan)
+        loop = ready_loop(plan, loop, on_phase)
         with learning(loop, plan.profile):
             yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
                                  count=count, on_round=on_round).run(prompts, done)

@@ -1,6 +1,6 @@
-"""Everything a person sees while bass runs, all of it on stderr: progress, notes, errors, tables, the summary.
+"""Everything a person sees while bass runs: progress, notes and errors on stderr, results for reading on stdout.
 
-Standard output belongs to results. Without a terminal progress is a plain line every few seconds, without rich.
+How a changing line is shown is in progress.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
-PLAIN_INTERVAL = 5.0
+from bass_cli.progress import INTERVAL, Display, Estimate, clock
 
 
 class Sample(Protocol):
@@ -30,37 +30,46 @@ class Sample(Protocol):
 
 
 class Screen:
-    """Progress and messages of one command; `quiet` keeps the errors only. Counts the samples of this run."""
+    """Progress, messages and results of one command. `quiet` leaves the errors and the results. `document`: stdout gets a
+    JSON document, so what is for reading goes to stderr. Counts the samples of this run."""
 
-    def __init__(self, quiet: bool = False, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._quiet, self._now = quiet, now
-        self._progress: Any = None
-        self._task: Any = None
+    def __init__(self, quiet: bool = False, *, document: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+        self._quiet, self._document, self._now = quiet, document, now
+        self._display = None if quiet else Display(now=now)
         self._reset(None)
 
     def _reset(self, total: int | None) -> None:
         self._total = total
-        self._began = self._printed = self._now()
+        self._began = self._now()
         self._decoding: float | None = None  # when the first round began: speed leaves the loading out
         self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
+        self._estimate, self._live = Estimate(total), True
 
-    def start(self, total: int | None) -> None:
+    def phase(self, name: str, *, live: bool = True) -> None:
+        """What is done from now on, until something else is shown. `live`: false if others may write to the terminal."""
+        began = self._now()
+        if self._display is not None:
+            self._display.show(lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live and self._live,
+                               first=INTERVAL)
+
+    def start(self, total: int | None, *, live: bool = True) -> None:
         """Count anew, and show progress towards `total` samples (None: nobody knows how many) from now on."""
         self._reset(total)
-        if not self._quiet and sys.stderr.isatty():
-            self._progress = _progress_bar("samples, ")
-            self._task = self._progress.add_task("", total=total, figures="")
-            self._progress.start()
+        self._live = live
+        self._show_samples()
 
     def round(self, width: int, accepted: int, rows: int, seconds: float) -> None:
         """One round is over: `accepted` drafts kept over `rows` rows; each row also got one token of the target's."""
-        self._decoding = self._now() - seconds if self._decoding is None else self._decoding
+        if self._decoding is None:
+            self._decoding = self._now() - seconds
+            self._estimate.update(0, self._decoding)
+            self._show_samples()
         self._live_tokens += accepted + rows
         self._live_rows += rows
         self._live_accepted += accepted
-        self._show()
+        self._tick()
 
     def advance(self, completion: Sample) -> None:
         """One sample is done."""
@@ -70,24 +79,25 @@ class Screen:
         self._drafted += completion.drafted
         self._accepted += completion.accepted
         self._reasons[completion.finish_reason] = self._reasons.get(completion.finish_reason, 0) + 1
-        self._show()
+        self._estimate.update(self._samples, self._now())
+        self._tick()
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
         """Show progress of something other than samples; the function given takes what is done and what there is to do."""
-        began = self._printed = self._now()
-        if not self._quiet and sys.stderr.isatty():
-            self._progress = _progress_bar(what)
-            self._task = self._progress.add_task("", total=total, figures="")
-            self._progress.start()
+        began, counted, estimate = self._now(), (0, total), Estimate(total)
+
+        def line() -> str:
+            return f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
 
         def step(done: int, whole: int) -> None:
-            if self._progress is not None:
-                self._progress.update(self._task, completed=done, total=whole)
-            elif not self._quiet and self._now() - self._printed >= PLAIN_INTERVAL:
-                self._printed = self._now()
-                print(f"{done}/{whole} {what}, {_clock(self._now() - began)} elapsed", file=sys.stderr, flush=True)
+            nonlocal counted
+            counted = (done, whole)
+            estimate.update(done, self._now())
+            self._tick()
 
+        if self._display is not None:
+            self._display.show(line, share=lambda: counted[0] / max(counted[1], 1))
         try:
             yield step
         finally:
@@ -95,12 +105,8 @@ class Screen:
 
     def note(self, message: str) -> None:
         """One line for the person, not in the way of the progress display."""
-        if self._quiet:
-            return
-        if self._progress is not None:
-            self._progress.console.print(message, markup=False, highlight=False)
-        else:
-            print(message, file=sys.stderr, flush=True)
+        if self._display is not None:
+            self._display.message(message)
 
     def error(self, message: str) -> None:
         """What went wrong; shown even when quiet."""
@@ -137,9 +143,27 @@ class Screen:
             speed += f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, {summary['acceptance_rate']:.0%}"
         print(speed, file=sys.stderr, flush=True)
 
+    def say(self, line: str) -> None:
+        """A line of what the command is for, on stdout."""
+        self._stop()
+        if not (self._document and self._quiet):
+            print(line, file=self._reader, flush=True)
+
+    @property
+    def _reader(self) -> TextIO:
+        return sys.stderr if self._document else sys.stdout
+
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table for a person; cells that are too long for the terminal are folded."""
-        if self._quiet:
+        """A table of what the command is for, on stdout: on a terminal cells that are too long are folded, elsewhere every
+        row is one line."""
+        if not self._reader.isatty():
+            lines = [columns, *rows]
+            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            for line in lines:
+                self.say("  ".join(map(str.ljust, line, widths)).rstrip())
+            return
+        self._stop()
+        if self._document and self._quiet:
             return
         from rich.console import Console
         from rich.table import Table
@@ -148,53 +172,31 @@ class Screen:
         table = Table(*columns, box=None, pad_edge=False, header_style="bold")
         for row in rows:
             table.add_row(*(Text(cell, overflow="fold") for cell in row))
-        width = None if sys.stderr.isatty() else 160
-        Console(file=sys.stderr, width=width).print(table)
+        Console(file=self._reader).print(table)
 
     def _figures(self) -> str:
         seconds = max(self._now() - (self._began if self._decoding is None else self._decoding), 1e-9)
         figures = f"{max(self._live_tokens, self._tokens) / seconds:.0f} tokens/s"
         return figures + (f", {self._live_accepted / self._live_rows:.2f} accepted a round" if self._live_rows else "")
 
-    def _show(self) -> None:
-        if self._quiet:
-            return
-        if self._progress is not None:
-            self._progress.update(self._task, completed=self._samples, figures=self._figures())
-        elif self._now() - self._printed >= PLAIN_INTERVAL:
-            self._printed = self._now()
-            print(self._plain_line(), file=sys.stderr, flush=True)
-
-    def _plain_line(self) -> str:
-        elapsed = self._now() - self._began
+    def _sample_line(self) -> str:
         known = f"/{self._total}" if self._total is not None else ""
-        line = f"{self._samples}{known} samples, {self._figures()}, {_clock(elapsed)} elapsed"
-        if self._total and self._samples:
-            line += f", about {_clock(elapsed * (self._total - self._samples) / self._samples)} left"
-        return line
+        return f"{self._samples}{known} samples, {self._figures()}, {self._times(self._began, self._estimate)}"
+
+    def _times(self, began: float, estimate: Estimate) -> str:
+        left = estimate.left(self._now())
+        rest = "" if left is None else f", about {clock(max(left, 1.0))} left"
+        return f"{clock(self._now() - began)} elapsed{rest}"
+
+    def _show_samples(self) -> None:
+        if self._display is not None:
+            share = (lambda: None) if not self._total else (lambda: self._samples / (self._total or 1))
+            self._display.show(self._sample_line, share=share, live=self._live)
+
+    def _tick(self) -> None:
+        if self._display is not None:
+            self._display.tick()
 
     def _stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _progress_bar(what: str) -> Any:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(what + "{task.fields[figures]}"))
-    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+        if self._display is not None:
+            self._display.hide()

@@ -69,9 +69,11 @@ def test_without_permission_samples_are_written_and_scoring_is_refused() -> None
     assert result.stderr.rstrip().splitlines()[-1].startswith("bass: error: humaneval: scoring runs programs")
     assert len(lines("humaneval-pair.jsonl")) == 9
     assert not Path("humaneval-pair.report.json").exists()
-    again = bass(ALLOW, "--json")
+    again = bass(ALLOW)
     assert again.exit_code == 0
     assert "0 samples" in again.stderr  # nothing had to be generated again
+    assert "Pass@First" in again.stdout
+    assert "Pass@First" not in again.stderr
 
 
 def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_report() -> None:

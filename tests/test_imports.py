@@ -46,7 +46,8 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/outputs.py": {"bass_cli.job", "bass_cli.resume"},
     "bass_cli/resume.py": {"bass_cli.job"},
-    "bass_cli/screen.py": {"rich"},
+    "bass_cli/screen.py": {"rich", "bass_cli.progress"},
+    "bass_cli/progress.py": {"rich"},
     "bass_cli/machine.py": {"bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch"},
     "bass_cli/eval/__init__.py": set(),
     "bass_cli/eval/sandbox.py": {

@@ -245,7 +245,9 @@ def test_the_command_measures_and_table_then_works(place: Path):
 def test_lookup_beside_the_model_has_a_profile_of_its_own(place: Path):
     """Its rounds take other time than the model's alone, and are not all the same."""
     drafts = ("--draft", "lookup+draft")
-    assert bass("profile", "--batch-sizes", "1,2", *drafts).exit_code == 0
+    made = bass("profile", "--batch-sizes", "1,2", *drafts)
+    assert made.exit_code == 0
+    assert [line.split()[0] for line in made.stdout.splitlines()[-3:]] == ["rows", "1", "2"]
     flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids", "--out", "a.jsonl")
     found = []
     for length in ("table", "auto", "0"):

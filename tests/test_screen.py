@@ -46,13 +46,13 @@ def test_pairs_and_doctor_tell_what_is_here() -> None:
     assert known["local-files"]["ready"] is False
     assert known["qwen2.5-coder-7b"]["weight_bytes"] == 15e9
     table = cli("pairs")
-    assert (table.exit_code, table.stdout) == (0, "")
-    assert "codegen-16b-mono" in table.stderr
+    assert (table.exit_code, table.stderr) == (0, "")
+    assert [line.split()[0] for line in table.stdout.splitlines()] == ["pair", *sorted(known)]  # whole lines, for grep
     facts = json.loads(cli("doctor", "--json").stdout)
     assert facts["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}")
     assert (facts["device"] in ("cpu", "cuda"), facts["memory_bytes"] > 0, facts["cores"] >= 1) == (True, True, True)
     assert set(facts["ready"]) <= set(facts["fits"]) <= set(known)
-    assert "transformers" in cli("doctor").stderr
+    assert "transformers" in cli("doctor").stdout
 
 
 def test_what_a_name_tells_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
         screen.round(4, 6, 2, 1.0)
         screen.advance(completion)
     written = capsys.readouterr().err.splitlines()
-    assert written == ["2/4 samples, 10 tokens/s, 3.00 accepted a round, 0:06 elapsed, about 0:06 left"]
+    assert written == ["2/4 samples, 10 tokens/s, 3.00 accepted a round, 0:06 elapsed"]  # two samples tell too little
     summary = screen.summary("o.jsonl")
     assert (summary["seconds"], summary["tokens_per_second"], summary["finish_reasons"]) == (7.0, 17.14, {"eos": 4})
 
@@ -89,7 +89,7 @@ def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str
         for second in (1, 4, 6, 7):
             now[0] = float(second)
             progress(second, 9)
-    assert capsys.readouterr().err == "6/9 verdicts, 0:06 elapsed\n"
+    assert capsys.readouterr().err == "6/9 verdicts, 0:06 elapsed, about 0:03 left\n"
     with Screen(quiet=True, now=lambda: now[0]).counting("verdicts", 9) as progress:
         now[0] = 60.0
         progress(9, 9)

@@ -56,7 +56,7 @@ def evaluate(
 
     Samples and verdicts are kept: given again, the same command goes on.
     """
-    screen = Screen(quiet)
+    screen = Screen(quiet, document=json_document)
     with exit_codes(screen, "interrupted; samples and verdicts so far are kept, and the same command goes on from here"):
         from bass_cli.eval.evaluation import Evaluation
 

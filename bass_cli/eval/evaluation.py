@@ -47,6 +47,7 @@ class Evaluation:
         self.scoring = Scoring(parse_ks(given["k"] or "1,10"), given["allow_code_execution"],
                                parse_workers(given["workers"]), timeout, given["rejudge"])
         self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
+        screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(given["task"], given["data"])
         self.job = self._job()
         self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}.jsonl"
@@ -63,6 +64,7 @@ class Evaluation:
 
         from bass_cli.plan import prepare
 
+        self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
         plan = prepare(self.job)
         self.generate(plan, self.out)
         return self.score(self.out, verdicts_path(self.out)), not self.failed

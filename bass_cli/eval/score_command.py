@@ -33,7 +33,7 @@ def score(
     Example:
       bass score samples.jsonl --allow-code-execution > figures.txt
     """
-    screen = Screen(quiet)
+    screen = Screen(quiet, document=json_document)
     kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
     with exit_codes(screen, kept):
         document = run(context.params, screen)
@@ -52,6 +52,7 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     workers = parse_workers(given["workers"])
     timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
     scoring.check_report(given["report"], given["file"])
+    screen.phase("reading the file and the task's data", live=False)
     file = read_generations(given["file"])
     task = load_task(given["task"] or guess_task(file), given["data"])
     scoring.refuse(task, allow_execution=given["allow_code_execution"])

@@ -36,6 +36,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
 
     from bass_cli.plan import prepare
 
+    screen.phase("checking the models", live=False)
     plan = prepare(evaluation.job)
     for note in plan.notes:  # once, not before every file
         screen.note(note)
@@ -80,8 +81,9 @@ def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
 def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
     seed fixes them."""
-    from bass_cli.assembly import build, lengths_for, load_models, warm_up
+    from bass_cli.assembly import WARMING, build, lengths_for, load_models, warm_up
 
+    screen.phase("loading the weights")
     models = load_models(plan)
     files = {}
     for method in METHODS:
@@ -90,6 +92,7 @@ def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: 
             break
         chosen = _plan_of(plan, method, budgets[0])
         loop = build(chosen, models)
+        screen.phase(f"{method}: {WARMING[chosen.device.type]}")
         warm_up(loop, chosen)
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)

@@ -12,7 +12,7 @@ SHOWN = 20  # problems; with more of them the lines would push the figures off t
 
 def show(document: dict[str, Any], screen: Screen) -> None:
     """The figures over all problems, each problem where they are few, then the notes."""
-    screen.note(f"{document['task']}: {document['file']}")
+    screen.say(f"{document['task']}: {document['file']}")
     screen.table(("in all", f"{document['problems']} problems, {document['samples']} samples"), lines(document))
     rows = document["by_problem"]
     if len(rows) <= SHOWN:
@@ -22,7 +22,7 @@ def show(document: dict[str, Any], screen: Screen) -> None:
         ])  # fmt: skip
     for note in document["notes"]:
         if note != BY_ORDER:
-            screen.note(f"note: {note}")
+            screen.say(f"note: {note}")
 
 
 def lines(document: dict[str, Any]) -> list[list[str]]:

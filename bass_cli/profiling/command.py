@@ -45,7 +45,7 @@ def profile(
     Example:
       bass profile --pair smollm2
     """
-    screen = Screen(quiet)
+    screen = Screen(quiet, document=json_document)
     with exit_codes(screen, "interrupted"):
         _run(context.params, screen)
 
@@ -61,6 +61,7 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     from bass_cli.job import MachineError
     from bass_cli.plan import prepare
 
+    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = prepare(job)
     if not given["skip"] and plan.profile is None:
         raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
@@ -107,11 +108,12 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
     kind = plan.device.type
     rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES[kind]
     assert plan.profile is not None
-    screen.note("loading the models")
+    screen.phase("loading the weights")
     loop = build(plan)
     length = min(_CONTEXT[kind], plan.target.spec.context // 4)
     prompts = [joined(plan.tokenizer, i, length) for i in range(-(-max(rows) // 8))]
-    screen.note(f"measuring rounds of {', '.join(map(str, rows))} rows, for up to {LIMITS[kind]:.0f} s")
+    compiling = "compiling kernels, then " if kind == "cuda" else ""
+    screen.phase(f"{compiling}measuring rounds of {', '.join(map(str, rows))} rows, for up to {LIMITS[kind]:.0f} s")
     began = time.perf_counter()
     surface = measure(loop, prompts, rows=rows, coupling=plan.job.speculation.coupling, limit=LIMITS[kind],
                       context=plan.target.spec.context, note=screen.note)
@@ -129,12 +131,12 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     limit = plan.job.speculation.max
     best = {rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates} for rows in surface.rows}
     if not plan.job.pair.draft.startswith("lookup") and surface.acceptance is not None:
-        screen.note(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
+        screen.say(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
     columns = ("rows", "plain, ms", "4 drafts, ms", "of it drafting", *(f"best at {rate:g}" for rate in rates))
     lines = [[str(rows), f"{surface.seconds(rows, 0) * 1e3:.2f}", f"{surface.seconds(rows, 4) * 1e3:.2f}",
               f"{surface.draft_seconds(rows, 4) * 1e3:.2f}", *(str(best[rows][rate]) for rate in rates)]
              for rows in surface.rows]
-    screen.note(f"{plan.job.pair.name}: seconds of rounds, and the best draft length by acceptance")
+    screen.say(f"{plan.job.pair.name}: seconds of rounds, and the best draft length by acceptance")
     screen.table(columns, lines)
     screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
     return {"pair": plan.job.pair.name, "file": str(plan.profile), "seconds": seconds, "acceptance": surface.acceptance,
@@ -144,11 +146,11 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
 def _skip(plan: Plan, screen: Screen) -> dict[str, Any]:
     from bass_cli.profiling.skipping import propose
 
-    screen.note("loading the target")
+    screen.phase(f"loading the target, then looking for up to {LIMITS[plan.device.type]:.0f} s")
     found = propose(plan, limit=LIMITS[plan.device.type], note=screen.note)
     if found.gain < _WORTH:
-        screen.note("no choice of layers is expected to pay; the best one would be")
-    screen.note(f"draft: {found.draft}")
-    screen.note(f"agrees with the target on {found.agreement:.1%} of {found.tokens} tokens; expected speed "
+        screen.say("no choice of layers is expected to pay; the best one would be")
+    screen.say(f"draft: {found.draft}")
+    screen.say(f"agrees with the target on {found.agreement:.1%} of {found.tokens} tokens; expected speed "
                 f"{found.gain:.2f} of plain decoding, for one row")
     return {"pair": plan.job.pair.name, "draft": found.draft, "agreement": found.agreement, "gain": found.gain}
