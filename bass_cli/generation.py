@@ -10,12 +10,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
 from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
-from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, open_output
+from bass_cli.model.sources import files_of
+from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.resume import manifest_path
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     if given["json_summary"] and out == "-":
         raise UserError("--json needs --out FILE, because standard output carries the results")
     job = read_job(given)
+    refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
     source = open_source(given["prompts"])
     count = check_prompts(source, column=job.prompt_column, limit=job.limit)
 
@@ -47,6 +51,17 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     if given["json_summary"]:
         print(json.dumps(summary | {"file": writer.totals}))
     return finished(writer)
+
+
+def files_written(out: str) -> list[tuple[str, str | Path]]:
+    """What samples go to, as `refuse_shared_files` takes it."""
+    return [("--out", out), *([] if out == "-" else [("the manifest of --out", manifest_path(out))])]
+
+
+def files_read(given: Mapping[str, Any], job: Job) -> list[tuple[str, str | Path]]:
+    """What a job's pair is read from, as `refuse_shared_files` takes it."""
+    own = [] if job.pair.folder is None else [("the pair file", given["pair"])]
+    return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
 def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, count: int | None, screen: Screen,

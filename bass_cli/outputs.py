@@ -11,7 +11,9 @@ import fcntl
 import json
 import math
 import os
+import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +24,7 @@ from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_p
 
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _OPTIONAL = ("token_ids", "error", "task_id", "completion")
+Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,33 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     writer = Writer(path, stream, manifest=manifest, past=past, created=created)
     writer.notes = growth + ([] if fresh else past.describe(path))
     return writer
+
+
+def refuse_shared_files(outputs: Named, inputs: Named) -> None:
+    """UserError where an output is a file that is read too, or two outputs are one file, by whatever links or names.
+
+    Nothing is opened. "-" is what standard input or output is connected to. Inputs that are no files, and devices, are
+    shared freely.
+    """
+    taken: dict[object, str] = {}
+    for what, path in inputs:
+        if path is not None and isinstance(found := _identity(path, sys.stdin), tuple):
+            taken.setdefault(found, f"{what}, which would be lost")
+    for what, path in outputs:
+        found = None if path is None else _identity(path, sys.stdout)
+        if found in taken:
+            raise UserError(f"{what} {path}: this is {taken[found]}; give another name")
+        if found is not None:
+            taken[found] = f"the file of {what} too"
+
+
+def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
+    """What all names of one file have in common; of a file to be, its path without links; None for what is no file."""
+    try:
+        status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
+    except (OSError, ValueError):
+        return None if path == "-" else os.path.realpath(path)
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 def _check_place(path: Path, *, resume: bool) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from bass_cli.job import MachineError, UserError, nearest
+from bass_cli.hub import refusal
+from bass_cli.job import UserError, nearest
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
+_PATIENCE = 20.0  # seconds in which a hub that can be reached has answered, whatever the line
 SPLITS = ("train", "validation", "test", "dev")
 
 
@@ -112,17 +115,37 @@ def hub_records(source: str) -> Records:
 def _stream_dataset(source: str, name: str, config: str | None, split: str | None) -> Any:
     import datasets
 
+    _reach_hub(source, name)
     try:
         found = datasets.load_dataset(name, config, split=split, streaming=True)
     except (datasets.exceptions.DatasetsError, ValueError, FileNotFoundError) as error:
         raise UserError(f"{source}: cannot open the dataset: {_first_line(error)}") from None
     except (OSError, ImportError) as error:
-        raise MachineError(f"{source}: cannot reach the dataset: {_first_line(error)}") from None
+        raise refusal(source, error, remedy=_remedy(name)) from None
     if split is not None:
         return found
     if len(found) > 1:
         raise UserError(f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}")
     return next(iter(found.values()))
+
+
+def _reach_hub(source: str, name: str) -> None:
+    """MachineError if there is no way to the hub: its client would try for half a minute, and report every time."""
+    import huggingface_hub
+
+    if Path(name).exists():
+        return
+    try:
+        huggingface_hub.dataset_info(name, timeout=_PATIENCE)
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.OfflineModeIsEnabled, ValueError):
+        pass  # there is an answer, or a cache has to do; what is wrong then, loading says
+    except Exception as error:  # depends on the client that the hub's package uses
+        raise refusal(source, ConnectionError(str(error)), remedy=_remedy(name)) from None
+
+
+def _remedy(name: str) -> str:
+    return (f"where there is a network: hf download --repo-type dataset {name} --local-dir FOLDER; then name a .parquet, "
+            ".jsonl or .json file of it here, in place of hf:... (--data in bass eval and bass score)")
 
 
 def _first_line(error: Exception) -> str:

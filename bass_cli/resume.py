@@ -66,11 +66,17 @@ def write_manifest(output: str, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
-    """Replace a JSON file in one step; what JSON has no form for becomes text. MachineError, beginning with `fault`."""
-    draft = path.with_name(f".{path.name}.new")
+    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one, and a device or a pipe
+    is written to. MachineError, beginning with `fault`."""
+    text = json.dumps(document, indent=2, default=str) + "\n"
     try:
-        draft.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
-        os.replace(draft, path)
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        draft = target.with_name(f".{target.name}.new")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, target)
     except OSError as error:
         raise MachineError(f"{fault}: {error.strerror}") from None
 

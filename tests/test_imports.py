@@ -31,7 +31,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/drafts.py": set(),
     "bass_cli/capture.py": {"torch"},
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
-    "bass_cli/records.py": {"bass_cli.job", "datasets", "pyarrow"},
+    "bass_cli/records.py": {"bass_cli.hub", "bass_cli.job", "datasets", "huggingface_hub", "pyarrow"},
+    "bass_cli/hub.py": {"bass_cli.job", "huggingface_hub"},
     "bass_cli/plan.py": {
         "bass_cli", "bass_cli.drafts", "bass_cli.job", MODEL, "bass_cli.engine.surface", f"{PROFILING}.store", "torch",
     },
@@ -41,8 +42,8 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/assembly.py": {"bass_cli.draft", "bass_cli.engine", "bass_cli.job", MODEL, "bass_cli.plan"},
     "bass_cli/generation.py": {
-        "bass_cli", "bass_cli.engine", "bass_cli.job", "bass_cli.outputs", "bass_cli.plan", "bass_cli.prompts",
-        "bass_cli.run", "bass_cli.screen",
+        "bass_cli", "bass_cli.engine", "bass_cli.job", f"{MODEL}.sources", "bass_cli.outputs", "bass_cli.plan",
+        "bass_cli.prompts", "bass_cli.resume", "bass_cli.run", "bass_cli.screen",
     },
     "bass_cli/outputs.py": {"bass_cli.job", "bass_cli.resume"},
     "bass_cli/resume.py": {"bass_cli.job"},
@@ -73,8 +74,8 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/bench/__init__.py": set(),
     "bass_cli/bench/command.py": {
-        "bass_cli.job", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid", f"{BENCH}.plot", f"{BENCH}.report",
-        f"{BENCH}.settings", "torch",
+        "bass_cli.generation", "bass_cli.job", "bass_cli.outputs", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid",
+        f"{BENCH}.plot", f"{BENCH}.report", f"{BENCH}.settings", "torch",
     },
     "bass_cli/bench/settings.py": {"bass_cli.job", f"{BENCH}.shapes"},
     "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
@@ -131,8 +132,8 @@ TABLE: dict[str, set[str]] = {
         f"{EVAL}.sandbox", f"{EVAL}.table", f"{EVAL}.tasks",
     },
     "bass_cli/eval/score_command.py": {
-        "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.screen", f"{EVAL}.samples",
-        f"{EVAL}.scoring", f"{EVAL}.tasks",
+        "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.outputs", "bass_cli.resume",
+        "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.samples", f"{EVAL}.scoring", f"{EVAL}.tasks",
     },
     "bass_cli/bench/comparison.py": set(),
     "bass_cli/profiling/__init__.py": set(),
@@ -157,7 +158,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/model/specs.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families"},
     "bass_cli/model/gguf_families.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.specs"},
     "bass_cli/model/files.py": {"bass_cli.job", "torch", "gguf", "safetensors"},
-    "bass_cli/model/sources.py": {"bass_cli.job", "huggingface_hub"},
+    "bass_cli/model/sources.py": {"bass_cli.drafts", "bass_cli.hub", "bass_cli.job", "huggingface_hub"},
     "bass_cli/model/checkpoint.py": {
         "bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files", f"{MODEL}.gguf_families",
         f"{MODEL}.specs", "torch",

@@ -186,6 +186,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, name: str, expected: str) 
 
 def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:
     import datasets
+    import huggingface_hub
 
     def load(name: str, config: str | None, *, split: str | None, streaming: bool) -> Any:
         calls.append((name, config, split, streaming))
@@ -194,6 +195,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:
         return found if split else {"train": found, "test": []}
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda name, timeout: None)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from checkpoints import FAMILIES, write_checkpoint, write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bass_cli.job import UserError
+from bass_cli.job import MachineError, UserError
 from bass_cli.model import files
 from bass_cli.model.decoder import parameters
 from bass_cli.model.weights import load, locate, open_checkpoint
@@ -309,7 +309,7 @@ def test_locate_in_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def download(repo: str, *, allow_patterns: list[str], ignore_patterns: list[str] | None = None) -> str:
+    def download(repo: str, *, allow_patterns: list[str], ignore_patterns: list[str] | None, local_files_only: bool) -> str:
         asked.append(allow_patterns)
         if repo == "org/gone":
             raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\nand more")
@@ -321,7 +321,7 @@ def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "model.safetensors").touch()
     locate("org/model", folder=None)
     assert "*.safetensors" in asked[-1]
-    with pytest.raises(UserError, match=r'"org/gone": neither a path .* nor to be had .*: cannot reach the hub$'):
+    with pytest.raises(MachineError, match=r'"org/gone": it is not on this machine, and .* \(cannot reach the hub\)\n'):
         locate("org/gone", folder=None)
 
 

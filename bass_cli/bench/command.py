@@ -8,7 +8,9 @@ from typing import Any
 
 from bass_cli.bench import plot, report
 from bass_cli.bench.settings import make_settings
+from bass_cli.generation import files_read
 from bass_cli.job import MachineError, UserError
+from bass_cli.outputs import refuse_shared_files
 from bass_cli.prompts import check_prompts, open_source
 from bass_cli.screen import Screen
 
@@ -21,6 +23,9 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
         if len(settings.acceptances) > 1:
             raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
         plot.check(given["plot"])
+    if settings.shape is None:
+        refuse_shared_files([("--plot", given["plot"])],
+                            [("the prompt file", settings.prompts), *files_read(given, settings.job)])
     if settings.prompts is not None:
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 

@@ -16,9 +16,9 @@ from bass_cli.eval import scoring
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.score_command import parse_ks, parse_workers
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
-from bass_cli.generation import describe, read_job, write_samples
+from bass_cli.generation import describe, files_read, files_written, read_job, write_samples
 from bass_cli.job import Job, UserError, parse_duration
-from bass_cli.outputs import Completion, open_output
+from bass_cli.outputs import Completion, Named, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt
 from bass_cli.screen import Screen
 
@@ -60,7 +60,8 @@ class Evaluation:
 
     def run(self) -> tuple[dict[str, Any], bool]:
         """Generate what is missing in the file and score it; the report, and whether all prompts could be run."""
-        scoring.check_report(self.report_path(self.out), self.out)
+        scoring.check_report(self.report_path(self.out))
+        self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
 
         from bass_cli.plan import prepare
 
@@ -68,6 +69,14 @@ class Evaluation:
         plan = prepare(self.job)
         self.generate(plan, self.out)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
+
+    def files_of(self, out: str) -> list[tuple[str, str | Path]]:
+        """What is written about the samples in `out`, but the verdicts."""
+        return [*files_written(out), ("--report", self.report_path(out))]
+
+    def check_files(self, outputs: Named) -> None:
+        """UserError where one of them is another, or a file that is read."""
+        refuse_shared_files(outputs, [("the data", self._given["data"]), *files_read(self._given, self.job)])
 
     def generate(self, plan: Plan, out: str, *, loop: Loop | None = None) -> None:
         """The samples of the plan's job to `out`, from `loop` if it is given."""
@@ -86,7 +95,7 @@ class Evaluation:
 
     def report_path(self, out: str) -> str:
         """Where the report on `out` goes."""
-        return self.report or str(Path(out).with_suffix(".report.json"))
+        return self.report or out.removesuffix(".jsonl") + ".report.json"
 
     def prompts(self) -> Iterator[Prompt]:
         """The task's prompts in the format that was asked for."""

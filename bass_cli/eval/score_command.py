@@ -44,16 +44,22 @@ def score(
 def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     """Check the options and the file's lines, then the permission, then score; the report."""
     from bass_cli.eval import scoring
+    from bass_cli.eval.judging import verdicts_path
     from bass_cli.eval.samples import guess_task, read_generations
     from bass_cli.eval.tasks import load_task
     from bass_cli.job import parse_duration
+    from bass_cli.outputs import refuse_shared_files
+    from bass_cli.resume import manifest_path
 
     ks = parse_ks(given["k"] or "1,10")
     workers = parse_workers(given["workers"])
     timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
-    scoring.check_report(given["report"], given["file"])
+    scoring.check_report(given["report"])
+    path = given["file"]
+    refuse_shared_files([("the verdicts", verdicts_path(path)), ("--report", given["report"])],
+                        [("the generation file", path), ("its manifest", manifest_path(path)), ("the data", given["data"])])
     screen.phase("reading the file and the task's data", live=False)
-    file = read_generations(given["file"])
+    file = read_generations(path)
     task = load_task(given["task"] or guess_task(file), given["data"])
     scoring.refuse(task, allow_execution=given["allow_code_execution"])
     return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],

@@ -34,8 +34,8 @@ def refuse(task: Task, *, allow_execution: bool) -> None:
         raise UserError(f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this machine")
 
 
-def check_report(path: str | None, samples: str) -> None:
-    """UserError where a report could not be written, or would replace the samples."""
+def check_report(path: str | None) -> None:
+    """UserError where a report could not be written."""
     if path is None:
         return
     place = Path(path)
@@ -43,8 +43,6 @@ def check_report(path: str | None, samples: str) -> None:
         raise UserError(f"--report {path}: this is a folder, a file is needed")
     if not place.parent.is_dir():
         raise UserError(f"--report {path}: the folder {place.parent} is not there")
-    if place.absolute() in (Path(samples).absolute(), Path(verdicts_path(samples)).absolute()):
-        raise UserError(f"--report {path}: this is the generation file or its verdicts; give another name")
 
 
 def score_file(
@@ -86,7 +84,7 @@ def score(
     verdicts: str | None = None,
 ) -> dict[str, Any]:
     """`score_file` for a file that is read already, by a caller who may run programs."""
-    check_report(report_path, file.path)
+    check_report(report_path)
     problems = by_problem(file, task.problems)
     isolation = None
     if task.executes:

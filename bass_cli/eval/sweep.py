@@ -31,8 +31,12 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     budgets = _budgets(given)
     evaluation = Evaluation(given, screen)
     document_path = given["report"] or str(Path(evaluation.out).with_suffix(".sweep.json"))
-    check_report(document_path, evaluation.out)
+    check_report(document_path)
     chart = _chart(given["plot"], evaluation.out, screen)
+    evaluation.report = None  # that of each file has a name of its own; --report is the document's
+    samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
+    evaluation.check_files([("--report", document_path), ("--plot", chart), ("the verdicts", verdicts_path(evaluation.out)),
+                            *(one for out in samples for one in evaluation.files_of(out))])
 
     from bass_cli.plan import prepare
 
@@ -41,7 +45,6 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())
-    evaluation.report = None  # that of each file has a name of its own; --report is the document's
     files = _generate(evaluation, plan, budgets, screen)
     reports = []
     for (method, budget), out in files.items():
@@ -78,6 +81,12 @@ def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
     return None
 
 
+def _file(out: str, method: str, budget: float) -> str:
+    """Where the samples of one method under one budget go."""
+    path = Path(out)
+    return str(path.with_name(f"{path.stem}.{method}-{budget:g}s{path.suffix}"))
+
+
 def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
     seed fixes them."""
@@ -97,8 +106,7 @@ def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: 
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)
             loop.lengths = lengths_for(chosen)
-            out = Path(evaluation.out)
-            files[method, budget] = name = str(out.with_name(f"{out.stem}.{method}-{budget:g}s{out.suffix}"))
+            files[method, budget] = name = _file(evaluation.out, method, budget)
             screen.note(f"{method}, {budget:g} s a prompt")
             evaluation.generate(chosen, name, loop=loop)
     return files

@@ -5,19 +5,38 @@ Not here: whether what lies there is a model (checkpoint.py).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
-from bass_cli.job import UserError
+from bass_cli.drafts import parse_draft
+from bass_cli.hub import refusal
+from bass_cli.job import Pair, UserError
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OLDER = "pytorch_model*.bin"
+# What is read in a model's folder. Narrower than _WANTED: a folder of the user's may hold results beside its model.
+_READ = ("*.safetensors", "*.safetensors.index.json", _OLDER, f"{_OLDER}.index.json", "config.json",
+         "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+         "chat_template*", "*.model")
 
 
-def locate(source: str, *, folder: Path | None) -> Path:
-    """The path of a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id (fetched). UserError if it is not
-    there. Relative paths count from `folder`, that of the pair's file, then from the current folder."""
+def files_of(pair: Pair) -> Iterator[Path]:
+    """The files on this machine that a pair's models and tokenizer are read from."""
+    draft = parse_draft(pair.draft).model
+    for source in (pair.target, draft, pair.tokenizer):
+        with contextlib.suppress(UserError):
+            if source is not None and not source.startswith("skip:"):
+                path = locate(source, folder=pair.folder, fetch=False)
+                yield from (file for pattern in _READ for file in path.glob(pattern)) if path.is_dir() else [path]
+
+
+def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
+    """The path of a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id (fetched, unless `fetch` is false).
+    UserError if it is not there. Relative paths count from `folder`, that of the pair's file, then from the current
+    folder."""
     if source.startswith("package:"):
         return _in_package(source)
     path = Path(source).expanduser()
@@ -27,7 +46,7 @@ def locate(source: str, *, folder: Path | None) -> Path:
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
         near = f" (looked in {folder.absolute()} too)" if folder is not None and not path.is_absolute() else ""
         raise UserError(f'"{source}": there is no such file or folder{near}')
-    return _from_hub(source)
+    return _from_hub(source, fetch=fetch)
 
 
 def _in_package(source: str) -> Path:
@@ -46,18 +65,21 @@ def _in_package(source: str) -> Path:
     raise UserError(f'"{source}": the installed package has no such file ({places[0]})')
 
 
-def _from_hub(source: str) -> Path:
-    """The local copy of a hub repository, brought up to date if the hub can be reached."""
+def _from_hub(source: str, *, fetch: bool) -> Path:
+    """The local copy of a hub repository, brought up to date if it is to be and the hub can be reached."""
     import huggingface_hub
 
+    def copy(wanted: list[str], unwanted: list[str] | None = None) -> Path:
+        found = huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=unwanted,
+                                                  local_files_only=not fetch)
+        return Path(found)
+
     try:
-        path = Path(huggingface_hub.snapshot_download(source, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        path = copy(_WANTED, _UNWANTED)
         if not any(path.glob("*.safetensors")):  # older checkpoints have no other form
-            huggingface_hub.snapshot_download(source, allow_patterns=[_OLDER, f"{_OLDER}.index.json"])
+            copy([_OLDER, f"{_OLDER}.index.json"])
         return path
     except Exception as error:  # the hub's client raises many kinds: network, name, access, disk
-        reason = str(error).strip().splitlines()
-        raise UserError(
-            f'"{source}": neither a path that exists nor to be had from the Hugging Face hub: '
-            f"{reason[0] if reason else type(error).__name__}"
-        ) from None
+        remedy = (f"where there is a network: hf download {source}; set HF_HOME here to a copy of that cache; or name a "
+                  "folder or a .gguf file that is here, with --model or as target in the file for --pair")
+        raise refusal(source, error, remedy=remedy) from None
