@@ -15,11 +15,11 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
 from bass_cli.engine.loop import Loop
-from bass_cli.job import Job
+from bass_cli.model.cache import ARENA
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
-from bass_cli.plan import Plan
+from bass_cli.plan import Plan, longest_draft
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 _READING = {"cpu": "reading the first prompts", "cuda": "compiling kernels, reading the first prompts"}
@@ -53,14 +53,13 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     """A loop with an empty batch for the plan's job, with these models or with those of the plan, loaded now."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
-    span = job.sampling.max_new_tokens + _longest(job) + 1
     drafting = models.drafting if job.pair.draft != "none" else None
     target = models.target
-    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=span, lag=2)
+    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
     drafter: Drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
                                     temperature=speculation.draft_temperature)
-    return Loop(batch=Batch(rows=plan.rows, context=1024 if plan.device.type == "cpu" else 8192, device=plan.device),
-                target=Runner(target, rows=plan.rows, span=span, lag=1), drafter=drafter,
+    return Loop(batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
+                target=Runner(target, rows=plan.rows, span=plan.span, lag=1), drafter=drafter,
                 lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
 
 
@@ -82,16 +81,11 @@ def lengths_for(plan: Plan) -> Lengths:
     return make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling, surface=plan.surface)
 
 
-def _longest(job: Job) -> int:
-    length = job.speculation.length
-    return length if isinstance(length, int) else job.speculation.max
-
-
 def warm_up(loop: Loop, plan: Plan) -> None:
     """Have everything compiled, captured and timed once that rounds with a deadline need, so that the first prompts are as
     fast as later ones. The loop is left empty, and its controller knows nothing of it."""
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
-    longest = min(_longest(job), loop.drafter.longest, _CAPTURED)
+    longest = min(longest_draft(job), loop.drafter.longest, _CAPTURED)
     widths = (0, longest) if isinstance(job.speculation.length, int) else range(longest + 1)
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=(0, longest))

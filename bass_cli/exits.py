@@ -9,12 +9,17 @@ from collections.abc import Iterator
 
 import typer
 
+from bass_cli.host import is_refused_memory, unsupported
 from bass_cli.screen import Screen
 
 
 @contextlib.contextmanager
 def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C."""
+    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C. On a system that bass does
+    not run on, it ends at once."""
+    if (reason := unsupported()) is not None:
+        screen.error(reason)
+        raise typer.Exit(3)
     in_main_thread = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
     try:
@@ -23,11 +28,11 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
         screen.error(interrupted)
         raise typer.Exit(130) from None
     except Exception as error:
-        code = _code_of(error)
+        code, sentence = _end_of(error)
         if code is None:
             screen.close()
             raise
-        screen.error(str(error))
+        screen.error(sentence)
         raise typer.Exit(code) from None
     finally:
         screen.close()
@@ -35,10 +40,15 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _code_of(error: Exception) -> int | None:
-    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else."""
+def _end_of(error: Exception) -> tuple[int | None, str]:
+    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and what to say."""
     from bass_cli.job import MachineError, UserError
 
     if isinstance(error, MachineError):
-        return 3
-    return 2 if isinstance(error, UserError) else None
+        return 3, str(error)
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if is_refused_memory(error):
+        first = (str(error).splitlines() or [""])[0]
+        return 3, f"there was not enough memory: use smaller batches, fewer new tokens or a smaller model ({first})"
+    return None, ""

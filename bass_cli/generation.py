@@ -37,17 +37,17 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     job = read_job(given)
     refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
     source = open_source(given["prompts"])
-    count = check_prompts(source, column=job.prompt_column, limit=job.limit)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
 
     from bass_cli.plan import prepare
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = prepare(job)
+    plan = prepare(job, longest_prompt=checked.longest)
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
     with open_output(out, manifest | {"source": source.name}, resume=given["resume"],
                      overwrite=given["overwrite"]) as writer:
         prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
-        summary = write_samples(writer, plan, prompts, count=count, screen=screen)
+        summary = write_samples(writer, plan, prompts, count=checked.count, screen=screen)
     if given["json_summary"]:
         print(json.dumps(summary | {"file": writer.totals}))
     return finished(writer)
@@ -128,7 +128,7 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
-        results |= {"draft": job.pair.draft, "batch_size": job.batch_size, "draft_length": speculation["length"]}
+        results |= {"draft": job.pair.draft, "batch_size": plan.batch_size, "draft_length": speculation["length"]}
         results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
         if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
             results |= {"profile": plan.surface.digest()}  # the draft lengths come from it, and reach the samples

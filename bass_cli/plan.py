@@ -6,7 +6,8 @@ Not here: building and running it (run.py). Every mistake that can be found with
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from bass_cli import __version__
 from bass_cli.drafts import parse_draft
 from bass_cli.engine.surface import Surface
+from bass_cli.footprint import Footprint, Need, footprint, gigabytes, usable
+from bass_cli.host import free_memory
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
@@ -28,7 +31,8 @@ _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a 
 class Plan:
     """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may propose.
     `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out. `profile`: the file for what rounds cost
-    (None without a draft), `surface`: what it holds, if it is there. `notes`: what the user should know."""
+    (None without a draft), `surface`: what it holds, if it is there. `notes`: what the user should know. `footprint`: what
+    it takes of memory; `most_rows`: as many as fit into what is free; `options`: those that set rows and new tokens."""
 
     job: Job
     target: Checkpoint
@@ -41,6 +45,9 @@ class Plan:
     profile: Path | None = None
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
+    footprint: Footprint | None = None
+    most_rows: int = sys.maxsize
+    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -52,8 +59,28 @@ class Plan:
         """How many rows the batch keeps busy. With a budget it is one prompt's samples: latency is what counts then."""
         if isinstance(self.job.batch_size, int):
             return self.job.batch_size
+        return min(self._wished, self.most_rows)
+
+    @property
+    def batch_size(self) -> int | str:
+        """What decides the rows: the job's --batch-size, or, where that is auto and memory allows fewer, their number."""
+        return self.job.batch_size if self.rows >= self._wished else self.rows
+
+    @property
+    def _wished(self) -> int:
         least = _LARGE if self.device.type == "cuda" else _SMALL
         return self.job.n if self.job.budget else max(self.job.n, least)
+
+    @property
+    def span(self) -> int:
+        """How many positions of its own a row needs: no sample is longer than the target's context leaves room for."""
+        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + longest_draft(self.job) + 1
+
+    @property
+    def need(self) -> Need:
+        """The memory that its rows and new tokens ask for."""
+        assert self.footprint is not None
+        return Need(self.footprint, self.rows, self.job.sampling.max_new_tokens, self.device, self.options)
 
     def identity(self) -> dict[str, Any]:
         """What the results depend on beside the job, and the versions they came from: for the manifest."""
@@ -72,8 +99,10 @@ class Plan:
         }
 
 
-def prepare(job: Job) -> Plan:
-    """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here."""
+def prepare(job: Job, *, longest_prompt: str = "",
+            options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
+    """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here.
+    `longest_prompt`: its text, if it is known; `options`: see Plan."""
     device = _device(job.device)
     pair, folder = job.pair, job.pair.folder
     target_path = locate(pair.target, folder=folder)
@@ -107,7 +136,35 @@ def prepare(job: Job) -> Plan:
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '
                         "make one with bass profile and the same --pair (or --model) and --draft, or use auto or bass")
-    return Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes))
+    plan = Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes),
+                options=options)
+    return _fitted(plan, len(tokenizer.encode(longest_prompt)) if longest_prompt else 0)
+
+
+def longest_draft(job: Job) -> int:
+    """The most tokens that are drafted at once."""
+    if job.pair.draft == "none":
+        return 0
+    length = job.speculation.length
+    return length if isinstance(length, int) else job.speculation.max
+
+
+def _fitted(plan: Plan, prompt_tokens: int) -> Plan:
+    """The plan with as many rows as there is memory for; MachineError if those that were asked for, or a single one, are
+    too many."""
+    job, spec = plan.job, plan.target.spec
+    found = footprint(spec, None if plan.draft is None else plan.draft.spec, dtype=plan.dtype, device=plan.device,
+                      longest=longest_draft(job), kept_layers=spec.layers - len(plan.skipped) if plan.skipped else 0,
+                      prompt_tokens=prompt_tokens)
+    free = usable(free_memory(plan.device))
+    most = found.most_rows(job.sampling.max_new_tokens, free, samples=job.n)
+    fitted = replace(plan, footprint=found, most_rows=max(most, 1))
+    fitted.need.check()
+    if job.batch_size == "auto" and fitted.rows < fitted._wished:
+        note = (f"{fitted.rows} rows at a time, not {fitted._wished}: more might not fit into the {gigabytes(free)} of "
+                "memory that can be had here")
+        fitted = replace(fitted, notes=(*plan.notes, note))
+    return fitted
 
 
 def _draft_identity(setting: str, draft: Checkpoint | None) -> str:

@@ -36,6 +36,10 @@ class Prompt:
     reference: str | None
     place: str
 
+    def whole(self) -> str:
+        """All of its text; that of messages without what a chat template puts around them."""
+        return self.text or "\n".join(message["content"] for message in self.messages or ())
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -88,12 +92,23 @@ def open_source(source: str) -> Source:
     return Source(source, kind)
 
 
-def check_prompts(source: Source, *, column: str, limit: int | None) -> int | None:
-    """How many prompts there are, every one of them valid; a hub dataset only has its first row checked (None)."""
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What is known of prompts that are all valid: how many there are (None: nobody knows), and the longest text."""
+
+    count: int | None
+    longest: str
+
+
+def check_prompts(source: Source, *, column: str, limit: int | None) -> Checked:
+    """Check every prompt; a hub dataset only has its first row checked."""
     if source.kind == "hf":
         next(read_prompts(source, column=column, limit=1))
-        return None
-    return sum(1 for _ in read_prompts(source, column=column, limit=limit))
+        return Checked(None, "")
+    count, longest = 0, ""
+    for prompt in read_prompts(source, column=column, limit=limit):
+        count, longest = count + 1, max(longest, prompt.whole(), key=len)
+    return Checked(count, longest)
 
 
 def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | None = None) -> Iterator[Prompt]:

@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from bass_cli.assembly import ready_loop
 from bass_cli.engine.batch import Row
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.lengths import Round
 from bass_cli.engine.loop import Loop
-from bass_cli.job import Job, MachineError, UserError
+from bass_cli.job import Job, UserError
 from bass_cli.model.continuation import Continuation, StopDetector
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.outputs import Completion
@@ -61,13 +59,11 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
     is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot
     run yields one Completion with finish_reason "error".
     """
-    try:
+    with plan.need.explained():
         loop = ready_loop(plan, loop, on_phase)
         with learning(loop, plan.profile):
             yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
                                  count=count, on_round=on_round).run(prompts, done)
-    except torch.cuda.OutOfMemoryError:
-        raise MachineError("the GPU is out of memory: use a smaller --batch-size, --max-new-tokens or model") from None
 
 
 class Conductor:

@@ -18,14 +18,15 @@ Round = namedtuple("Round", "width accepted seconds")
 loaded: list[Any] = []
 
 
-def prepare(job: Any) -> Any:
+def prepare(job: Any, **_: Any) -> Any:
     """A plan as the real one gives it; some targets are wrong in ways that it would find."""
     if "missing" in job.pair.target:
         raise UserError(f"{job.pair.target}: there is no such model file")
     if "huge" in job.pair.target:
         raise MachineError("the model does not fit into memory")
     identity = {"target": job.pair.target, "device": "cpu", "dtype": "fp32", "versions": {"bass": "0"}}
-    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None)
+    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None,
+                                 batch_size=job.batch_size)
 
 
 def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,

@@ -421,10 +421,10 @@ def test_bad_input_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_the_machine_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grid.pairs, "available_memory", lambda: {"device": "cpu", "bytes": 10_000})
+    monkeypatch.setattr("bass_cli.footprint.free_memory", lambda device: 10_000)
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "the weights take 0.0 GB and this machine has 0.0 GB" in result.stderr
+    assert "0.0 GB can be had here; the weights take 0.0 GB: use a smaller model" in result.stderr
 
 
 def test_schedules_of_attention_are_the_triton_kernels() -> None:

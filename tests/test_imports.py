@@ -25,15 +25,20 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/options.py": {"typer", "bass_cli.job"},
     "bass_cli/help.py": {"typer"},
-    "bass_cli/exits.py": {"typer", "bass_cli.job", "bass_cli.screen"},
+    "bass_cli/exits.py": {"bass_cli.host", "typer", "bass_cli.job", "bass_cli.screen"},
     "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.fields"},
     "bass_cli/fields.py": {"pydantic", "bass_cli.drafts"},
     "bass_cli/drafts.py": set(),
     "bass_cli/capture.py": {"torch"},
+    "bass_cli/host.py": {"torch"},
+    "bass_cli/footprint.py": {
+        "bass_cli.host", "bass_cli.job", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts", "torch",
+    },
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.hub", "bass_cli.job", "datasets", "huggingface_hub", "pyarrow"},
     "bass_cli/hub.py": {"bass_cli.job", "huggingface_hub"},
     "bass_cli/plan.py": {
+        "bass_cli.host", "bass_cli.footprint",
         "bass_cli", "bass_cli.drafts", "bass_cli.job", MODEL, "bass_cli.engine.surface", f"{PROFILING}.store", "torch",
     },
     "bass_cli/run.py": {
@@ -49,7 +54,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/resume.py": {"bass_cli.job"},
     "bass_cli/screen.py": {"rich", "bass_cli.progress"},
     "bass_cli/progress.py": {"rich"},
-    "bass_cli/machine.py": {"bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch"},
+    "bass_cli/machine.py": {"bass_cli.host", "bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch"},
     "bass_cli/eval/__init__.py": set(),
     "bass_cli/eval/sandbox.py": {
         "bass_cli.job", f"{EVAL}.cell", f"{EVAL}.folder", f"{EVAL}.isolation", f"{EVAL}.jail.order",
@@ -81,6 +86,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
     "bass_cli/bench/weights.py": {f"{MODEL}.decoder", "torch"},
     "bass_cli/bench/pairs.py": {
+        "bass_cli.footprint",
         "bass_cli.assembly", "bass_cli.job", "bass_cli.machine", "bass_cli.plan", MODEL, "bass_cli.draft",
         "bass_cli.engine", f"{BENCH}.settings", f"{BENCH}.shapes", f"{BENCH}.weights", "torch",
     },
@@ -144,11 +150,11 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/profiling/measure.py": {"bass_cli.draft", "bass_cli.engine", f"{PROFILING}.filling"},
     "bass_cli/profiling/filling.py": {"numpy"},
     "bass_cli/profiling/skipping.py": {f"{BENCH}.texts", MODEL, "bass_cli.plan", "torch"},
-    "bass_cli/profiling/store.py": {"bass_cli", "bass_cli.engine", "torch"},
+    "bass_cli/profiling/store.py": {"bass_cli.host", "bass_cli", "bass_cli.engine", "torch"},
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},
-    "bass_cli/model/cache.py": {"torch", "bass_kernels", f"{MODEL}.teams"},
+    "bass_cli/model/cache.py": {"bass_cli.host", "torch", "bass_kernels", f"{MODEL}.teams"},
     "bass_cli/model/teams.py": {"torch", "bass_kernels"},
     "bass_cli/model/runner.py": {
         "torch", "bass_cli.capture", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts",
@@ -167,7 +173,7 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.job", f"{MODEL}.checkpoint", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files",
         f"{MODEL}.sources", "torch",
     },
-    "bass_cli/model/tokenizer.py": {"bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
+    "bass_cli/model/tokenizer.py": {"bass_cli.host", "bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
     "bass_cli/model/continuation.py": {f"{MODEL}.tokenizer"},
     "bass_cli/draft/__init__.py": {
         "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.combined",
@@ -245,7 +251,7 @@ TABLE: dict[str, set[str]] = {
 }  # fmt: skip
 AT_IMPORT_OF_CLI = {
     "typer", "bass_cli", f"{EVAL}.command", f"{EVAL}.score_command", f"{PROFILING}.command", "bass_cli.exits",
-    "bass_cli.help", "bass_cli.options", "bass_cli.screen",
+    "bass_cli.help", "bass_cli.host", "bass_cli.options", "bass_cli.screen",
 }  # fmt: skip
 NEVER_AT_THE_TOP = {"datasets", "gguf", "matplotlib", "pyarrow", "rich", "transformers", "huggingface_hub", "vllm"}
 FILES = sorted(str(path.relative_to(ROOT)) for room in ("bass_cli", "kernels") for path in (ROOT / room).rglob("*.py"))

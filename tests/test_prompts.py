@@ -85,7 +85,7 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
 def test_stdin_is_read_once_and_twice_over(monkeypatch: pytest.MonkeyPatch, content: bytes, expected: Any) -> None:
     feed(monkeypatch, content)
     source = open_source("-")
-    assert check_prompts(source, column="prompt", limit=None) == len(expected)
+    assert check_prompts(source, column="prompt", limit=None).count == len(expected)
     assert seen(list(read_prompts(source))) == expected
     assert next(iter(read_prompts(source))).place.startswith("stdin:")
 
@@ -94,7 +94,7 @@ def test_the_column_and_the_limit(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"q": "a", "prompt": 3}\n{"q": "b"}\n{"q": broken\n')
     prompts = list(read_prompts(str(tmp_path / "p.jsonl"), column="q", limit=2))
     assert [(prompt.text, prompt.meta) for prompt in prompts] == [("a", {"prompt": 3}), ("b", {})]
-    assert check_prompts(open_source(str(tmp_path / "p.jsonl")), column="q", limit=1) == 1
+    assert check_prompts(open_source(str(tmp_path / "p.jsonl")), column="q", limit=1).count == 1
 
 
 def test_prompts_stream(tmp_path: Path) -> None:

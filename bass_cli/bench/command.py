@@ -9,7 +9,7 @@ from typing import Any
 from bass_cli.bench import plot, report
 from bass_cli.bench.settings import make_settings
 from bass_cli.generation import files_read
-from bass_cli.job import MachineError, UserError
+from bass_cli.job import UserError
 from bass_cli.outputs import refuse_shared_files
 from bass_cli.prompts import check_prompts, open_source
 from bass_cli.screen import Screen
@@ -29,22 +29,17 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     if settings.prompts is not None:
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
-    import torch
-
     from bass_cli.bench.grid import measure
 
     failures: list[str] = []
-    try:
-        for document in measure(settings, screen.note):
-            if given["json_document"]:
-                print(json.dumps(document), flush=True)
-            else:
-                report.show(document)
-            if given["plot"] is not None and document["cells"]:
-                plot.draw(document, given["plot"])
-            failures += document["failures"]
-    except torch.cuda.OutOfMemoryError:
-        raise MachineError("the GPU is out of memory: use smaller --batch-sizes, --prompt-tokens or --shape") from None
+    for document in measure(settings, screen.note):
+        if given["json_document"]:
+            print(json.dumps(document), flush=True)
+        else:
+            report.show(document)
+        if given["plot"] is not None and document["cells"]:
+            plot.draw(document, given["plot"])
+        failures += document["failures"]
     for failure in failures:
         screen.error(failure)
     return not failures

@@ -79,7 +79,8 @@ def measure(settings: Settings, note: Note) -> Iterator[dict[str, Any]]:
         raise MachineError(f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run like that")
     ops.attention_schedule(settings.attention)
     try:
-        yield from _measure(settings, plan, note)
+        with pairs.need_of(settings, plan, device).explained():
+            yield from _measure(settings, plan, note)
     finally:
         ops.attention_schedule("ragged")
 

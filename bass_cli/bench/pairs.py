@@ -22,12 +22,13 @@ from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop
+from bass_cli.footprint import Need, footprint
 from bass_cli.job import MachineError
-from bass_cli.machine import available_memory
 from bass_cli.model.decoder import Decoder, Spec
 from bass_cli.model.runner import Runner
 from bass_cli.plan import DTYPES, Plan, prepare
 
+_OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
 KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
 
 
@@ -59,7 +60,20 @@ class Loops:
 
 def plan_for(settings: Settings) -> Plan | None:
     """A real pair's plan: everything that can be checked without weights. None for random ones."""
-    return prepare(settings.job) if settings.shape is None else None
+    return prepare(settings.job, options=_OPTIONS) if settings.shape is None else None
+
+
+def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:
+    """The memory that the largest batch takes; MachineError if it is not there."""
+    if plan is not None:
+        return plan.need  # `prepare` has checked it
+    assert settings.shape is not None
+    target, draft = _specs(settings)
+    found = footprint(target, draft, dtype=dtype_of(settings.job.dtype, device), device=device, longest=settings.longest,
+                      kept_layers=settings.depth or 0, prompt_tokens=settings.prompt_tokens)
+    need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
+    need.check()
+    return need
 
 
 def build_models(settings: Settings, plan: Plan | None) -> Models:
@@ -98,11 +112,7 @@ def _random_models(settings: Settings) -> Models:
     device = device_of(settings.job.device)
     dtype = dtype_of(settings.job.dtype, device)
     seed, name = settings.job.sampling.seed, settings.job.pair.name
-    spec = spec_of(settings.shape, option="--shape")
-    draft = None
-    if settings.draft_shape is not None:
-        draft = spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
-    _check_memory([spec] if draft is None else [spec, draft], dtype)
+    spec, draft = _specs(settings)
     weights = random_weights(spec, dtype=dtype, device=device, seed=seed)
     if settings.depth is not None and settings.scale is not None:
         scale_layers(weights, spec, first=settings.depth, scale=settings.scale)
@@ -114,6 +124,15 @@ def _random_models(settings: Settings) -> Models:
         label = f"{name}, the other layers' output scaled by {settings.scale}"
         return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
     return Models("plain", f"{name}, random weights, no draft", target, None, None)
+
+
+def _specs(settings: Settings) -> tuple[Spec, Spec | None]:
+    """The shapes of target and draft; the draft's vocabulary is the target's."""
+    assert settings.shape is not None
+    spec = spec_of(settings.shape, option="--shape")
+    if settings.draft_shape is None:
+        return spec, None
+    return spec, spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
 
 
 def _rates(rates: Sequence[float]) -> str:
@@ -137,14 +156,6 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[wanted]
-
-
-def _check_memory(specs: list[Spec], dtype: torch.dtype) -> None:
-    needed = sum(map(count_parameters, specs)) * dtype.itemsize
-    there = available_memory()["bytes"]
-    if needed * 1.1 > there:
-        raise MachineError(f"the weights take {needed / 1e9:.1f} GB and this machine has {there / 1e9:.1f} GB; "
-                           "choose a smaller --shape or a shorter --dtype")
 
 
 def describe(models: Models, settings: Settings, acceptance: Sequence[float]) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class Evaluation:
         from bass_cli.plan import prepare
 
         self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        plan = prepare(self.job)
+        plan = prepare(self.job, longest_prompt=self.longest_prompt())
         self.generate(plan, self.out)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
@@ -101,6 +101,10 @@ class Evaluation:
         """The task's prompts in the format that was asked for."""
         for problem in self.problems:
             yield Prompt(problem.task_id, *self._ask(problem), {}, None, f"{self.task.name}:{problem.task_id}")
+
+    def longest_prompt(self) -> str:
+        """The text of the longest one."""
+        return max((prompt.whole() for prompt in self.prompts()), key=len, default="")
 
     def _ask(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
         if self.form == "chat":

@@ -41,7 +41,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     from bass_cli.plan import prepare
 
     screen.phase("checking the models", live=False)
-    plan = prepare(evaluation.job)
+    plan = prepare(evaluation.job, longest_prompt=evaluation.longest_prompt())
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())

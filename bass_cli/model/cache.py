@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bass_cli.host import free_memory
 from bass_kernels import Group, Segments
 
 from .teams import TeamTable
 
-_ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
+ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
 _TEAMED = 1024  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 
 
@@ -77,7 +78,7 @@ class KVCache:
 
         self._own = torch.zeros(layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device)
         self.own_keys, self.own_values = list(self._own[:, 0]), list(self._own[:, 1])
-        arena = _ARENA.get(device.type, 1024)
+        arena = ARENA.get(device.type, 1024)
         self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
         self.span = span
         self.version = 0
@@ -212,12 +213,20 @@ class KVCache:
         have = self.prompt_keys[0].shape[1]
         if needed <= have:
             return
-        size = max(needed, 2 * have)
+        size = next((size for size in (2 * have, needed) if size >= needed and self._fits(size - have)), None)
+        if size is None:
+            raise MemoryError(f"prompts need {needed} positions of the store, and it cannot grow from {have}")
         self.version += 1
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
                 store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])
                 store[layer][:, :have] = old
+
+    def _fits(self, positions: int) -> bool:
+        """Whether the prompt store can have so many positions more; for a moment one of its tensors is there twice."""
+        keys = self.prompt_keys[0]
+        more = keys[:, :1].numel() * keys.element_size() * (2 * len(self.prompt_keys) * positions + keys.shape[1])
+        return more <= free_memory(keys.device)
 
     def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
         if self._groups is None:

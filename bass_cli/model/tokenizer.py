@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bass_cli.host import cache_folder
 from bass_cli.job import UserError
 
 from .files import read_gguf
@@ -100,7 +100,7 @@ def _from_gguf(path: Path) -> Any:
 
     with path.open("rb") as file:
         head = hashlib.blake2b(file.read(_HEAD), digest_size=8).hexdigest()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bass" / "tokenizers"
+    base = cache_folder() / "tokenizers"
     name = f"{path.stem}-{path.stat().st_size}-{head}-{transformers.__version__}-{_CONVERSION}"
     try:
         return transformers.AutoTokenizer.from_pretrained(base / name)

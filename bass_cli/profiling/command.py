@@ -56,34 +56,29 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     job = make_profile_job(given)
     if given["skip"] and given["draft"] is not None:
         raise UserError("--skip proposes another draft, made of the target's own layers; leave --draft out")
-    import torch
-
-    from bass_cli.job import MachineError
     from bass_cli.plan import prepare
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = prepare(job)
+    plan = prepare(job, options=("--batch-sizes", None))
     if not given["skip"] and plan.profile is None:
         raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
     for note in plan.notes:
         screen.note(note)
-    try:
+    with plan.need.explained():
         document = _skip(plan, screen) if given["skip"] else _measure(plan, given, screen)
-    except torch.cuda.OutOfMemoryError:
-        raise MachineError("the GPU is out of memory: use smaller --batch-sizes") from None
     if given["json_document"]:
         print(json.dumps(document))
 
 
 def make_profile_job(given: Mapping[str, Any]) -> Job:
-    """The job whose loop is measured: as many rows as the largest batch size, and little to generate."""
+    """The job whose loop is measured: as many rows as the largest batch size that was asked for, and little to generate."""
     from bass_cli.job import chosen_pair, make_job
 
     flags = {key: given[key] for key in ("draft", "device", "dtype")}
     if given["skip"]:
         flags["draft"] = "none"
-    rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES["cuda"]
-    return make_job(chosen_pair(given), flags | {"batch_size": max(rows), "max_new_tokens": 200, "draft_length": "auto"})
+    rows = max(batch_sizes_of(given["batch_sizes"])) if given["batch_sizes"] else "auto"
+    return make_job(chosen_pair(given), flags | {"batch_size": rows, "max_new_tokens": 200, "draft_length": "auto"})
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
@@ -98,6 +93,7 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
 
 def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     import time
+    from dataclasses import replace
 
     from bass_cli.assembly import build
     from bass_cli.bench.texts import joined
@@ -106,7 +102,9 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
     from bass_cli.profiling.store import save_surface
 
     kind = plan.device.type
-    rows = batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"] else BATCH_SIZES[kind]
+    rows = (batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"]
+            else tuple(count for count in BATCH_SIZES[kind] if count <= plan.most_rows))
+    plan = replace(plan, job=plan.job.model_copy(update={"batch_size": max(rows)}))
     assert plan.profile is not None
     screen.phase("loading the weights")
     loop = build(plan)

@@ -21,6 +21,7 @@ import torch
 from bass_cli import __version__
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.surface import Surface, read_surface
+from bass_cli.host import cache_folder
 
 if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
@@ -29,8 +30,8 @@ Note = Callable[[str], None]
 
 
 def folder() -> Path:
-    """$XDG_CACHE_HOME/bass/profiles, or the same under ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bass" / "profiles"
+    """`profiles` in the cache folder."""
+    return cache_folder() / "profiles"
 
 
 def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype) -> Path:

@@ -1,0 +1,153 @@
+"""How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say where that is too much.
+
+Weights and caches are exact, the work space is what was measured (docs/DESIGN.md, "Memory"). Not here: how much there is
+(host.py), who asks (plan.py, bench/pairs.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from bass_cli.host import free_memory, held_memory, is_refused_memory
+from bass_cli.job import MachineError
+from bass_cli.model.cache import ARENA
+from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.prompts import SIZES
+
+_USABLE = 0.95  # of the free memory: the rest is for what other programs take meanwhile, and for fragments
+_CHUNK = SIZES[-1]  # prompt tokens a pass
+_SLACK = 3  # positions of a row's span beyond its tokens and drafts: the pending token, and a draft's lag of two
+_INTEGER = 8  # bytes of a token id
+# Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36, a truncated law 16, and
+# maximal coupling with a draft model 38 (measured); the kernels of a GPU write a few numbers a row instead.
+_CHOOSING = {"cpu": 36, "cuda": 4}
+_SCORES = {"cpu": 8, "cuda": 0}  # bytes a head, query and key: scores and their exponentials, where they are written down
+_LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a job takes: `weights`, `fixed` beside them, `row` for every row, `token` for every new token of a row (as
+    many as `context` leaves room for), `prompt` for every prompt but the first that has rows at once."""
+
+    weights: int
+    fixed: int
+    row: int
+    token: int
+    prompt: int
+    context: int
+
+    def bytes(self, rows: int, new_tokens: int, *, prompts: float = 1) -> int:
+        """What `rows` rows of `prompts` prompts take, each of which may generate `new_tokens`."""
+        each = self.row + self.token * min(new_tokens, self.context - 1)
+        return self.weights + self.fixed + rows * each + int((prompts - 1) * self.prompt)
+
+    def most_rows(self, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
+        """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if there are none."""
+        each = self.bytes(1, new_tokens) - self.bytes(0, new_tokens) + math.ceil(self.prompt / samples)
+        return max((free - self.bytes(0, new_tokens)) // each, 0)
+
+    def most_tokens(self, rows: int, free: int) -> int:
+        """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are none."""
+        return max(min((free - self.bytes(rows, 0)) // (rows * self.token), self.context - 1), 0)
+
+
+def footprint(target: Spec, draft: Spec | None, *, dtype: torch.dtype, device: torch.device, longest: int,
+              kept_layers: int = 0, prompt_tokens: int = 0) -> Footprint:
+    """The footprint of a pair with drafts of up to `longest` tokens. `kept_layers`: how many of the target's own layers
+    draft, where they do. `prompt_tokens`: of the longest prompt, if that is known."""
+    kind, places = device.type, longest + 1
+    models = [spec for spec in (target, draft) if spec is not None]
+    position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(target, kept_layers, dtype)
+    prompt_tokens = min(prompt_tokens, target.context)
+    scores = max(_SCORES[kind] * spec.heads for spec in models)
+    wide = max(4 * (4 * spec.inner + 8 * spec.width) for spec in models)  # float32 values between a layer's products
+    logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
+    token = position + 2 * _INTEGER + places * scores
+    arena = ARENA[kind]
+    passes = min(_CHUNK, max(prompt_tokens, 1)) * (wide + scores * prompt_tokens)
+    return Footprint(
+        weights=sum(_weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32) for spec in models),
+        fixed=_LIBRARIES[kind] + position * max(arena, prompt_tokens) + passes,
+        row=logits + places * (wide + scores * prompt_tokens) + _INTEGER * arena + (places + _SLACK) * token,
+        token=token, prompt=position * prompt_tokens, context=target.context)
+
+
+def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
+    """Bytes of a position's keys and values."""
+    return 2 * layers * spec.kv_heads * spec.head_size * dtype.itemsize
+
+
+def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
+    """Bytes of all weights. Packing a tied head makes a copy of it."""
+    shapes = parameters(spec)
+    if spec.tied and not packed:
+        del shapes["head.weight"]
+    return sum(map(math.prod, shapes.values())) * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a job is to take of a device: `rows` that may each generate `new_tokens`. `options`: what sets the two (the
+    second may be None)."""
+
+    footprint: Footprint
+    rows: int
+    new_tokens: int
+    device: torch.device
+    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+
+    def check(self) -> None:
+        """MachineError, with the largest settings that fit, where there is not enough memory for it now."""
+        free, needed = usable(free_memory(self.device)), self.footprint.bytes(self.rows, self.new_tokens)
+        if needed > free:
+            remedy = self._remedy(free, self.rows, self.new_tokens)
+            raise MachineError(f"{self._batch()}: {gigabytes(needed)} of memory are needed and {gigabytes(free)} can be "
+                               f"had here; {remedy}")
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Memory that is refused while it lasts is a MachineError with the largest settings that can be expected to fit."""
+        try:
+            yield
+        except Exception as error:
+            if not is_refused_memory(error):
+                raise
+            free = usable(free_memory(self.device) + held_memory(self.device))
+            # By the plan it should have fitted: half of it is proposed, or less where others have taken memory meanwhile.
+            remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
+            raise MachineError(f"memory ran out with {self._batch()}; {remedy}") from None
+
+    def _batch(self) -> str:
+        tokens = min(self.new_tokens, self.footprint.context - 1)
+        rows = "a row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{rows} of up to {tokens} new tokens{'' if self.rows == 1 else ' each'}"
+
+    def _remedy(self, free: int, most_rows: int, most_tokens: int) -> str:
+        """What to give instead: one setting changed, up to these."""
+        rows_option, tokens_option = self.options
+        found = []
+        if rows := min(self.footprint.most_rows(self.new_tokens, free), most_rows):
+            found.append(f"{rows_option} {rows}")
+        tokens = min(self.footprint.most_tokens(self.rows, free), most_tokens)
+        if tokens_option is not None and tokens:
+            found.append(f"{tokens_option} {tokens}")
+        if found:
+            return f"the largest that can be expected to fit: {', or '.join(found)}"
+        return (f"the weights take {gigabytes(self.footprint.weights)}: use a smaller model, a shorter --dtype or a "
+                "machine with more memory")
+
+
+def usable(free: int) -> int:
+    """How many of `free` bytes a plan may count on."""
+    return int(_USABLE * free)
+
+
+def gigabytes(count: int) -> str:
+    """Bytes for a person."""
+    return f"{count / 1e9:.1f} GB"

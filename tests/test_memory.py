@@ -1,0 +1,251 @@
+"""Memory: how much there is, what a job takes, refusals before weights are loaded, and allocations that fail later."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from test_cache import store
+from typer.testing import CliRunner
+
+from bass_cli.assembly import build
+from bass_cli.cli import app
+from bass_cli.engine.loop import Loop
+from bass_cli.footprint import Footprint, Need, footprint
+from bass_cli.host import HostMemory, host_memory, is_refused_memory
+from bass_cli.job import Job, MachineError, Sampling, Speculation, load_pair
+from bass_cli.model.decoder import Norm, Rope, Spec
+from bass_cli.plan import prepare
+
+CPU = torch.device("cpu")
+CONTEXT = 256
+FLAGS = ("p.txt", "--pair", "pair.yaml", "--device", "cpu", "--out", "o.jsonl")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False, max_position_embeddings=CONTEXT)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
+    (tmp_path / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(3)))
+    for name in [name for name in os.environ if name.startswith("BASS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bass(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["generate", *arguments])
+
+
+def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for module in ("plan", "footprint"):
+        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: count)
+
+
+def job(**fields: Any) -> Job:
+    sampling = Sampling(**{key: fields.pop(key) for key in list(fields) if key in Sampling.model_fields})
+    return Job(pair=load_pair("pair.yaml"), sampling=sampling, device="cpu", speculation=Speculation(length=4), **fields)
+
+
+def machine(root: Path, files: dict[str, str]) -> HostMemory:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return host_memory(root)
+
+
+MEMINFO = {"proc/meminfo": "MemTotal:  1000 kB\nMemFree: 100 kB\nMemAvailable: 600 kB\n"}
+V2, V1 = "sys/fs/cgroup/a/b/memory", "sys/fs/cgroup/memory/a/b/memory"
+
+
+@pytest.mark.parametrize(("files", "total", "left"), [
+    ({}, 1000, 600),
+    ({"proc/self/cgroup": "0::/a/b\n", f"{V2}.max": "max\n", f"{V2}.current": "5\n"}, 1000, 600),
+    ({"proc/self/cgroup": "0::/a/b\n", f"{V2}.max": str(500 << 10), f"{V2}.current": str(400 << 10),
+      f"{V2}.stat": f"anon 7\ninactive_file {50 << 10}\n"}, 500, 150),
+    ({"proc/self/cgroup": "0::/a/b/c\n", f"{V2}.max": str(500 << 10), f"{V2}.current": str(450 << 10)}, 500, 50),
+    ({"proc/self/cgroup": "4:cpu,memory:/a/b\n0::/\n", f"{V1}.limit_in_bytes": str(300 << 10),
+      f"{V1}.usage_in_bytes": str(100 << 10)}, 300, 200),
+    ({"proc/self/cgroup": "4:memory:/a/b\n", f"{V1}.limit_in_bytes": str(2**63 - 4096),
+      f"{V1}.usage_in_bytes": "9\n"}, 1000, 600),
+    ({"proc/self/cgroup": "4:memory:/elsewhere\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str(300 << 10),
+      "sys/fs/cgroup/memory/memory.usage_in_bytes": str(350 << 10)}, 300, 0),
+])  # fmt: skip
+def test_control_groups_limit_what_a_machine_has(tmp_path: Path, files: dict[str, str], total: int, left: int) -> None:
+    assert machine(tmp_path, MEMINFO | files) == HostMemory(total << 10, left << 10)
+
+
+def test_refused_memory_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    cuda = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    blas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), cuda, blas,
+                  OSError(12, "Cannot allocate memory")):
+        assert is_refused_memory(error), error
+    for other in (RuntimeError("shape mismatch"), OSError(28, "No space left on device"), ValueError("out of memory")):
+        assert not is_refused_memory(other), other
+
+
+def test_the_largest_settings_fit_and_one_more_does_not() -> None:
+    print_ = Footprint(weights=1000, fixed=100, row=30, token=7, prompt=50, context=64)
+    for free in (1100, 1136, 1137, 1200, 5000):
+        for tokens in (1, 10, 63, 10**9):
+            rows = print_.most_rows(tokens, free)
+            assert rows == 0 or print_.bytes(rows, tokens) <= free
+            assert print_.bytes(rows + 1, tokens) > free
+        for rows in (1, 3):
+            tokens = print_.most_tokens(rows, free)
+            assert tokens == 0 or print_.bytes(rows, tokens) <= free
+            assert tokens == 63 or print_.bytes(rows, tokens + 1) > free
+    assert print_.bytes(2, 10**9) == print_.bytes(2, 63), "the context bounds what a row generates"
+    shared = print_.most_rows(10, 5000, samples=2)
+    assert print_.bytes(shared, 10, prompts=1 + shared / 2) <= 5000 < print_.bytes(shared + 1, 10, prompts=2 + shared / 2)
+
+
+def _held(loop: Loop) -> int:
+    """Bytes of the caches and the tokens."""
+    runners = [loop.target, *([loop.drafter._runner] if hasattr(loop.drafter, "_runner") else [])]
+    tokens = loop.batch.tokens
+    return sum(runner.cache.bytes() for runner in runners) + tokens.numel() * tokens.element_size()
+
+
+@pytest.mark.parametrize("draft", ["draft", "skip:1", "none"])
+def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> None:
+    """What rows and tokens add to the plan is what they add to the tensors, but for the work space."""
+    (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
+
+    def both(rows: int, tokens: int) -> tuple[int, int]:
+        wish = job(batch_size=rows, max_new_tokens=tokens)
+        wish = wish.model_copy(update={"speculation": Speculation(length=4 if draft != "none" else 0)})
+        plan = prepare(wish)
+        assert plan.footprint is not None
+        return plan.footprint.bytes(rows, tokens), _held(build(plan))
+
+    sizes = {(rows, tokens): both(rows, tokens) for rows in (2, 5) for tokens in (10, 60)}
+    for planned, held in sizes.values():
+        assert held < planned
+    planned, held = (sizes[5, 60][i] - sizes[5, 10][i] - sizes[2, 60][i] + sizes[2, 10][i] for i in (0, 1))
+    heads, places = 6, 1 if draft == "none" else 5
+    assert planned - held == 3 * 50 * (16 + 8 * heads * places), "two token ids; a head's scores and their exponentials"
+
+
+def test_spans_end_with_the_context(place: Path) -> None:
+    huge, bounded = prepare(job(max_new_tokens=10**8)), prepare(job(max_new_tokens=CONTEXT - 1))
+    assert huge.span == bounded.span == CONTEXT - 1 + 4 + 1
+    assert huge.footprint == bounded.footprint
+    assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
+    rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    assert {row["finish_reason"] for row in rows} <= {"length", "eos"}
+    assert all(row["prompt_tokens"] + row["tokens"] == CONTEXT for row in rows if row["finish_reason"] == "length")
+
+
+def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_does(
+        place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bass_cli.assembly.load", lambda *a, **k: pytest.fail("weights were read"))
+    longest = "the cat number 0 sat"
+    found = prepare(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
+    assert found is not None
+    free(monkeypatch, int(found.bytes(6, 100) / 0.95) + 1000)
+    for batch_size, new_tokens in ((100000, 100), (6, 10**8)):
+        result = bass(*FLAGS, "--batch-size", str(batch_size), "--max-new-tokens", str(new_tokens))
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert "Traceback" not in result.stderr
+        assert not (place / "o.jsonl").exists()
+    assert re.search(r"6 rows of up to 255 new tokens each: .* can be had here; .*--batch-size (\d+), or --max-new-tokens "
+                     r"(\d+)$", result.stderr.strip())
+    assert "--batch-size 6" in bass(*FLAGS, "--batch-size", "100000", "--max-new-tokens", "100").stderr
+    rows, tokens = map(int, re.findall(r"--(?:batch-size|max-new-tokens) (\d+)", result.stderr))
+    prepare(job(batch_size=rows, max_new_tokens=10**8), longest_prompt=longest)
+    prepare(job(batch_size=6, max_new_tokens=tokens), longest_prompt=longest)
+    for more in ({"batch_size": rows + 1, "max_new_tokens": 10**8}, {"batch_size": 6, "max_new_tokens": tokens + 1}):
+        with pytest.raises(MachineError):
+            prepare(job(**more), longest_prompt=longest)
+
+
+def test_a_batch_of_its_own_choice_follows_the_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = prepare(job(n=20)).footprint
+    assert found is not None
+    free(monkeypatch, int(found.bytes(12, 256) / 0.95) + 1000)
+    plan = prepare(job(n=20))
+    assert (plan.rows, plan.batch_size) == (12, 12)
+    assert any("12 rows at a time, not 20" in note for note in plan.notes)
+    assert 1 <= prepare(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, "prompts take memory too"
+    assert prepare(job(n=5, max_new_tokens=8)).batch_size == "auto"
+    free(monkeypatch, int(found.bytes(3, 30) / 0.95) + 1000)
+    result = bass(*FLAGS, "--n", "9", "--limit", "1", "--max-new-tokens", "30")
+    assert (result.exit_code, "rows at a time, not 9" in result.stderr) == (0, True)
+    assert len((place / "o.jsonl").read_text().splitlines()) == 9
+    free(monkeypatch, 1000)
+    with pytest.raises(MachineError, match=r"the weights take .* use a smaller model"):
+        prepare(job())
+
+
+@pytest.mark.parametrize("error", [
+    lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60),
+    lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+], ids=["torch", "python", "cuda"])  # fmt: skip
+def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
+        place: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    tokens = ("--max-new-tokens", "40")
+    assert bass(*FLAGS, "--n", "4", *tokens).exit_code == 0
+    due = sorted(_samples(place / "o.jsonl"))
+    written, round_, left = place / "o.jsonl", Loop.round, [300]
+
+    def short(self: Loop, deadline: float | None = None) -> Any:
+        left[0] -= 1
+        if written.read_bytes().count(b"\n") >= 2 or not left[0]:
+            error()
+        return round_(self, deadline)
+
+    monkeypatch.setattr(Loop, "round", short)
+    result = bass(*FLAGS, "--n", "4", "--batch-size", "4", *tokens, "--overwrite")
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert "memory ran out with 4 rows of up to 40 new tokens each; the largest that can be expected to fit: " \
+           "--batch-size 2, or --max-new-tokens 20" in result.stderr
+    kept = written.read_bytes()
+    assert kept.count(b"\n") >= 2
+    monkeypatch.setattr(Loop, "round", round_)
+    assert bass(*FLAGS, "--n", "4", "--batch-size", "2", *tokens).exit_code == 0
+    assert written.read_bytes().startswith(kept)
+    assert sorted(_samples(written)) == due
+
+
+def _samples(path: Path) -> list[tuple[str, int, str]]:
+    return [(row["id"], row["sample"], row["text"]) for row in map(json.loads, path.read_text().splitlines())]
+
+
+def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = store()
+    cache.reserve(900)
+    each = cache.prompt_keys[0][:, :1].numel() * 4 * 4  # bytes of a position, keys and values of two layers
+    have = cache.positions
+    monkeypatch.setattr("bass_cli.model.cache.free_memory", lambda device: each * have)
+    cache.reserve(500)
+    assert cache.positions == 1400, "no more than is needed, where twice as much is not there"
+    monkeypatch.setattr("bass_cli.model.cache.free_memory", lambda device: each * 100)
+    before = cache.bytes()
+    with pytest.raises(MemoryError, match="prompts need 2400 positions"):
+        cache.reserve(1000)
+    assert cache.bytes() == before
+
+
+def test_a_large_model_is_planned_as_its_sizes_say() -> None:
+    """Llama 3.1 8B in bf16 on a GPU: 16.06 GB of weights, 131 kB a position."""
+    spec = Spec(family="llama", layers=32, width=4096, heads=32, kv_heads=8, head_size=128, inner=14336, vocab=128256,
+                context=131072, norm=Norm("rms", 1e-5), activation="silu", gated=True, rope=Rope(5e5, 128),
+                windows=(0,) * 32, query_scale=128**-0.5)
+    found = footprint(spec, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
+    assert found.weights == pytest.approx(16.06e9, rel=0.001)
+    assert found.token == pytest.approx(131072, rel=0.001)
+    need = Need(found, 64, 10**9, torch.device("cuda"))
+    assert found.bytes(need.rows, need.new_tokens) == pytest.approx(64 * 131072 * 131072 + 16.06e9, rel=0.02)
