@@ -71,6 +71,7 @@ def generate(
     batch_size: options.BatchSize = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     limit: options.Limit = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,
@@ -126,6 +127,7 @@ def bench(
     coupling: options.Coupling = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     rivals: options.Rivals = None,
     attention: options.AttentionSchedule = None,
     json_document: options.Document = False,
@@ -172,7 +174,7 @@ def pairs(json_table: options.Json = False) -> None:
 
 
 @app.command(cls=Command)
-def doctor(json_table: options.Json = False) -> None:
+def doctor(threads: options.Threads = None, json_table: options.Json = False) -> None:
     """Show what this machine offers: device, versions, kernels, memory, and which pairs fit.
 
     \b
@@ -183,7 +185,7 @@ def doctor(json_table: options.Json = False) -> None:
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 
-        facts = describe_machine()
+        facts = describe_machine(threads)
         if json_table:
             print(json.dumps(facts, indent=2))
             return

@@ -20,6 +20,7 @@ from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, open_output, r
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.resume import manifest_path
 from bass_cli.screen import Screen
+from bass_cli.threads import Company, settle
 
 if TYPE_CHECKING:
     from bass_cli.engine.lengths import Round
@@ -38,6 +39,7 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
     source = open_source(given["prompts"])
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
+    settle(job.threads, screen.note)
 
     from bass_cli.plan import prepare
 
@@ -73,10 +75,15 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
         screen.note(note)
     to_terminal = writer.name == STANDARD_OUTPUT and sys.stdout.isatty()
     screen.start(None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal)
-    more = {} if loop is None else {"loop": loop}
+    more, company = {} if loop is None else {"loop": loop}, Company(plan.job.threads)
+
+    def on_round(done: Round) -> None:
+        company.look()
+        screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
+
     try:
-        for completion in run.generate(plan, prompts, done=set(writer.done), count=count,
-                                       on_round=lambda done: _show_round(screen, done), on_phase=screen.phase, **more):
+        for completion in run.generate(plan, prompts, done=set(writer.done), count=count, on_round=on_round,
+                                       on_phase=screen.phase, **more):
             writer.write(completion if shape is None else shape(completion))
             screen.advance(completion)
     finally:
@@ -89,10 +96,6 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
 def finished(writer: Writer) -> bool:
     """Whether no sample in the file failed or ran out of time."""
     return not {"error", "budget"} & set(writer.totals["finish_reasons"])
-
-
-def _show_round(screen: Screen, done: Round) -> None:
-    screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
 
 
 def read_job(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Job:

@@ -26,7 +26,7 @@ SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 JOB_FLAGS = {*SAMPLING_FLAGS, *SPECULATION_FLAGS.values(), "n", "draft", "budget", "batch_size", "device", "dtype", "chat",
-             "limit", "prompt_column", "token_ids"}
+             "threads", "limit", "prompt_column", "token_ids"}
 
 
 class UserError(Exception):
@@ -100,6 +100,7 @@ class Job(Strict):
     batch_size: BatchSize = "auto"
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Dtype = "auto"
+    threads: Count | None = None
     chat: bool | None = None
     limit: Count | None = None
     prompt_column: Name = "prompt"

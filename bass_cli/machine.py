@@ -16,6 +16,7 @@ from typing import Any
 from bass_cli import __version__
 from bass_cli.drafts import parse_draft
 from bass_cli.job import Pair, load_pair, packaged_pairs
+from bass_cli.threads import settle
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -111,8 +112,9 @@ def _host_memory() -> int:
     return min(total, int(allowed)) if allowed.isdigit() else total
 
 
-def describe_machine() -> dict[str, Any]:
-    """What `bass doctor` shows, ready for JSON."""
+def describe_machine(threads: int | None = None) -> dict[str, Any]:
+    """What `bass doctor` shows, ready for JSON; `threads` as asked for."""
+    settled = settle(threads, lambda note: None)
     import torch
 
     memory, pairs = available_memory(), describe_pairs()
@@ -126,7 +128,8 @@ def describe_machine() -> dict[str, Any]:
         "memory": _gigabytes(memory["bytes"]),
         "memory_bytes": memory["bytes"],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
+        "threads": settled.number,
+        "threads_why": settled.why,
         "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
         "fits": [pair["name"] for pair in pairs if pair["fits"]],
         "ready": [pair["name"] for pair in pairs if pair["ready"]],

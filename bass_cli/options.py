@@ -111,6 +111,11 @@ Dtype = Annotated[
     _option("--dtype", "Number format of weights and computing", MACHINE, takes="auto|bf16|fp16|fp32",
             default="the pair's"),
 ]
+Threads = Annotated[
+    int | None,
+    _option("--threads", "CPU threads to compute with", MACHINE, takes="N",
+            default="OMP_NUM_THREADS, or as many as cores are free"),
+]
 Limit = Annotated[int | None, _option("--limit", "Take only the first N prompts", PROMPTS, takes="N", default="all")]
 Resume = Annotated[bool, _option("--resume", "Insist that there is an output file to go on with", OUTPUT)]
 Overwrite = Annotated[bool, _option("--overwrite", "Start the output file anew", OUTPUT)]

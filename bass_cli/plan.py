@@ -131,7 +131,7 @@ def prepare(job: Job, *, longest_prompt: str = "",
     profile, surface = None, None
     if pair.draft != "none":
         profile = store.path_of(target=target.fingerprint(), draft=_draft_identity(pair.draft, draft), device=device,
-                                dtype=dtype)
+                                dtype=dtype, threads=job.threads)
         surface = store.load_surface(profile, notes.append)
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '

@@ -36,7 +36,7 @@ from bass_kernels.dispatch import schedule
 
 KEYS = ("pair", "model", "draft", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods",
         "prompts", "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
-        "coupling", "device", "dtype", "rivals", "attention", "controllers")  # fmt: skip
+        "coupling", "device", "dtype", "threads", "rivals", "attention", "controllers")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")

@@ -29,6 +29,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.fields"},
     "bass_cli/fields.py": {"pydantic", "bass_cli.drafts"},
     "bass_cli/drafts.py": set(),
+    "bass_cli/threads.py": {"bass_cli.job", "torch"},
     "bass_cli/capture.py": {"torch"},
     "bass_cli/host.py": {"torch"},
     "bass_cli/footprint.py": {
@@ -48,13 +49,15 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/assembly.py": {"bass_cli.draft", "bass_cli.engine", "bass_cli.job", MODEL, "bass_cli.plan"},
     "bass_cli/generation.py": {
         "bass_cli", "bass_cli.engine", "bass_cli.job", f"{MODEL}.sources", "bass_cli.outputs", "bass_cli.plan",
-        "bass_cli.prompts", "bass_cli.resume", "bass_cli.run", "bass_cli.screen",
+        "bass_cli.prompts", "bass_cli.resume", "bass_cli.run", "bass_cli.screen", "bass_cli.threads",
     },
     "bass_cli/outputs.py": {"bass_cli.job", "bass_cli.resume"},
     "bass_cli/resume.py": {"bass_cli.job"},
     "bass_cli/screen.py": {"rich", "bass_cli.progress"},
     "bass_cli/progress.py": {"rich"},
-    "bass_cli/machine.py": {"bass_cli.host", "bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch"},
+    "bass_cli/machine.py": {
+        "bass_cli.host", "bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch", "bass_cli.threads",
+    },
     "bass_cli/eval/__init__.py": set(),
     "bass_cli/eval/sandbox.py": {
         "bass_cli.job", f"{EVAL}.cell", f"{EVAL}.folder", f"{EVAL}.isolation", f"{EVAL}.jail.order",
@@ -80,7 +83,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/__init__.py": set(),
     "bass_cli/bench/command.py": {
         "bass_cli.generation", "bass_cli.job", "bass_cli.outputs", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid",
-        f"{BENCH}.plot", f"{BENCH}.report", f"{BENCH}.settings", "torch",
+        f"{BENCH}.plot", f"{BENCH}.report", f"{BENCH}.settings", "bass_cli.threads", "torch",
     },
     "bass_cli/bench/settings.py": {"bass_cli.job", f"{BENCH}.shapes"},
     "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
@@ -116,11 +119,11 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/eval/evaluation.py": {
         EVAL, "bass_cli.engine", "bass_cli.generation", "bass_cli.job", "bass_cli.outputs", "bass_cli.plan",
-        "bass_cli.prompts", "bass_cli.screen",
+        "bass_cli.prompts", "bass_cli.screen", "bass_cli.threads",
     },
     "bass_cli/eval/sweep.py": {
         EVAL, "bass_cli.assembly", "bass_cli.engine", "bass_cli.job", "bass_cli.plan", "bass_cli.resume",
-        "bass_cli.screen",
+        "bass_cli.screen", "bass_cli.threads",
     },
     "bass_cli/eval/chart.py": {"matplotlib"},
     "bass_cli/eval/tasks.py": {"bass_cli.job", f"{EVAL}.humaneval", f"{EVAL}.mbpp", f"{EVAL}.summaries"},
@@ -146,11 +149,12 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/profiling/command.py": {
         "typer", "bass_cli.options", "bass_cli.exits", "bass_cli.screen", "bass_cli.job", "bass_cli.plan",
         "bass_cli.assembly", f"{BENCH}.texts", "bass_cli.engine.table", "bass_cli.engine.surface", PROFILING, "torch",
+        "bass_cli.threads",
     },
     "bass_cli/profiling/measure.py": {"bass_cli.draft", "bass_cli.engine", f"{PROFILING}.filling"},
     "bass_cli/profiling/filling.py": {"numpy"},
     "bass_cli/profiling/skipping.py": {f"{BENCH}.texts", MODEL, "bass_cli.plan", "torch"},
-    "bass_cli/profiling/store.py": {"bass_cli.host", "bass_cli", "bass_cli.engine", "torch"},
+    "bass_cli/profiling/store.py": {"bass_cli.host", "bass_cli", "bass_cli.engine", "torch", "bass_cli.threads"},
     "bass_cli/model/__init__.py": set(),
     "bass_cli/model/decoder.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.narrow"},
     "bass_cli/model/narrow.py": {"torch", "bass_kernels", f"{MODEL}.cache", f"{MODEL}.decoder"},

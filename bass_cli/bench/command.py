@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from bass_cli.bench import plot, report
-from bass_cli.bench.settings import make_settings
 from bass_cli.generation import files_read
 from bass_cli.job import UserError
 from bass_cli.outputs import refuse_shared_files
 from bass_cli.prompts import check_prompts, open_source
 from bass_cli.screen import Screen
+from bass_cli.threads import settle
 
 
 def run(given: Mapping[str, Any], screen: Screen) -> bool:
     """Measure and print, each document as soon as it is there; False if a gate failed or graphs were captured inside a
     measured run."""
+    settle(given["threads"], screen.note)  # before the shapes of models load torch
+
+    from bass_cli.bench.settings import make_settings
+
     settings = make_settings(given)
     if given["plot"] is not None:
         if len(settings.acceptances) > 1:

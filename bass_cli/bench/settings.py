@@ -17,7 +17,7 @@ _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controlle
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
-_JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype")
+_JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype", "threads")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
 

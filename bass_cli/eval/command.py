@@ -37,6 +37,7 @@ def evaluate(
     batch_size: options.BatchSize = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     limit: options.Limit = None,
     resume: options.Resume = False,
     overwrite: options.Overwrite = False,

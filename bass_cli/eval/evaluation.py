@@ -21,6 +21,7 @@ from bass_cli.job import Job, UserError, parse_duration
 from bass_cli.outputs import Completion, Named, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt
 from bass_cli.screen import Screen
+from bass_cli.threads import settle
 
 if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
@@ -62,6 +63,7 @@ class Evaluation:
         """Generate what is missing in the file and score it; the report, and whether all prompts could be run."""
         scoring.check_report(self.report_path(self.out))
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
+        settle(self.job.threads, self._screen.note)
 
         from bass_cli.plan import prepare
 

@@ -17,6 +17,7 @@ from bass_cli.eval.scoring import check_report
 from bass_cli.job import MachineError, UserError, parse_duration
 from bass_cli.resume import write_json
 from bass_cli.screen import Screen
+from bass_cli.threads import settle
 
 if TYPE_CHECKING:
     from bass_cli.plan import Plan
@@ -37,6 +38,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
     evaluation.check_files([("--report", document_path), ("--plot", chart), ("the verdicts", verdicts_path(evaluation.out)),
                             *(one for out in samples for one in evaluation.files_of(out))])
+    settle(evaluation.job.threads, screen.note)
 
     from bass_cli.plan import prepare
 

@@ -35,6 +35,7 @@ def profile(
     batch_sizes: options.ProfileBatchSizes = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    threads: options.Threads = None,
     skip: options.Skip = False,
     json_document: options.Document = False,
     quiet: options.Quiet = False,
@@ -52,10 +53,13 @@ def profile(
 
 def _run(given: Mapping[str, Any], screen: Screen) -> None:
     from bass_cli.job import UserError
+    from bass_cli.threads import settle
 
     job = make_profile_job(given)
     if given["skip"] and given["draft"] is not None:
         raise UserError("--skip proposes another draft, made of the target's own layers; leave --draft out")
+    settle(job.threads, screen.note)
+
     from bass_cli.plan import prepare
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
@@ -74,7 +78,7 @@ def make_profile_job(given: Mapping[str, Any]) -> Job:
     """The job whose loop is measured: as many rows as the largest batch size that was asked for, and little to generate."""
     from bass_cli.job import chosen_pair, make_job
 
-    flags = {key: given[key] for key in ("draft", "device", "dtype")}
+    flags = {key: given[key] for key in ("draft", "device", "dtype", "threads")}
     if given["skip"]:
         flags["draft"] = "none"
     rows = max(batch_sizes_of(given["batch_sizes"])) if given["batch_sizes"] else "auto"

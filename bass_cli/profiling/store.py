@@ -22,6 +22,7 @@ from bass_cli import __version__
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.surface import Surface, read_surface
 from bass_cli.host import cache_folder
+from bass_cli.threads import most_threads
 
 if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
@@ -34,10 +35,11 @@ def folder() -> Path:
     return cache_folder() / "profiles"
 
 
-def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype) -> Path:
-    """The file for two models (their fingerprints), a device, a dtype and the versions of now. Coupling and sampling are
-    not in it: they cost nearly the same."""
-    identity = [_device_name(device), target, draft, str(dtype), __version__, torch.__version__]
+def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype,
+            threads: int | None = None) -> Path:
+    """The file for two models (their fingerprints), a device, a dtype and the versions of now; `threads` as asked for.
+    Coupling and sampling are not in it: they cost nearly the same. Nor is who else computes here just now."""
+    identity = [_device_name(device, threads), target, draft, str(dtype), __version__, torch.__version__]
     return folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
 
 
@@ -83,7 +85,7 @@ def learning(loop: Loop, path: Path | None) -> Iterator[Loop]:
             save_surface(path, learned, lambda note: None)
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(device: torch.device, threads: int | None) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{platform.processor() or platform.machine()}, {most_threads(threads)} threads"
