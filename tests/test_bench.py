@@ -437,7 +437,7 @@ def test_schedules_of_attention_are_the_triton_kernels() -> None:
 def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(ops, "kind_for", lambda tensor: "triton")
-    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note: [(wanted.attention, schedule())])
+    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note, phase: [(wanted.attention, schedule())])
     for name in ops.SCHEDULES:
         found += grid.measure(settings(shape="tiny", methods="plain", attention=name), lambda _: None)
     assert found == [(name, name) for name in ops.SCHEDULES]

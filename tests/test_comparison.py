@@ -14,6 +14,7 @@ from bass_cli.bench.pairs import build_loops, build_models
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.engine.lengths import Fixed
 from bass_cli.job import UserError
+from bass_cli.screen import Screen
 
 
 def cell(batch: int, method: str, mean: float) -> dict[str, Any]:
@@ -31,7 +32,9 @@ def test_controllers_are_held_against_the_best_fixed_length_of_their_batch() -> 
     assert second["slower"]["auto"] == pytest.approx(2.1 / 4 - 1)
 
 
-def test_all_are_measured_in_one_run_and_shown() -> None:
+def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases: list[str] = []
+    monkeypatch.setattr(Screen, "phase", lambda screen, name, *, live=True: phases.append(name))
     arguments = ("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.9,0.2", "--batch-sizes", "2",
                  "--controllers", "--prompt-tokens", "12", "--new-tokens", "20", "--repeats", "1", "--device", "cpu")
     result = bench(*arguments)
@@ -40,7 +43,8 @@ def test_all_are_measured_in_one_run_and_shown() -> None:
     for method in ("bass", "table", "bass+table", "auto"):
         assert f" {method} " in line
     assert "acceptance set to 0.9, 0.2, by row in turn" in result.stdout
-    assert "measuring what rounds cost" in result.stderr
+    assert phases[:5] == ["making random weights", "checking that speculation equals plain decoding",
+                          "measuring what rounds cost", "batch 2: warming up", "batch 2, repeat 1 of 1: plain"]
 
 
 def test_several_acceptances_are_a_document_each() -> None:

@@ -36,7 +36,8 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     from bass_cli.bench.grid import measure
 
     failures: list[str] = []
-    for document in measure(settings, screen.note):
+    for document in measure(settings, screen.note, screen.phase):
+        screen.close()
         if given["json_document"]:
             print(json.dumps(document), flush=True)
         else:

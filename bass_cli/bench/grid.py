@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +37,16 @@ _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 Note = Callable[[str], None]
 
 
+class Phase(Protocol):
+    """Is told what is done from now on; `live`: whether that may be shown by something that itself takes time."""
+
+    def __call__(self, name: str, *, live: bool = True) -> None: ...
+
+
+def _silent(name: str, *, live: bool = True) -> None:
+    """Tells nobody."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way.
@@ -52,6 +62,7 @@ class Bench:
     failures: list[str] = field(default_factory=list)
     surface: Surface | None = None
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
+    phase: Phase = _silent
 
     def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None, repeat: int = 0) -> list[Row]:
         return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat)
@@ -70,9 +81,10 @@ class Bench:
         return Fixed(0 if method == PLAIN else int(method))
 
 
-def measure(settings: Settings, note: Note) -> Iterator[dict[str, Any]]:
+def measure(settings: Settings, note: Note, phase: Phase = _silent) -> Iterator[dict[str, Any]]:
     """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set. `note` takes a line of
-    progress. The gate comes first: if it fails, there is one document without cells, whose "failures" say why."""
+    progress, `phase` what is done from now on. The gate comes first: if it fails, there is one document without cells, and
+    its "failures" say why."""
     plan = pairs.plan_for(settings)
     device = pairs.device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
@@ -80,17 +92,18 @@ def measure(settings: Settings, note: Note) -> Iterator[dict[str, Any]]:
     ops.attention_schedule(settings.attention)
     try:
         with pairs.need_of(settings, plan, device).explained():
-            yield from _measure(settings, plan, note)
+            yield from _measure(settings, plan, note, phase)
     finally:
         ops.attention_schedule("ragged")
 
 
-def _measure(settings: Settings, plan: Plan | None, note: Note) -> Iterator[dict[str, Any]]:
+def _measure(settings: Settings, plan: Plan | None, note: Note, phase: Phase) -> Iterator[dict[str, Any]]:
     prompts = prompts_for(settings, plan)
-    note("making the models")
+    phase("loading the weights" if settings.shape is None else "making random weights")
     models = pairs.build_models(settings, plan)
     loops = pairs.build_loops(models, settings, context=max(map(len, prompts)) + settings.new_tokens)
-    bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note)
+    bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note,
+                  phase=phase)
     _grow(bench)
     passed = _gate(bench)
     if not passed.passed:
@@ -135,7 +148,7 @@ def _profile(bench: Bench, plan: Plan | None) -> Surface | None:
         return plan.surface
     if loop is None or not (settings.controllers or any("table" in method for method in settings.methods)):
         return None
-    bench.note("measuring what rounds cost")
+    bench.phase("measuring what rounds cost")
     most = max(settings.batch_sizes)
     rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
     return profile(loop, bench.prompts, rows=sorted(rows), coupling=settings.job.speculation.coupling,
@@ -152,6 +165,7 @@ def _grow(bench: Bench) -> None:
 
 
 def _gate(bench: Bench) -> gate.Gate:
+    bench.phase("checking that speculation equals plain decoding")
     count = min(_GATE_ROWS, max(bench.settings.batch_sizes))
     limit = min(_GATE_TOKENS, bench.settings.new_tokens)
     rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
@@ -173,6 +187,7 @@ def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
                                 ("speculative", bench.loops.speculative, bench.settings.longest)):
         if loop is None or loop.graphs is None or not loop.graphs.enabled:
             continue
+        bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
         loop.prepare([batch], range(longest + 1))
         found.append({"batch": batch, "loop": name, "graphs": loop.graphs.captures - before,
@@ -184,11 +199,13 @@ def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
 def _run_batch(bench: Bench, batch: int) -> dict[str, list[Run]]:
     """Every method's runs, in turn."""
     settings = bench.settings
+    bench.phase(f"batch {batch}: warming up")
     for method in settings.methods:
         bench.run(method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens)))
     runs: dict[str, list[Run]] = {method: [] for method in settings.methods}
     for repeat in range(settings.repeats):
         for method in settings.methods:
+            bench.phase(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: {method}", live=False)
             runs[method].append(bench.run(method, bench.rows(batch, repeat=repeat)))
         figures = ", ".join(f"{method} {latency(found[-1]).mean:.3g}" for method, found in runs.items())
         bench.note(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: ms per token {figures}")
