@@ -48,6 +48,7 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
     with open_output(out, manifest | {"source": source.name}, resume=given["resume"],
                      overwrite=given["overwrite"]) as writer:
+        tell(plan, screen, plain=checked.plain)
         prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
         summary = write_samples(writer, plan, prompts, count=checked.count, screen=screen)
     if given["json_summary"]:
@@ -64,6 +65,17 @@ def files_read(given: Mapping[str, Any], job: Job) -> list[tuple[str, str | Path
     """What a job's pair is read from, as `refuse_shared_files` takes it."""
     own = [] if job.pair.folder is None else [("the pair file", given["pair"])]
     return own + [("a file of the models", file) for file in files_of(job.pair)]
+
+
+def tell(plan: Plan, screen: Screen, *, plain: bool, ask: str = "--chat") -> None:
+    """Say what may surprise: that equal samples are copies, and, where the model has a chat template and some prompts are
+    `plain` text, which of the two forms such a prompt is given, with the flag for the other (`ask`: for the template)."""
+    if plan.job.draws_one:
+        screen.note(f"temperature 0: the {plan.job.n} samples of a prompt are equal, so one is drawn and copied")
+    if plan.tokenizer.has_chat_template and plain:
+        screen.note("plain prompts go through the model's chat template; --no-chat continues them as raw text"
+                    if plan.job.chat else
+                    f"plain prompts are continued as raw text; {ask} asks them through the model's chat template")
 
 
 def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, count: int | None, screen: Screen,

@@ -106,6 +106,11 @@ class Job(Strict):
     prompt_column: Name = "prompt"
     token_ids: bool = False
 
+    @property
+    def draws_one(self) -> bool:
+        """Whether the samples of a prompt are all equal, so that one is drawn and the others are copies."""
+        return self.n > 1 and self.sampling.temperature == 0
+
 
 def parse_duration(text: str, key: str = "duration") -> float:
     """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0."""

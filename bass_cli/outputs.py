@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,14 +23,14 @@ from bass_cli.job import MachineError, UserError
 from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_past, rewrite_without_failed, write_manifest
 
 STANDARD_OUTPUT = "standard output"  # the name of its writer
-_OPTIONAL = ("token_ids", "error", "task_id", "completion")
+_OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
 Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds. `task_id`
-    and `completion` are an evaluation's: what public scorers read."""
+    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds. `copy_of`:
+    the sample whose copy it is. `task_id` and `completion` are an evaluation's: what public scorers read."""
 
     id: str
     sample: int
@@ -48,6 +48,7 @@ class Completion:
     meta: dict[str, Any] = field(default_factory=dict)
     token_ids: list[int] | None = None
     error: str | None = None
+    copy_of: int | None = None
     task_id: str | None = None
     completion: str | None = None
 
@@ -55,6 +56,10 @@ class Completion:
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
         """The one line of a prompt that could not be run."""
         return cls(prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error)
+
+    def copied(self, sample: int) -> Completion:
+        """The same for another sample number: equal in all but the work, which was done once."""
+        return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
 
     def to_line(self) -> str:
         """One line of strict JSON without its end; the fields of _OPTIONAL only where there is something."""
@@ -108,7 +113,7 @@ class Writer:
             raise
         except OSError as error:
             raise MachineError(f"{self.name}: cannot write the results: {error.strerror}") from None
-        self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in COUNTED})
+        self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in ("copy_of", *COUNTED)})
 
     def add_seconds(self, seconds: float) -> None:
         """What was written since the file was opened took so long to generate; only known for a file if for all of it."""

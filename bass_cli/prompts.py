@@ -94,21 +94,22 @@ def open_source(source: str) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of prompts that are all valid: how many there are (None: nobody knows), and the longest text."""
+    """What is known of prompts that are all valid: how many there are (None: nobody knows), the longest text, and
+    whether any is plain text, not messages."""
 
     count: int | None
     longest: str
+    plain: bool
 
 
 def check_prompts(source: Source, *, column: str, limit: int | None) -> Checked:
     """Check every prompt; a hub dataset only has its first row checked."""
     if source.kind == "hf":
-        next(read_prompts(source, column=column, limit=1))
-        return Checked(None, "")
-    count, longest = 0, ""
+        return Checked(None, "", next(read_prompts(source, column=column, limit=1)).text is not None)
+    count, longest, plain = 0, "", False
     for prompt in read_prompts(source, column=column, limit=limit):
-        count, longest = count + 1, max(longest, prompt.whole(), key=len)
-    return Checked(count, longest)
+        count, longest, plain = count + 1, max(longest, prompt.whole(), key=len), plain or prompt.text is not None
+    return Checked(count, longest, plain)
 
 
 def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | None = None) -> Iterator[Prompt]:

@@ -38,10 +38,10 @@ class Past:
     torn: int = 0
 
     def count(self, reason: str, numbers: dict[str, Any]) -> None:
-        """Add one result line to the totals."""
+        """Add one result line to the totals; a copy is a sample, and its tokens were drawn with another."""
         self.totals["samples"] += 1
         self.totals["finish_reasons"][reason] = self.totals["finish_reasons"].get(reason, 0) + 1
-        for key in COUNTED:
+        for key in COUNTED if numbers.get("copy_of") is None else ():
             self.totals[key] += numbers.get(key) or 0
 
     def describe(self, name: str) -> list[str]:

@@ -6,8 +6,9 @@ files (outputs.py).
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -55,15 +56,35 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
     they end.
 
+    At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies of it.
+
     Loads the models at the first step, if no empty `loop` is given; with a budget, what would make the first prompts slow
     is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot
     run yields one Completion with finish_reason "error".
     """
+    if plan.job.draws_one:
+        once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
+        whole = {(id_, 0) for id_, taken in Counter(id_ for id_, _ in done).items() if taken == plan.job.n}
+        drawn = generate(once, prompts, done=whole, count=count, on_round=on_round,
+                         on_phase=on_phase, loop=loop)
+        yield from _with_copies(drawn, plan.job.n, done)
+        return
     with plan.need.explained():
         loop = ready_loop(plan, loop, on_phase)
         with learning(loop, plan.profile):
             yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
                                  count=count, on_round=on_round).run(prompts, done)
+
+
+def _with_copies(drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A failure stays one line."""
+    for completion in drawn:
+        if completion.finish_reason == "error":
+            yield completion
+            continue
+        for sample in range(n):
+            if (completion.id, sample) not in done:
+                yield completion if sample == 0 else completion.copied(sample)
 
 
 class Conductor:

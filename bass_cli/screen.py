@@ -27,6 +27,8 @@ class Sample(Protocol):
     def accepted(self) -> int: ...
     @property
     def finish_reason(self) -> str: ...
+    @property
+    def copy_of(self) -> int | None: ...
 
 
 class Screen:
@@ -72,9 +74,9 @@ class Screen:
         self._tick()
 
     def advance(self, completion: Sample) -> None:
-        """One sample is done."""
+        """One sample is done; a copy of another took no work."""
         self._samples += 1
-        self._tokens += completion.tokens
+        self._tokens += completion.tokens if completion.copy_of is None else 0
         self._rounds += completion.rounds
         self._drafted += completion.drafted
         self._accepted += completion.accepted

@@ -26,7 +26,8 @@ def prepare(job: Any, **_: Any) -> Any:
         raise MachineError("the model does not fit into memory")
     identity = {"target": job.pair.target, "device": "cpu", "dtype": "fp32", "versions": {"bass": "0"}}
     return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None,
-                                 batch_size=job.batch_size)
+                                 batch_size=job.batch_size,
+                                 tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target))
 
 
 def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,

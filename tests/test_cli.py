@@ -99,6 +99,19 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
         assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (name, model, "none")
 
 
+def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "both.jsonl").write_text((tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text())
+    raw = "plain prompts are continued as raw text; --chat asks them through the model's chat template"
+    chat = "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+    for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
+        for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
+            stderr = cli("generate", prompts, "--model", "chatty.gguf", *flags).stderr
+            assert [line for line in stderr.splitlines() if "plain prompts" in line] == [said] * plain
+    assert "plain prompts" not in cli("generate", "p.jsonl", "--model", "t.gguf").stderr
+    assert cli("generate", "p.jsonl", "--model", "chatty.gguf", "--quiet").stderr == ""
+
+
 def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = {
         "PAIR": "pair.yaml", "N": "3", "OUT": "o.jsonl", "MAX_NEW_TOKENS": "7", "TOP_K": "5", "STOP": '["a b", "c"]',

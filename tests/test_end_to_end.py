@@ -64,6 +64,44 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
     assert sum(row["drafted"] for row in rows) > 0
 
 
+def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
+    flags = (*FLAGS, "--temperature", "0", "--limit", "3")
+    whole = bass("p.txt", *flags, "--out", "whole.jsonl")
+    assert whole.exit_code == 0, whole.stderr
+    assert "temperature 0: the 3 samples of a prompt are equal, so one is drawn and copied" in whole.stderr
+    rows = [json.loads(line) for line in (place / "whole.jsonl").read_text().splitlines()]
+    assert sorted((int(row["id"]), row["sample"]) for row in rows) == [(i, s) for i in range(3) for s in range(3)]
+    drawn = {row["id"]: row for row in rows if row["sample"] == 0}
+    for row in rows:
+        if row["sample"]:
+            work = {"sample": row["sample"], "rounds": 0, "drafted": 0, "accepted": 0, "copy_of": 0}
+            assert row == {**drawn[row["id"]], **work}
+    assert all("copy_of" not in row and row["rounds"] > 0 for row in drawn.values())
+    alone = bass("p.txt", *flags, "--n", "1", "--out", "alone.jsonl")
+    assert "drawn and copied" not in alone.stderr
+    firsts = {key: value for key, value in samples(place / "whole.jsonl").items() if key[1] == 0}
+    assert samples(place / "alone.jsonl") == firsts
+    totals = json.loads((place / "whole.jsonl.manifest.json").read_text())["totals"]
+    assert (totals["samples"], totals["tokens"]) == (9, sum(row["tokens"] for row in drawn.values()))
+    for kept in (4, 8):  # cut anywhere, also between a sample and its copies
+        (place / "cut.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:kept]))
+        (place / "cut.jsonl.manifest.json").write_text((place / "whole.jsonl.manifest.json").read_text())
+        assert bass("p.txt", *flags, "--out", "cut.jsonl").exit_code == 0
+        assert work_of(place / "cut.jsonl") == work_of(place / "whole.jsonl")
+        again = json.loads((place / "cut.jsonl.manifest.json").read_text())["totals"]
+        assert again | {"seconds": 0} == totals | {"seconds": 0}
+    assert bass("p.txt", *flags, "--n", "3", "--out", "alone.jsonl").exit_code == 0  # n grows
+    assert work_of(place / "alone.jsonl") == work_of(place / "whole.jsonl")
+
+
+def work_of(path: Path) -> list[dict[str, Any]]:
+    """All that a file says but times and what depends on which rows share a batch: figures of drafts, last digits."""
+    left_out = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return sorted(({key: value for key, value in row.items() if key not in left_out} for row in rows),
+                  key=lambda row: (row["id"], row["sample"]))
+
+
 def test_lookup_beside_a_model_is_refused_under_maximal_coupling(place: Path) -> None:
     result = bass("p.txt", *FLAGS, "--draft", "lookup+skip:1", "--coupling", "maximal", "--out", "no.jsonl")
     assert result.exit_code == 2

@@ -109,8 +109,10 @@ def test_another_format_is_another_evaluation() -> None:
     assert result.exit_code == 2
     assert "prompt_format" in result.stderr
     assert bass(ALLOW, "--prompt-format", "strip", "--overwrite").exit_code == 0
+    assert "plain prompts are continued as raw text; --prompt-format chat asks them" in result.stderr
     chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl")
     assert chat.exit_code == 0, chat.stderr
+    assert "plain prompts" not in chat.stderr
     assert {row["completion"][:1] for row in lines("chat.jsonl")} == {"\n"}
 
 
@@ -127,6 +129,7 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
     result = bass(ALLOW, "--budgets", "1ms,60s", "--json", "--report", "all.json", "--limit", "2")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
+    assert result.stderr.count("plain prompts") == 1
     assert json.loads(Path("all.json").read_text()) == document
     finished = {(one["method"], one["budget"]): one["finished"] for one in document["reports"]}
     assert finished == {(method, budget): 0 if budget == 0.001 else 6 for method in ("plain", "single", "batched")

@@ -115,6 +115,14 @@ def test_samples_that_end_after_the_deadline_are_late_and_count_as_failed() -> N
     assert (free["finished"], free["late"], free["pass_first"]) == (5, 0, 1.0), "without a budget nothing is late"
 
 
+def test_copies_are_samples_whose_tokens_were_drawn_once() -> None:
+    rows = [line(0, 0, "+ 1"), *(line(0, i, "+ 1", rounds=0, drafted=0, accepted=0, copy_of=0) for i in (1, 2))]
+    report = scored(write("f.jsonl", rows, results={"n": 3}, totals={"seconds": 4.0}), "--k", "1,3")
+    assert (report["samples"], report["tokens"], report["tokens_per_second"]) == (3, 10, 2.5)
+    assert (report["accepted_per_round"], report["acceptance_rate"]) == (2.0, 0.5)
+    assert report["pass_at_k"] == {"1": 1.0, "3": 1.0}
+
+
 def test_a_late_summary_is_not_rated() -> None:
     rows = [{"task_id": "0", "completion": text, "sample": i, "finish_reason": "eos", "seconds": 0.9 + 0.2 * i}
             for i, text in enumerate(("abc", "abcde"))]  # fmt: skip

@@ -16,7 +16,7 @@ from bass_cli.eval import scoring
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.score_command import parse_ks, parse_workers
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
-from bass_cli.generation import describe, files_read, files_written, read_job, write_samples
+from bass_cli.generation import describe, files_read, files_written, read_job, tell, write_samples
 from bass_cli.job import Job, UserError, parse_duration
 from bass_cli.outputs import Completion, Named, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt
@@ -65,12 +65,17 @@ class Evaluation:
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
         settle(self.job.threads, self._screen.note)
 
+        self.generate(self.plan(), self.out)
+        return self.score(self.out, verdicts_path(self.out)), not self.failed
+
+    def plan(self) -> Plan:
+        """The plan of the job, for every file that is to come of it; says once what may surprise."""
         from bass_cli.plan import prepare
 
         self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
         plan = prepare(self.job, longest_prompt=self.longest_prompt())
-        self.generate(plan, self.out)
-        return self.score(self.out, verdicts_path(self.out)), not self.failed
+        tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
+        return plan
 
     def files_of(self, out: str) -> list[tuple[str, str | Path]]:
         """What is written about the samples in `out`, but the verdicts."""

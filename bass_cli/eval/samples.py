@@ -26,7 +26,7 @@ TASKS = ("humaneval", "mbpp", "xsum")
 
 class Generation(NamedTuple):
     """One line of a generation file. `whole`: the text stands alone, it does not complete the prompt. Seconds are from
-    the prompt's beginning; a figure is None where the file does not have it."""
+    the prompt's beginning; a figure is None where the file does not have it. A copy counts no tokens and no rounds."""
 
     line: int
     task_id: str
@@ -149,7 +149,7 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     reason = row.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
-    counts = [_figure(row, key, int, place) for key in COUNTED]
+    counts: list[Any] = [_figure(row, key, int, place) if row.get("copy_of") is None else 0 for key in COUNTED]
     logprob, seconds = (_figure(row, key, float, place) for key in ("mean_logprob", "seconds"))
     return Generation(number, task_id, int(sample), text, whole, reason, logprob, seconds, *counts)
 

@@ -40,10 +40,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
                             *(one for out in samples for one in evaluation.files_of(out))])
     settle(evaluation.job.threads, screen.note)
 
-    from bass_cli.plan import prepare
-
-    screen.phase("checking the models", live=False)
-    plan = prepare(evaluation.job, longest_prompt=evaluation.longest_prompt())
+    plan = evaluation.plan()
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())
