@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bass_cli import __version__
 from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
 from bass_cli.model.sources import files_of
-from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, open_output, refuse_shared_files
+from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.resume import manifest_path
 from bass_cli.screen import Screen
@@ -37,7 +38,10 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
         raise UserError("--json needs --out FILE, because standard output carries the results")
     job = read_job(given)
     refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
+    check_name(out)
     source = open_source(given["prompts"])
+    if source.kind == "txt" and given["prompt_column"] is not None:
+        raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out")
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
     settle(job.threads, screen.note)
 
@@ -59,6 +63,12 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
 def files_written(out: str) -> list[tuple[str, str | Path]]:
     """What samples go to, as `refuse_shared_files` takes it."""
     return [("--out", out), *([] if out == "-" else [("the manifest of --out", manifest_path(out))])]
+
+
+def check_name(out: str) -> None:
+    """UserError where the samples' file promises another format than theirs."""
+    written = "samples are plain JSON lines, one write each, so that a run that was killed can go on"
+    check_format("--out", out, suffix=".jsonl", written=written)
 
 
 def files_read(given: Mapping[str, Any], job: Job) -> list[tuple[str, str | Path]]:
@@ -114,7 +124,7 @@ def read_job(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
     """The Job that the flags make of their pair. `defaults`: sampling that holds where neither pair nor flags say."""
     pair = chosen_pair(given)
     flags = {key: value for key, value in given.items() if key in JOB_FLAGS}
-    flags["stop"] = flags["stop"] or _stops_of_environment()
+    flags["stop"] = [unescape(text) for text in flags["stop"]] if flags["stop"] else _stops_of_environment()
     if flags["budget"] is not None:
         flags["budget"] = parse_duration(flags["budget"], "--budget (or BASS_BUDGET)")
     for key, value in (defaults or {}).items():
@@ -130,7 +140,13 @@ def _stops_of_environment() -> list[str] | None:
         listed = json.loads(value or "")
         if isinstance(listed, list):
             return listed
-    return None if value is None else [value]
+    return None if value is None else [unescape(value)]
+
+
+def unescape(text: str) -> str:
+    r"""A stop string as it was meant: a shell passes \n, \t, \r and \\ on as they are. Every other backslash stays."""
+    meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda found: meant[found[1]], text)
 
 
 def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:

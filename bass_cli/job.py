@@ -232,7 +232,7 @@ def make_job(pair: Pair, flags: Mapping[str, Any]) -> Job:
     given = {key: value for key, value in flags.items() if value is not None}
     sampling = {key: given.pop(key) for key in SAMPLING_FLAGS if key in given}
     speculation = {key: given.pop(flag) for key, flag in SPECULATION_FLAGS.items() if flag in given}
-    if given.get("draft") == "none" and "draft_length" not in given:
+    if given.get("draft") == "none" and "length" not in speculation:
         speculation["length"] = "auto"  # the pair's own length was for its draft
     try:
         chosen = Pair.model_validate({**dict(pair), "draft": given.pop("draft", pair.draft)})

@@ -74,7 +74,8 @@ TopK = Annotated[
 Seed = Annotated[int | None, _option("--seed", "Fixes the samples", SAMPLING, takes="N", default="0")]
 Stop = Annotated[
     list[str] | None,
-    _option("--stop", "End a sample before this text; may be repeated. BASS_STOP: a text or a JSON list", SAMPLING,
+    _option("--stop", "End a sample before this text; may be repeated. \\n is a line end, \\t a tab, \\\\ a backslash. "
+                      "BASS_STOP: a text or a JSON list", SAMPLING,
             takes="TEXT"),
 ]
 Chat = Annotated[

@@ -24,6 +24,8 @@ from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_p
 
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
+_FORMATS = {".json", ".csv", ".tsv", ".yaml", ".yml", ".xlsx", ".parquet", ".arrow", ".feather", ".gz", ".bz2", ".xz",
+            ".zst", ".lz4", ".zip", ".tar", ".tgz"}  # fmt: skip
 Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 
 
@@ -153,11 +155,14 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     """
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
-    if path == "-":
-        return Writer(STANDARD_OUTPUT, sys.stdout.buffer, manifest=None, past=Past(), created=False)
     target = Path(path)
-    if target.exists() and not target.is_file() and not target.is_dir():
-        return Writer(path, open(path, "ab"), manifest=None, past=Past(), created=False)
+    if path == "-" or (target.exists() and not target.is_file() and not target.is_dir()):
+        name = STANDARD_OUTPUT if path == "-" else path
+        if resume or overwrite:
+            option = "--resume" if resume else "--overwrite"
+            raise UserError(f"{option}: samples go to {name}, where no file is kept; add --out FILE")
+        stream = sys.stdout.buffer if path == "-" else open(path, "ab")  # noqa: SIM115 - the Writer closes it
+        return Writer(name, stream, manifest=None, past=Past(), created=False)
     _check_place(target, resume=bool(resume))
     created = not target.exists()
     stream = _open_locked(target)
@@ -173,6 +178,14 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     writer = Writer(path, stream, manifest=manifest, past=past, created=created)
     writer.notes = growth + ([] if fresh else past.describe(path))
     return writer
+
+
+def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
+    """UserError where a name promises a format of its own that is not `suffix`, the format of what is written."""
+    promised = Path(path).suffix.lower()
+    if promised in _FORMATS and promised != suffix:
+        raise UserError(f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in {suffix}, and "
+                        "convert the file when it is complete")
 
 
 def refuse_shared_files(outputs: Named, inputs: Named) -> None:

@@ -476,7 +476,7 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
         write_tokenizer(tmp_path / name)
     (tmp_path / "pair.yaml").write_text(f"target: {tmp_path}/target\ndraft: {tmp_path}/draft\nspeculation: {{max: 8}}\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all of this was"}\n')
-    common = ("--pair", str(tmp_path / "pair.yaml"), "--device", "cpu", "--methods", "3", *SMALL)
+    common = ("--pair", str(tmp_path / "pair.yaml"), "--device", "cpu", "--methods", "3", *SMALL[2:])
     result = bench(*common, "--batch-sizes", "3", "--prompts", str(tmp_path / "p.jsonl"), "--rivals", "transformers,vllm")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -486,6 +486,6 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     assert set(document["cells"][2]) == set(CELL)
     assert document["cells"][2]["ms_per_token"]["mean"] > 0
     assert "vllm is" in result.stderr
-    built_in = json.loads(bench(*common, "--batch-sizes", "2", "--coupling", "maximal").stdout)
+    built_in = json.loads(bench(*common, *SMALL[:2], "--batch-sizes", "2", "--coupling", "maximal").stdout)
     assert built_in["pair"]["coupling"] == "maximal"
     assert built_in["cells"][1]["mean_accepted"] > 0

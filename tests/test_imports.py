@@ -137,8 +137,8 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/eval/report.py": {f"{EVAL}.metrics", f"{EVAL}.samples"},
     "bass_cli/eval/table.py": {f"{EVAL}.report", "bass_cli.screen"},
     "bass_cli/eval/scoring.py": {
-        "bass_cli.job", "bass_cli.resume", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.report", f"{EVAL}.samples",
-        f"{EVAL}.sandbox", f"{EVAL}.table", f"{EVAL}.tasks",
+        "bass_cli.job", "bass_cli.outputs", "bass_cli.resume", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.report",
+        f"{EVAL}.samples", f"{EVAL}.sandbox", f"{EVAL}.table", f"{EVAL}.tasks",
     },
     "bass_cli/eval/score_command.py": {
         "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.outputs", "bass_cli.resume",

@@ -236,7 +236,7 @@ def test_the_command_measures_and_table_then_works(place: Path):
         lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
         found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
     by_model = ("--model", "target", "--draft", "draft", "--draft-length", "table", "--device", "cpu")
-    same = CliRunner().invoke(app, [*flags, *by_model])
+    same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
     assert same.exit_code == 0, same.stderr  # a profile is kept by models, not by what they are called
     assert found[0] == found[1] == found[2] == found[3], "under shared coupling no controller reaches the output"
     assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"

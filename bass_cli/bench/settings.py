@@ -81,6 +81,8 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
 
 def _check_combination(given: Mapping[str, Any]) -> None:
     """UserError unless the options describe one pair: a real one, or a shape with one kind of draft or none."""
+    if given["prompts"] is not None and given["prompt_tokens"] is not None:
+        raise UserError(f"{_option('prompt_tokens')}: prompts of --prompts are used as they are; leave one of the two out")
     acceptance, depth, scale = given["acceptance"], given["depth"], given["scale"]
     if given["shape"] is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):

@@ -16,7 +16,7 @@ from bass_cli.eval import scoring
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.score_command import parse_ks, parse_workers
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
-from bass_cli.generation import describe, files_read, files_written, read_job, tell, write_samples
+from bass_cli.generation import check_name, describe, files_read, files_written, read_job, tell, write_samples
 from bass_cli.job import Job, UserError, parse_duration
 from bass_cli.outputs import Completion, Named, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt
@@ -42,6 +42,8 @@ class Evaluation:
     """What a command asks for, all of it checked but the models: UserError names what is wrong."""
 
     def __init__(self, given: Mapping[str, Any], screen: Screen):
+        if given["plot"] is not None and given["budgets"] is None:
+            raise UserError("--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s")
         self._given, self._screen, self.report = given, screen, given["report"]
         self.failed = False  # whether a prompt could not be run
         timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
@@ -50,6 +52,7 @@ class Evaluation:
         self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(given["task"], given["data"])
+        scoring.refuse_without_programs(self.task, given)
         self.job = self._job()
         self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}.jsonl"
         if self.out == "-":
@@ -82,8 +85,9 @@ class Evaluation:
         return [*files_written(out), ("--report", self.report_path(out))]
 
     def check_files(self, outputs: Named) -> None:
-        """UserError where one of them is another, or a file that is read."""
+        """UserError where one of them is another, or a file that is read, or the samples' name promises another format."""
         refuse_shared_files(outputs, [("the data", self._given["data"]), *files_read(self._given, self.job)])
+        check_name(self.out)
 
     def generate(self, plan: Plan, out: str, *, loop: Loop | None = None) -> None:
         """The samples of the plan's job to `out`, from `loop` if it is given."""

@@ -61,6 +61,7 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     screen.phase("reading the file and the task's data", live=False)
     file = read_generations(path)
     task = load_task(given["task"] or guess_task(file), given["data"])
+    scoring.refuse_without_programs(task, given)
     scoring.refuse(task, allow_execution=given["allow_code_execution"])
     return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],
                          screen=screen, rejudge=given["rejudge"])

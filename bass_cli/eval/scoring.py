@@ -17,6 +17,7 @@ from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, j
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
 from bass_cli.job import UserError
+from bass_cli.outputs import check_format
 from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 
@@ -34,10 +35,19 @@ def refuse(task: Task, *, allow_execution: bool) -> None:
         raise UserError(f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this machine")
 
 
+def refuse_without_programs(task: Task, given: Mapping[str, Any]) -> None:
+    """UserError for an option that says how programs are run or counted, where the task has none. `given`: the command
+    line's values."""
+    for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
+        if given[key]:
+            raise UserError(f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out")
+
+
 def check_report(path: str | None) -> None:
     """UserError where a report could not be written."""
     if path is None:
         return
+    check_format("--report", path, suffix=".json", written="a report is one JSON document")
     place = Path(path)
     if place.is_dir():
         raise UserError(f"--report {path}: this is a folder, a file is needed")

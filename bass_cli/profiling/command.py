@@ -58,6 +58,8 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     job = make_profile_job(given)
     if given["skip"] and given["draft"] is not None:
         raise UserError("--skip proposes another draft, made of the target's own layers; leave --draft out")
+    if given["skip"] and given["batch_sizes"] is not None:
+        raise UserError("--skip compares layers on one text; leave --batch-sizes out")
     settle(job.threads, screen.note)
 
     from bass_cli.plan import prepare
