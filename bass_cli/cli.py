@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -26,7 +28,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. What standard output's encoding has no character for is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app()
 
 

@@ -67,6 +67,22 @@ def temporary_folder() -> Path:
         return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
+def give_kernels_a_cache() -> None:
+    """See to it that Triton can keep the kernels that it compiles, which it does in the user's home, or fails."""
+    if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
+        return
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute() or not is_writable(home / ".triton"):
+        os.environ["TRITON_CACHE_DIR"] = str(temporary_folder() / f"bass-{os.getuid()}" / "triton")
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files can be put there, or the folder can be made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """The memory of this machine. What files were read into counts as free. `root`: where /proc and /sys lie, for tests."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -17,7 +17,7 @@ from bass_cli import __version__
 from bass_cli.drafts import parse_draft
 from bass_cli.engine.surface import Surface
 from bass_cli.footprint import Footprint, Need, footprint, gigabytes, usable
-from bass_cli.host import free_memory
+from bass_cli.host import free_memory, give_kernels_a_cache
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
@@ -103,7 +103,7 @@ def prepare(job: Job, *, longest_prompt: str = "",
             options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
     """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here.
     `longest_prompt`: its text, if it is known; `options`: see Plan."""
-    device = _device(job.device)
+    device = device_of(job.device)
     pair, folder = job.pair, job.pair.folder
     target_path = locate(pair.target, folder=folder)
     target = open_checkpoint(target_path)
@@ -174,10 +174,14 @@ def _draft_identity(setting: str, draft: Checkpoint | None) -> str:
     return f"lookup+{draft.fingerprint()}" if parse_draft(setting).sources else draft.fingerprint()
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(wanted: str) -> torch.device:
+    """The device that --device means here."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    give_kernels_a_cache()
+    return torch.device("cuda")
 
 
 def _dtype(wanted: str, device: torch.device) -> torch.dtype:

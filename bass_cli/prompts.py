@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from bass_cli.job import UserError, nearest
+from bass_cli.job import MachineError, UserError, nearest
 from bass_cli.records import BOM, READERS, hub_records
 
 IN_MEMORY = 64 * 2**20
@@ -192,7 +192,11 @@ def _check_messages(messages: Any, place: str) -> None:
 
 def _spool(stream: IO[bytes]) -> Source:
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the Source
-    shutil.copyfileobj(stream, spooled)
+    try:
+        shutil.copyfileobj(stream, spooled)
+    except OSError as error:
+        raise MachineError(f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; set TMPDIR to "
+                           "a folder with room, or give a prompt file") from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
         start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")

@@ -64,7 +64,7 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/eval/isolation.py": {"bass_cli.job", f"{EVAL}.cell", f"{EVAL}.jail.landlock"},
     "bass_cli/eval/cell.py": {f"{EVAL}.jail.order"},
-    "bass_cli/eval/folder.py": set(),
+    "bass_cli/eval/folder.py": {"bass_cli.job"},
     "bass_cli/eval/jail/__init__.py": set(),
     "bass_cli/eval/jail/order.py": set(),
     "bass_cli/eval/jail/libc.py": set(),

@@ -29,7 +29,7 @@ from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
 from bass_cli.engine.surface import Surface
 from bass_cli.job import CONTROLLERS, MachineError
-from bass_cli.plan import Plan
+from bass_cli.plan import Plan, device_of
 from bass_cli.profiling.command import LIMITS
 from bass_cli.profiling.measure import measure as profile
 
@@ -86,7 +86,7 @@ def measure(settings: Settings, note: Note, phase: Phase = _silent) -> Iterator[
     progress, `phase` what is done from now on. The gate comes first: if it fails, there is one document without cells, and
     its "failures" say why."""
     plan = pairs.plan_for(settings)
-    device = pairs.device_of(settings.job.device) if plan is None else plan.device
+    device = device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
         raise MachineError(f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run like that")
     ops.attention_schedule(settings.attention)

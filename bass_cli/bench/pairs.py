@@ -23,10 +23,9 @@ from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop
 from bass_cli.footprint import Need, footprint
-from bass_cli.job import MachineError
 from bass_cli.model.decoder import Decoder, Spec
 from bass_cli.model.runner import Runner
-from bass_cli.plan import DTYPES, Plan, prepare
+from bass_cli.plan import DTYPES, Plan, device_of, prepare
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
 KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
@@ -142,13 +141,6 @@ def _rates(rates: Sequence[float]) -> str:
 
 def _number_or_all(rates: Sequence[float]) -> float | list[float] | None:
     return None if not rates else rates[0] if len(rates) == 1 else list(rates)
-
-
-def device_of(wanted: str) -> torch.device:
-    """The device that --device means here."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def dtype_of(wanted: str, device: torch.device) -> torch.dtype:

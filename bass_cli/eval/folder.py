@@ -8,11 +8,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from bass_cli.job import MachineError
+
 
 @contextlib.contextmanager
 def work_folder(owner: tuple[int, int]) -> Iterator[str]:
     """A fresh folder that belongs to `owner` (uid, gid); gone afterwards with all that is in it."""
-    path = Path(tempfile.mkdtemp(prefix="bass-program-"))
+    try:
+        path = Path(tempfile.mkdtemp(prefix="bass-program-"))
+    except OSError as error:
+        reason = f"programs need a temporary folder: {error.strerror}"
+        raise MachineError(f"{reason}; set TMPDIR to one that can be written") from None
     try:
         if owner != (os.getuid(), os.getgid()):
             os.chown(path, *owner)
