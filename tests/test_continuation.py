@@ -132,6 +132,18 @@ def test_what_a_limit_cuts_off_keeps_them_too(tokenizer: Tokenizer) -> None:
     assert {(one.text, one.finish_reason) for one in cut} == {("    re", "length")}
 
 
+@pytest.mark.parametrize("character", ["é", "안", "🙂"])
+def test_half_a_character_at_the_end_takes_no_others_with_it(tokenizer: Tokenizer, character: str) -> None:
+    """A limit or a deadline may end a sample there; decoded as it is, the whole run of bytes would be unreadable."""
+    last, shown = character.encode(), "안녕\n"
+    for count in range(1, len(last)):
+        limit = len(shown.encode()) + count
+        cut = generated(tokenizer, "the", f"{shown}{character}", max_new_tokens=limit)
+        assert {(one.text, one.finish_reason) for one in cut} == {(f"{shown}\ufffd", "length")}
+    stopped = generated(tokenizer, "the", f"{shown}{character}", max_new_tokens=limit, stop=("\n",))
+    assert {(one.text, one.finish_reason) for one in stopped} == {("안녕", "stop")}
+
+
 def test_the_prompt_costs_one_token_a_decode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = tokenizer.encode("the cat sat there\n" * 300)
     decoded: list[int] = []

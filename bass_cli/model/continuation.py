@@ -30,11 +30,25 @@ class Continuation:
         self._width = len(tokenizer.decode(self._before))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids after the prompt, special tokens left out, spaces as they are."""
+        """Text of the ids after the prompt, special tokens left out, spaces as they are. Half a character of single bytes
+        at its end is U+FFFD, and what stands before it in the same run is readable all the same."""
+        text = self._after(ids)
+        if text.endswith(_CUT):
+            for end in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
+                if not self._is_byte(ids[end]):
+                    break
+                if not (shorter := self._after(ids[:end])).endswith(_CUT):
+                    return shorter + _CUT
+        return text
+
+    def _after(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([*self._before, *ids])[self._width :]
 
+    def _is_byte(self, id_: int) -> bool:
+        return bool(_BYTE.fullmatch(self._tokenizer.texts.get(id_, "")))
+
     def _has_text(self, id_: int) -> bool:
-        if _BYTE.fullmatch(self._tokenizer.texts.get(id_, "")):
+        if self._is_byte(id_):
             return False
         twice = self._tokenizer.decode([id_, id_])  # a lone space is dropped, the second of two is not
         return bool(twice) and _CUT not in twice
