@@ -71,7 +71,7 @@ class Display:
             self._watch()
         elif live and self._live is None:
             self._live = _live(self._renderable)
-            self._live.start()
+            self._live.start(refresh=True)
         elif not live:
             self._stop_live()
 

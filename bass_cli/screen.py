@@ -53,8 +53,7 @@ class Screen:
         """What is done from now on, until something else is shown. `live`: false if others may write to the terminal."""
         began = self._now()
         if self._display is not None:
-            self._display.show(lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live and self._live,
-                               first=INTERVAL)
+            self._display.show(lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL)
 
     def start(self, total: int | None, *, live: bool = True) -> None:
         """Count anew, and show progress towards `total` samples (None: nobody knows how many) from now on."""

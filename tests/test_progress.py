@@ -135,6 +135,16 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "loading the weights, 0:00 elapsed" in seen
     assert "a note" in seen
     assert seen.rstrip().splitlines()[-1].startswith("30 tokens in ")
+    results = Terminal()
+    monkeypatch.setattr(sys, "stderr", results)
+    screen = Screen(now=lambda: now[0])
+    screen.start(8, live=False)  # the samples themselves go to the terminal
+    screen.phase("reading the first prompts")
+    screen.round(4, 6, 2, 1.0)
+    until_now = len(results.getvalue())
+    assert "reading the first prompts" in results.getvalue()
+    screen.advance(DONE)
+    assert len(results.getvalue()) == until_now
     fetched = Terminal()
     monkeypatch.setattr(sys, "stderr", fetched)
     Screen(now=lambda: now[0]).phase("checking the models", live=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ def cli(*arguments: str) -> Any:
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
     seconds = []
-    while len(seconds) < 30 and min(seconds, default=1.0) >= 0.3:  # other work on the machine may slow some down
-        began = time.perf_counter()
+    while len(seconds) < 30 and min(seconds, default=1.0) >= 0.3:  # of processor time: other work on the machine
+        began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # may slow some down even so
         result = subprocess.run(
             [sys.executable, "-m", "bass_cli.cli", "--help"], cwd=ROOT, capture_output=True, check=True
         )
-        seconds.append(time.perf_counter() - began)
+        seconds.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - began)
     assert b"generate" in result.stdout
     assert min(seconds) < 0.3
     code = "import sys, bass_cli.cli; print([m for m in sys.argv[1:] if m in sys.modules])"
