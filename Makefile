@@ -28,6 +28,7 @@ test: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_ragged.py tests/test_narrow.py tests/test_rejection.py \
 		tests/test_truncation.py tests/test_gpu.py
+	$(BIN)/python bench/plain.py
 
 lint: setup
 	$(BIN)/python -m ruff check .

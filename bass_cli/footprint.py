@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bass_cli.engine.batch import beyond
 from bass_cli.host import free_memory, held_memory, is_refused_memory
 from bass_cli.job import MachineError
 from bass_cli.model.cache import ARENA
@@ -21,7 +22,7 @@ from bass_cli.model.prompts import SIZES
 
 _USABLE = 0.95  # of the free memory: the rest is for what other programs take meanwhile, and for fragments
 _CHUNK = SIZES[-1]  # prompt tokens a pass
-_SLACK = 3  # positions of a row's span beyond its tokens and drafts: the pending token, and a draft's lag of two
+_SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
 _INTEGER = 8  # bytes of a token id
 # Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36, a truncated law 16, and
 # maximal coupling with a draft model 38 (measured); the kernels of a GPU write a few numbers a row instead.
@@ -74,7 +75,7 @@ def footprint(target: Spec, draft: Spec | None, *, dtype: torch.dtype, device: t
     return Footprint(
         weights=sum(_weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32) for spec in models),
         fixed=_LIBRARIES[kind] + position * max(arena, prompt_tokens) + passes,
-        row=logits + places * (wide + scores * prompt_tokens) + _INTEGER * arena + (places + _SLACK) * token,
+        row=logits + places * (wide + scores * prompt_tokens) + _INTEGER * arena + (beyond(longest) + _SLACK) * token,
         token=token, prompt=position * prompt_tokens, context=target.context)
 
 

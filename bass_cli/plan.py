@@ -15,6 +15,7 @@ import torch
 
 from bass_cli import __version__
 from bass_cli.drafts import parse_draft
+from bass_cli.engine.batch import beyond
 from bass_cli.engine.surface import Surface
 from bass_cli.footprint import Footprint, Need, footprint, gigabytes, usable
 from bass_cli.host import free_memory, give_kernels_a_cache
@@ -74,7 +75,7 @@ class Plan:
     @property
     def span(self) -> int:
         """How many positions of its own a row needs: no sample is longer than the target's context leaves room for."""
-        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + longest_draft(self.job) + 1
+        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + beyond(longest_draft(self.job))
 
     @property
     def need(self) -> Need:

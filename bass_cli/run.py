@@ -179,7 +179,7 @@ class Conductor:
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         for live in self._live.values():
             live.task.started = True
-        done = loop.round(min(deadlines, default=None))
+        done = loop.round(min(deadlines, default=None), ahead=True)
         if self._on_round is not None:
             self._on_round(done)
 

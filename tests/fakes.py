@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.graphs import Graphs, Running
 
 
 class Ticks:
@@ -26,6 +26,7 @@ class FakeGraphs(Graphs):
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
         self.enabled, self.ticks, self.done = True, ticks or Ticks(), []
+        self._free = 0.0  # when the device will have done all that it was given
 
     def compile(self, functions):
         pass
@@ -43,12 +44,19 @@ class FakeGraphs(Graphs):
         self._held[key] = function
         self.captures += 1
 
-    def replay(self, key, meanwhile=lambda: None):
-        self.ticks.seconds += {"round": 0.0021 + 0.00045 * key.width, "given": 0.0021 + 0.000009 * key.rows * key.width,
-                               "catch up": 0.00045}[key.kind]
+    def launch(self, key):
+        """The device does it at once, behind what it was given before; the host hears of it when the time has come."""
+        took = {"round": 0.0021 + 0.00045 * key.width, "given": 0.0021 + 0.000009 * key.rows * key.width,
+                "catch up": 0.00045}[key.kind]
+        over = self._free = max(self._free, self.ticks.seconds) + took
         self.done.append(("replay", key))
-        meanwhile()
-        return self._held[key]()
+        found = self._held[key]()
+
+        def wait():
+            self.ticks.seconds = max(self.ticks.seconds, over)
+            return found
+
+        return Running(lambda: self.ticks.seconds >= over, wait)
 
     def count(self, how, kind=None):
         return sum(done == how and kind in (None, key.kind) for done, key in self.done)

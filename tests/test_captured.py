@@ -51,7 +51,7 @@ def captured(target, draft, *, batch, lengths, coupling="shared"):
     runner = Runner(draft, rows=batch, span=SPAN, lag=2) if isinstance(draft, Decoder) else None
     name = draft if isinstance(draft, str) else "model"
     drafter = make_drafter(name, runner=runner, coupling=coupling, temperature=None) if runner or name == draft else draft
-    return Loop(batch=Batch(rows=batch, context=64, device=torch.device("cpu")), coupling=coupling, drafter=drafter,
+    return Loop(batch=Batch(rows=batch, context=128, device=torch.device("cpu")), coupling=coupling, drafter=drafter,
                 target=Runner(target, rows=batch, span=SPAN, lag=1), lengths=lengths, clock=Clock(ticks),
                 graphs=FakeGraphs(ticks))
 

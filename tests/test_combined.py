@@ -48,7 +48,7 @@ def captured(target, *, rows, lengths):
     """A loop with fake graphs in which the target drafts for itself, beside lookup."""
     ticks = Ticks()
     runner = Runner(target, rows=rows, span=SPAN, lag=2)
-    return Loop(batch=Batch(rows=rows, context=64, device=torch.device("cpu")), coupling="shared",
+    return Loop(batch=Batch(rows=rows, context=128, device=torch.device("cpu")), coupling="shared",
                 drafter=make_drafter("lookup+model", runner=runner, coupling="shared", temperature=None),
                 target=Runner(target, rows=rows, span=SPAN, lag=1), lengths=lengths, clock=Clock(ticks),
                 graphs=FakeGraphs(ticks))

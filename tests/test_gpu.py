@@ -54,7 +54,7 @@ def decoders(tmp_path_factory):
 def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
     name = draft if isinstance(draft, str) else "model"
     runner = None if isinstance(draft, str) else Runner(draft, rows=batch, span=SPAN, lag=2)
-    return Loop(batch=Batch(rows=batch, context=64, device=CUDA), target=Runner(target, rows=batch, span=SPAN, lag=1),
+    return Loop(batch=Batch(rows=batch, context=128, device=CUDA), target=Runner(target, rows=batch, span=SPAN, lag=1),
                 drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None), lengths=lengths,
                 coupling=coupling, clock=Clock(), graphs=Graphs(CUDA) if graphs else None, acceptance=acceptance)
 
@@ -73,6 +73,44 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
             assert drafter != "none" or sum(row.drafted for row in live) == 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)
     assert kept > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, family):
+    """With rows that end, and others in their places, while a round is under way that knows nothing of it."""
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    for drafter, length in ((draft, 3), (draft, 0), (target, 4), ("none", 0)):
+        for batch in (2, 5):
+            loop, live, behind = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True), rows(), []
+            loop.prepare(range(1, batch + 1), [length])
+            loop._worth.pays = lambda waiting: True
+            found = drive(loop, live, ahead=True, on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight))
+            assert found == due, f"batch {batch}, {length} drafts"
+            assert sum(one is not None for one in behind) > 5
+            if drafter is target:
+                assert all(row.accepted == row.drafted for row in live)
+
+
+def test_two_results_may_be_under_way():
+    """The second replay of a graph does not write over what the first one brought."""
+    graphs, number = Graphs(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def function():
+        torch.cuda._sleep(1_000_000)
+        number.add_(1)
+        return number * 10
+
+    graphs.run("key", function)
+    graphs.capture("key", function)
+    before = number.item()
+    first, second = graphs.launch("key"), graphs.launch("key")
+    assert not second.over()
+    kept = first.wait()
+    assert kept.item() == 10 * (before + 1)
+    assert second.wait().item() == 10 * (before + 2)
+    assert kept.item() == 10 * (before + 1)
+    assert second.over()
 
 
 def test_captured_lookup_beside_a_model_gives_plain_decodings_tokens(decoders):

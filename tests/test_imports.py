@@ -33,14 +33,16 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/capture.py": {"torch"},
     "bass_cli/host.py": {"torch"},
     "bass_cli/footprint.py": {
-        "bass_cli.host", "bass_cli.job", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts", "torch",
+        "bass_cli.engine.batch", "bass_cli.host", "bass_cli.job", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts",
+        "torch",
     },
     "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.hub", "bass_cli.job", "datasets", "huggingface_hub", "pyarrow"},
     "bass_cli/hub.py": {"bass_cli.job", "huggingface_hub"},
     "bass_cli/plan.py": {
         "bass_cli.host", "bass_cli.footprint",
-        "bass_cli", "bass_cli.drafts", "bass_cli.job", MODEL, "bass_cli.engine.surface", f"{PROFILING}.store", "torch",
+        "bass_cli", "bass_cli.drafts", "bass_cli.engine.batch", "bass_cli.engine.surface", "bass_cli.job", MODEL,
+        f"{PROFILING}.store", "torch",
     },
     "bass_cli/run.py": {
         "bass_cli.assembly", "bass_cli.job", "bass_cli.plan", "bass_cli.prompts", "bass_cli.outputs", MODEL,
@@ -193,7 +195,8 @@ TABLE: dict[str, set[str]] = {
         "torch", "bass_cli.draft", "bass_cli.engine.batch", "bass_cli.engine.graphs", f"{MODEL}.runner",
     },
     "bass_cli/engine/__init__.py": set(),
-    "bass_cli/engine/batch.py": {"torch"},
+    "bass_cli/engine/ahead.py": {"bass_cli.engine"},
+    "bass_cli/engine/batch.py": {"torch", "bass_cli.engine.graphs"},
     "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/offers.py": {"bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/target.py": {"torch"},

@@ -96,7 +96,7 @@ class Reactive:
         pass
 
 
-def drive(loop, rows, *, on_round=None):
+def drive(loop, rows, *, on_round=None, ahead=False):
     """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample): generated tokens}."""
     waiting, opened, out = list(rows), set(), {}
     while waiting or len(loop.batch):
@@ -108,7 +108,7 @@ def drive(loop, rows, *, on_round=None):
             loop.admit(row)
             if all(other.key != row.key for other in waiting):
                 loop.close(row.key)
-        done = loop.round()
+        done = loop.round(ahead=ahead)
         if on_round:
             on_round(done, loop.batch.hosts)
         for index in reversed(range(len(loop.batch))):

@@ -6,6 +6,7 @@ End of sequence is ignored and nothing is refilled, so every row generates the s
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from itertools import groupby
 
 from bass_cli.bench.figures import Run, Step
@@ -36,16 +37,15 @@ def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
     synchronise(loop.batch.device)
     began = time.perf_counter()
     while len(loop.batch):
-        live = tuple(loop.batch.hosts)
-        done = loop.round()
-        notes.append((time.perf_counter() - began, done, live))
-        for index in reversed(range(len(live))):
-            if live[index].room <= 0:
+        done = loop.round(ahead=True)
+        notes.append((time.perf_counter() - began, done))
+        for index in reversed(range(len(loop.batch))):
+            if loop.batch.hosts[index].room <= 0:
                 loop.retire(index)
     synchronise(loop.batch.device)
-    index_of = {row: index for index, row in enumerate(rows)}
-    steps = tuple(Step(ended, done.width, tuple(index_of[row] for row in live), done.accepted)
-                  for ended, done, live in notes)
+    index_of: dict[Hashable, int] = {row: index for index, row in enumerate(rows)}
+    steps = tuple(Step(ended, done.width, tuple(index_of[row] for row in done.rows), done.accepted)
+                  for ended, done in notes)
     return Run(steps, contexts, rows[0].limit, prefill, captured(loop) - captures)
 
 

@@ -17,7 +17,7 @@ from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import count_parameters, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
 from bass_cli.draft import Drafter, NoDrafter, make_drafter
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Fixed
@@ -83,9 +83,9 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
 def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     """Loops over the largest batch size; rows hold up to `context` tokens."""
     rows, longest, coupling = max(settings.batch_sizes), settings.longest, settings.job.speculation.coupling
-    span = settings.new_tokens + longest + 1
+    span = settings.new_tokens + beyond(longest)
     device = models.target.device
-    batch = Batch(rows=rows, context=context + longest + 1, device=device)
+    batch = Batch(rows=rows, context=context + beyond(longest), device=device)
     target = Runner(models.target, rows=rows, span=span, lag=1)
 
     def loop(drafter: Drafter, acceptance: tuple[float, ...] | None) -> Loop:

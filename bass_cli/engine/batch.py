@@ -14,6 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .graphs import WIDTHS
+
+
+def beyond(longest: int) -> int:
+    """Places that a row may take behind its limit with drafts of up to `longest`: its last round may go beyond that, and a
+    round that was launched meanwhile further."""
+    return 2 * (longest + 1)
+
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -138,7 +146,7 @@ class Batch:
         first = len(self.hosts)
         index = range(first, first + len(rows))
         assert index.stop <= self.capacity
-        self._widen(max(len(row.tokens) + row.limit for row in rows) + 1)
+        self._widen(max(len(row.tokens) + row.limit for row in rows) + beyond(WIDTHS[-1]))
         texts = [row.tokens for row in rows]
         texts = texts[:1] if all(text == texts[0] for text in texts) else texts  # a prompt's rows share one line
         longest = max(map(len, texts))

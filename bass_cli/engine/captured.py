@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .batch import Batch
 from .clock import Clock
-from .graphs import Graphs, bucket
+from .graphs import Graphs, Running, bucket
 from .ladder import Kind, Ladder, Shape, Step
 
 
@@ -73,6 +73,12 @@ class Captured:
     def perform(self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
         """Run a shape as `step` says, for what was wished, and `meanwhile` while the device is busy; its result on the
         host."""
+        running = self.launch(wish, step)
+        meanwhile()
+        return running.wait()
+
+    def launch(self, wish: Shape, step: Step) -> Running:
+        """The same, not waited for; what is not replayed is over when this returns."""
         began = self._clock.now()
         self._ladder.served(wish, step)
         if step.how == "run":
@@ -80,14 +86,13 @@ class Captured:
             with self._padded(step.shape.rows):
                 found = self._graphs.run(step.shape, self._function(step.shape))
             self._ladder.took(step, self._clock.now() - began)
-            meanwhile()
-            return found
+            return Running(lambda: True, lambda: found)
         if step.how == "capture":
             self.capture(step.shape)
             self._ladder.took(step, self._clock.now() - began)
             self.capturing += self._clock.now() - began
         with self._padded(step.shape.rows):
-            return self._graphs.replay(step.shape, meanwhile)
+            return self._graphs.launch(step.shape)
 
     def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catch_up: Callable[[int], Sequence[int]] | None,
                 only_compile: bool) -> None:

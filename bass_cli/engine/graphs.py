@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,14 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class Running(NamedTuple):
+    """A replay under way. `over`: whether the device is done with it; `wait`: its result on the host, which stays what it
+    is until the second replay after this one begins."""
+
+    over: Callable[[], bool]
+    wait: Callable[[], Tensor | None]
+
+
 class Graphs:
     """Captured functions of no arguments, each with a result that is copied to the host, or None.
 
@@ -50,7 +59,8 @@ class Graphs:
     def __init__(self, device: torch.device):
         self.enabled = device.type == "cuda"
         self.captures = 0
-        self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        # A graph, its result, and where that is copied to on the host: in turn, since two replays may be under way.
+        self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None, list[Tensor]]] = {}
         self._dropped = self._held  # not run any more, see renew
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
@@ -93,24 +103,34 @@ class Graphs:
 
     def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
         """Capture `function`, which must be warm (see `run`): compiling and loading cannot be captured."""
-        like = self._warm[key]
-        host = None if like is None else torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-        def recorded() -> None:
-            found = function()
-            if host is not None and found is not None:
-                host.copy_(found, non_blocking=True)
-
-        graph = capture(recorded, self._pool)
-        self._held[key] = graph, host
+        found: list[Tensor | None] = []
+        graph = capture(lambda: found.append(function()), self._pool)
+        result = found[0]
+        hosts = [] if result is None else [torch.empty_like(result, device="cpu").pin_memory() for _ in range(2)]
+        self._held[key] = graph, result, hosts
         self._dropped = {}
         self.captures += 1
 
     def replay(self, key: Hashable, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
-        """Run what was captured under `key`, and `meanwhile` on the host; returns its result on the host, which the next
-        replay overwrites."""
-        graph, host = self._held[key]
-        graph.replay()
+        """Run what was captured under `key`, and `meanwhile` on the host; returns its result on the
+        host (see Running)."""
+        running = self.launch(key)
         meanwhile()
-        torch.cuda.current_stream().synchronize()
-        return host
+        return running.wait()
+
+    def launch(self, key: Hashable) -> Running:
+        """Begin what was captured under `key`, behind all that the device was given before."""
+        graph, result, hosts = self._held[key]
+        graph.replay()
+        hosts.reverse()
+        host = None
+        if result is not None:
+            host = hosts[0].copy_(result, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> Tensor | None:
+            done.synchronize()
+            return host
+
+        return Running(done.query, wait)

@@ -14,7 +14,8 @@ class Round(NamedTuple):
     """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds` of wall clock, without
     what capturing took. `steady`: the time is what later rounds of that width will take too. `drafted`: how many of a
     row's drafts were meant, where they came from the host; the others only filled its place up. None: all. `asking`: the
-    part of the seconds in which the host looked for drafts, whether it found any or not."""
+    part of the seconds in which the host looked for drafts, whether it found any or not. `rows`: those that `accepted` is
+    of; none if they are the last outlook's samples."""
 
     width: int
     accepted: tuple[int, ...]
@@ -22,6 +23,7 @@ class Round(NamedTuple):
     steady: bool = True
     drafted: tuple[int, ...] | None = None
     asking: float = 0.0
+    rows: tuple[Hashable, ...] = ()
 
     @property
     def meant(self) -> tuple[int, ...]:
@@ -65,7 +67,10 @@ NOTHING_KNOWN = Outlook()
 
 class Lengths(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling. What is not said
-    otherwise: all that the host has is drafted, and rounds teach nothing."""
+    otherwise: all that the host has is drafted, and rounds teach nothing. `settled`: whether the next length may be asked
+    for while a round still runs, since nothing that it brings would change it."""
+
+    settled: bool = False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook's seconds depend on
@@ -94,6 +99,8 @@ class Stopper(Protocol):
 
 class Fixed(Lengths):
     """Always the same draft length."""
+
+    settled = True
 
     def __init__(self, length: int):
         self._length = length

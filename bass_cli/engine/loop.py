@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,29 @@ from torch import Tensor
 from bass_cli.draft import Drafter, Proposal
 
 from . import accept
+from .ahead import Flight, Worth
 from .batch import Batch, Row
 from .captured import Captured
 from .catching_up import CatchingUp, sizes
 from .clock import Clock, Prefill
-from .graphs import Graphs, step_down, step_up, synchronise
+from .graphs import Graphs, Running, step_down, step_up, synchronise
 from .imposed import Imposed
-from .ladder import Shape, kinds
+from .ladder import Shape, Step, kinds
 from .lengths import Lengths, Outlook, Round
 from .offers import Offers
 from .packed import pack, unpack
 from .stopping import Stoppable, Stopping
 from .target import Target
+
+
+class Asked(NamedTuple):
+    """What a round is to be: its draft length, drafts of the host's, the seconds in which it looked for them, and whether
+    it did."""
+
+    width: int
+    offered: Proposal | None
+    asking: float
+    looked: bool
 
 
 class Loop:
@@ -52,6 +64,9 @@ class Loop:
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._catching = CatchingUp(batch, drafter, clock, self._captured)
         self._offers = Offers(batch, drafter)
+        self._flight: Flight | None = None  # a round that was launched, and that no call has returned yet
+        self._worth = Worth()
+        self._landed: float | None = None  # when the last one was over
 
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), *,
@@ -88,34 +103,100 @@ class Loop:
     def retire(self, index: int) -> None:
         """End row `index`; the last row takes its place."""
         moved = self.batch.retire(index)
+        self._worth.row_ended()
+        unseen = 0 if self._flight is None else self._flight.width + 1  # tokens that the device may be ahead of the host
         for part in self._parts:
             part.detach(index)
             if moved is not None:
-                part.move(moved, index, len(self.batch.hosts[index].tokens))
+                part.move(moved, index, len(self.batch.hosts[index].tokens) + unseen)
 
     @torch.inference_mode()
-    def round(self, deadline: float | None = None) -> Round:
-        """Advance every live row by one token or more. A row's new tokens may go past an end-of-sequence token or its
-        limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`."""
-        captured, rooms = self._captured, self.batch.rooms()
-        if captured is not None:
-            captured.renew(self._version)
-        outlook = self._outlook(rooms)
+    def round(self, deadline: float | None = None, *, ahead: bool = False) -> Round:
+        """Advance the live rows by one token or more. A row's new tokens may go past an end-of-sequence token or its
+        limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`.
+
+        `ahead`: this controller will be asked for the next round too, which may then begin before this one's tokens are
+        known, with the rows of now: rows that come meanwhile miss it. The round that is returned is still the oldest."""
+        if self._captured is not None:
+            self._captured.renew(self._version)
+        (flight, self._flight), late = (self._flight, None), False
+        if flight is None or not set(flight.rows) & set(self.batch.hosts):
+            flight = self._launch(self._ask(deadline), deadline)
+            if self._landed is not None:
+                self._worth.waited(flight.began - self._landed)
+            self._reflect()
+        else:
+            late = flight.running.over()  # then it is the host that took so long
+        if not (ahead and deadline is None and self._may_go_on(flight)):
+            return self._land(flight, late=late)
+        asked = self._ask(None)
+        _, step = self._plan(asked, None)
+        # A drafter that has missed tokens must know them before it goes on.
+        if step.how == "replay" and (flight.width or not step.shape.width):
+            self._flight = self._launch(asked, None, behind=True)
+            done = self._land(flight, late=late)
+            self.catch_up(self._flight.width)  # nothing is missing: the drafter is only told
+        else:
+            done = self._land(flight, late=late)
+            self._flight = self._launch(asked, None)
+        self._reflect()
+        return done
+
+    def _may_go_on(self, flight: Flight) -> bool:
+        """Whether the round after this one may begin before it is over. Under maximal coupling it must not: there a draft
+        length decided earlier would be another sample."""
+        return (self._captured is not None and self._coupling == "shared" and flight.steady and self.lengths.settled
+                and not self.drafter.offers and max(self.batch.rooms()) > 1 and self._worth.pays(waiting=self.backlog > 0))
+
+    def _ask(self, deadline: float | None) -> Asked:
+        """The next round's draft length, and the drafts that the host has for it."""
+        outlook = self._outlook(rooms := self.batch.rooms())
         width = self._width(rooms, outlook, deadline)
         began = self.clock.now()
         offered, looked = self._offers.ask(width, self.lengths, outlook), self.drafter.offers and width > 0
-        asking = self.clock.now() - began
-        packed, width, began = (self._run(width, offered) if captured is None
-                                else self._replay(captured, width, offered, deadline))
+        return Asked(width, offered, self.clock.now() - began, looked)
+
+    def _launch(self, asked: Asked, deadline: float | None, *, behind: bool = False) -> Flight:
+        """Begin a round; `behind` another one that is not over. Without graphs it is over when this returns."""
+        captured, offered, rows = self._captured, asked.offered, tuple(self.batch.hosts)
+        if captured is None:
+            running, width, began = self._run(asked.width, offered)
+        else:
+            if offered is not None:
+                self._offers.put(offered)
+            wish, step = self._plan(asked, deadline)
+            width = step.shape.width
+            if not behind:
+                self.catch_up(width if offered is None else 0)
+            began = captured.start()
+            running = captured.launch(wish, step)
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
-        kept = unpack(packed, self.batch.hosts, width=width, meant=meant)
-        seconds = asking + self.clock.now() - began - (captured.capturing if captured else 0.0)
         # Where a model usually drafts, what a round takes without it says little about later rounds.
         steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
-        done = Round(width, kept, seconds, steady, meant, asking if looked else 0.0)
-        if steady:
-            self.clock.observe(width, seconds)
-        if not width or offered is not None:
+        return Flight(rows, width, meant, running, began, asked.asking, asked.looked,
+                      captured.capturing if captured else 0.0, steady)
+
+    def _land(self, flight: Flight, *, late: bool) -> Round:
+        """Wait for a round, and take in what it brought for those of its rows that are still live. `late`: it has been over
+        for a while, so nobody knows what it took."""
+        packed = flight.running.wait()
+        assert packed is not None
+        rows, meant, now = flight.rows, flight.meant, self.clock.now()
+        if rows != tuple(self.batch.hosts):
+            live = set(self.batch.hosts)
+            places = [place for place, row in enumerate(rows) if row in live]
+            packed, rows = packed[places], tuple(rows[place] for place in places)
+            meant = None if meant is None else tuple(meant[place] for place in places)
+        kept = unpack(packed, rows, width=flight.width, meant=meant)
+        began = flight.began if self._landed is None else max(flight.began, self._landed)
+        seconds = flight.asking + now - began - flight.capturing
+        self._landed = now
+        self._worth.landed(seconds, len(flight.rows))
+        done = Round(flight.width, kept, seconds, flight.steady and not late, meant,
+                     flight.asking if flight.looked else 0.0, rows)
+        if done.steady:
+            self.clock.observe(done.width, seconds)
+        if not done.width or meant is not None:
             self._catching.missed(1 + max(kept))
         if self._stopping is not None:
             self._stopping.observe(kept)
@@ -181,31 +262,31 @@ class Loop:
 
         return step_down(self.clock.longest_in_time(wanted, deadline, predict))
 
-    def _run(self, width: int, offered: Proposal | None) -> tuple[Tensor, int, float]:
-        """A round: what the host needs of it, its draft length, and when it began."""
+    def _run(self, width: int, offered: Proposal | None) -> tuple[Running, int, float]:
+        """A round without graphs: what it gave, its draft length, and when it began."""
         self.catch_up(width if offered is None else 0)
         began = self.clock.now()
         if offered is None:
             offered = (self.drafter.propose(self.batch, width) if self._stopping is None
                        else self._stopping.propose(self.drafter, self.batch, width, self.lengths))
-        return self._verify(offered).cpu(), offered.tokens.shape[1], began
+        packed = self._verify(offered).cpu()
+        return Running(lambda: True, lambda: packed), offered.tokens.shape[1], began
 
-    def _replay(self, captured: Captured, width: int, offered: Proposal | None,
-                deadline: float | None) -> tuple[Tensor, int, float]:
-        """The same round as a graph, which may take some dummy rows too, and another draft length."""
+    def _plan(self, asked: Asked, deadline: float | None) -> tuple[Shape, Step]:
+        """The graph that is wanted for a round, and what runs instead: it may take some dummy rows too, and another draft
+        length."""
+        captured, offered, width = self._captured, asked.offered, asked.width
+        assert captured is not None
         if offered is not None:
-            self._offers.put(offered)
             width = step_up(offered.tokens.shape[1])
         wish = captured.usual(width) if offered is None or not width else captured.wish("given", width)
-        step = captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
-                               exact=offered is not None and not width)
-        self.catch_up(step.shape.width if offered is None else 0)
-        began, packed = captured.start(), captured.perform(wish, step, self._reflect)
-        assert packed is not None
-        return packed, step.shape.width, began
+        return wish, captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
+                                     exact=offered is not None and not width)
 
     def _reflect(self) -> None:
         """What can be learnt while the device is busy."""
+        if self._captured is None:
+            return
         self.lengths.reflect()
         self._offers.learn()
 

@@ -15,6 +15,8 @@ class Table(Lengths):
     """For each number of live rows the length that was best when the profile was made, 0 included. It depends on nothing
     else, so it may gate either coupling."""
 
+    settled = True
+
     def __init__(self, surface: Surface, *, limit: int):
         self._surface, self._lengths = surface, _CHOICES[: limit + 1]
         self._best: dict[int, int] = {}

@@ -1,0 +1,57 @@
+"""Rounds that are launched before the last one's tokens are known, so that a device never waits for its host.
+
+Not here: what a round is and when one is launched (loop.py), graphs (captured.py).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from .batch import Row
+from .graphs import Running
+
+_RECENT = 8  # gaps of which the least counts: the others held an admission, a stop string, a line to write
+_WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty rounds count
+
+
+class Flight(NamedTuple):
+    """A round that was launched: with these rows, `width` drafts each, of which `meant` were the host's (None: all are the
+    device's), `began` and `asking` as for Round.seconds; what went into `capturing`; whether nothing was captured or ran
+    uncaptured (`steady`)."""
+
+    rows: tuple[Row, ...]
+    width: int
+    meant: tuple[int, ...] | None
+    running: Running
+    began: float
+    asking: float
+    looked: bool
+    capturing: float
+    steady: bool
+
+
+class Worth:
+    """Whether launching ahead pays: it hides what the host does between two rounds, and a row that ends takes part in one
+    more round for nothing."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[float] = deque(maxlen=_RECENT)
+        self._ending = self._seconds = 0.0
+        self._ended = 0
+
+    def waited(self, seconds: float) -> None:
+        """The device had nothing to do for so long between two rounds."""
+        self._gaps.append(seconds)
+
+    def row_ended(self) -> None:
+        self._ended += 1
+
+    def landed(self, seconds: float, rows: int) -> None:
+        """A round of so many rows took so long."""
+        self._ending += _WEIGHT * (self._ended / rows - self._ending)
+        self._ended, self._seconds = 0, seconds
+
+    def pays(self, *, waiting: bool) -> bool:
+        """`waiting`: whether samples wait for rows; otherwise nobody misses what an ended row takes."""
+        return bool(self._gaps) and min(self._gaps) > (self._ending * self._seconds if waiting else 0.0)
