@@ -6,11 +6,12 @@ Not here: how samples are drawn (run.py), files (outputs.py), what an evaluation
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,30 +90,53 @@ def tell(plan: Plan, screen: Screen, *, plain: bool, ask: str = "--chat") -> Non
 
 
 def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, count: int | None, screen: Screen,
-                  loop: Loop | None = None, shape: Callable[[Completion], Completion] | None = None) -> dict[str, Any]:
-    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary."""
+                  loop: Callable[[], Loop] | None = None,
+                  shape: Callable[[Completion], Completion] | None = None) -> dict[str, Any]:
+    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary. Where nothing is
+    missing no model is loaded and no `loop` made."""
     from bass_cli import run
 
-    for note in (*plan.notes, *writer.notes):
+    whole, rest = _from_first_missing(prompts, writer.done, plan.job.n)
+    state = [] if not writer.done else [f"{writer.name}: {'complete' if rest is None else 'going on'}, {len(writer.done)} "
+                                        "samples are there already"]
+    for note in (*plan.notes, *writer.notes, *state):
         screen.note(note)
     to_terminal = writer.name == STANDARD_OUTPUT and sys.stdout.isatty()
     screen.start(None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal)
-    more, company = {} if loop is None else {"loop": loop}, Company(plan.job.threads)
+    more, company = {} if loop is None or rest is None else {"loop": loop()}, Company(plan.job.threads)
+    failed: list[Completion] = []
 
     def on_round(done: Round) -> None:
         company.look()
         screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
 
     try:
-        for completion in run.generate(plan, prompts, done=set(writer.done), count=count, on_round=on_round,
-                                       on_phase=screen.phase, **more):
+        drawn = () if rest is None else run.generate(
+            plan, rest, done=set(writer.done), count=None if count is None else count - whole, on_round=on_round,
+            on_phase=screen.phase, **more)
+        for completion in drawn:
             writer.write(completion if shape is None else shape(completion))
             screen.advance(completion)
+            failed += [completion] if completion.finish_reason == "error" else []
     finally:
         summary = screen.summary(writer.name)
         writer.add_seconds(summary["decoding_seconds"])
-    screen.close(summary)
+    screen.close(None if rest is None else summary)
+    if failed:
+        many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
+        screen.error(f'{many} could not be run; the first, "{failed[0].id}": {failed[0].error}')
     return summary
+
+
+def _from_first_missing(
+    prompts: Iterator[Prompt], done: Collection[tuple[str, int]], n: int
+) -> tuple[int, Iterator[Prompt] | None]:
+    """How many prompts come before the first with a sample that is not `done`, and that one with all after it; None if
+    there is none."""
+    for number, prompt in enumerate(prompts):
+        if any((prompt.id, sample) not in done for sample in range(n)):
+            return number, itertools.chain([prompt], prompts)
+    return 0, None
 
 
 def finished(writer: Writer) -> bool:

@@ -230,7 +230,8 @@ PromptFormat = Annotated[
             choices=("raw", "strip", "strip-nl", "chat")),
 ]
 EvaluationOut = Annotated[
-    str | None, _option("--out", "Where samples go", OUTPUT, takes="FILE", default="TASK-PAIR.jsonl")
+    str | None, _option("--out", "Where samples go", OUTPUT, takes="FILE",
+                        default="TASK-PAIR.jsonl, with --limit N TASK-PAIR-firstN.jsonl")
 ]
 EvaluationReport = Annotated[
     str | None, _option("--report", "Where the report goes, as JSON", OUTPUT, takes="FILE", default="beside --out")

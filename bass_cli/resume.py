@@ -46,7 +46,7 @@ class Past:
 
     def describe(self, name: str) -> list[str]:
         """What a person should know before the run goes on."""
-        notes = [f"{name}: going on, {len(self.done)} samples are there already"]
+        notes = []
         if self.torn:
             notes.append(f"{name}: dropping a torn last line of {self.torn} bytes")
         if self.failed:

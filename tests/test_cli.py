@@ -199,6 +199,32 @@ def test_failed_and_unfinished_prompts_are_exit_code_1(cli: Any, tmp_path: Path,
     assert sorted(row["id"] for row in again) == sorted(row["id"] for row in written)
 
 
+def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(cli: Any, tmp_path: Path) -> None:
+    base = ["generate", "p.jsonl", "--out", "o.jsonl"]
+    assert cli(*base, "--n", "2").exit_code == 0
+    before = (tmp_path / "o.jsonl").read_bytes()
+    loaded.clear()
+    again = cli(*base, "--n", "2", "--json")
+    assert (again.exit_code, loaded, json.loads(again.stdout)["samples"]) == (0, [], 0)
+    assert again.stderr == "o.jsonl: complete, 4 samples are there already\n"
+    assert (tmp_path / "o.jsonl").read_bytes() == before
+    (tmp_path / "o.jsonl").write_bytes(before[:-9])  # as a crash leaves it
+    torn = cli(*base, "--n", "2")
+    assert (torn.exit_code, len(loaded)) == (0, 1)
+    assert "o.jsonl: going on, 3 samples are there already" in torn.stderr
+    assert result_keys((tmp_path / "o.jsonl").read_text()) == result_keys(before.decode())
+
+
+def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\nFAIL\nFAIL\n")
+    for quiet in ([], ["--quiet"]):
+        result = cli("generate", "p.txt", "--out", "o.jsonl", *quiet)
+        assert result.exit_code == 1
+        assert 'bass: error: 2 prompts could not be run; the first, "1": too long\n' in result.stderr
+    (tmp_path / "p.txt").write_text("FAIL\n")
+    assert 'bass: error: 1 prompt could not be run; the first, "0": too long\n' in cli("generate", "p.txt").stderr
+
+
 def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl"]
     assert cli(*base, "--n", "1").exit_code == 0

@@ -71,7 +71,7 @@ def test_without_permission_samples_are_written_and_scoring_is_refused() -> None
     assert not Path("humaneval-pair.report.json").exists()
     again = bass(ALLOW)
     assert again.exit_code == 0
-    assert "0 samples" in again.stderr  # nothing had to be generated again
+    assert "humaneval-pair.jsonl: complete, 9 samples are there already" in again.stderr
     assert "Pass@First" in again.stdout
     assert "Pass@First" not in again.stderr
 
@@ -134,16 +134,34 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
     finished = {(one["method"], one["budget"]): one["finished"] for one in document["reports"]}
     assert finished == {(method, budget): 0 if budget == 0.001 else 6 for method in ("plain", "single", "batched")
                         for budget in (0.001, 60.0)}
-    texts = [{(row["id"], row["sample"]): row["text"] for row in lines(f"humaneval-pair.{method}-60s.jsonl")}
+    texts = [{(row["id"], row["sample"]): row["text"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl")}
              for method in ("plain", "single", "batched")]
     assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples, whatever drafts them
-    drafted = {method: sum(row["drafted"] for row in lines(f"humaneval-pair.{method}-60s.jsonl"))
+    drafted = {method: sum(row["drafted"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl"))
                for method in ("plain", "single", "batched")}
     assert drafted["plain"] == 0
     assert drafted["single"] > 0
     assert drafted["batched"] > 0
     if importlib.util.find_spec("matplotlib") is not None:
-        assert Path("humaneval-pair.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert Path("humaneval-pair-first2.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = (ALLOW, "--budgets", "60s", "--limit", "1", "--json")
+    first = bass(*sweep)
+    assert first.exit_code == 0, first.stderr
+    monkeypatch.setattr("bass_cli.assembly.load", lambda *_, **__: pytest.fail("weights are loaded"))
+    again = bass(*sweep)
+    assert again.exit_code == 0, again.stderr
+    assert [one["samples"] for one in json.loads(again.stdout)["reports"]] == [3, 3, 3]
+    assert again.stderr.count("complete, 3 samples are there already") == 3
+
+
+def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
+    found = {limit: bass(ALLOW, "--json", "--limit", limit) for limit in ("3", "1")}
+    assert {limit: json.loads(one.stdout)["problems"] for limit, one in found.items()} == {"3": 3, "1": 1}
+    assert Path("humaneval-pair-first3.report.json").exists()
+    assert not Path("humaneval-pair.jsonl").exists()
 
 
 @pytest.mark.parametrize(("arguments", "fault"), [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -54,7 +54,8 @@ class Evaluation:
         self.task: Task = load_task(given["task"], given["data"])
         scoring.refuse_without_programs(self.task, given)
         self.job = self._job()
-        self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}.jsonl"
+        first = "" if self.job.limit is None else f"-first{self.job.limit}"  # a trial keeps out of the whole task's file
+        self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
         if self.out == "-":
             raise UserError("--out -: an evaluation needs a file, which is scored afterwards")
         problems = list(self.task.problems.values())
@@ -89,8 +90,8 @@ class Evaluation:
         refuse_shared_files(outputs, [("the data", self._given["data"]), *files_read(self._given, self.job)])
         check_name(self.out)
 
-    def generate(self, plan: Plan, out: str, *, loop: Loop | None = None) -> None:
-        """The samples of the plan's job to `out`, from `loop` if it is given."""
+    def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
+        """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
         manifest = describe(plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()})
         with open_output(out, manifest, resume=self._given["resume"], overwrite=self._given["overwrite"]) as writer:
             write_samples(writer, plan, self.prompts(), count=len(self.problems), screen=self._screen, loop=loop,

@@ -5,8 +5,9 @@ batched speculation, with models that are loaded once. The comparison of BASS (a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ from bass_cli.screen import Screen
 from bass_cli.threads import settle
 
 if TYPE_CHECKING:
+    from bass_cli.assembly import Models
+    from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
 METHODS = ("plain", "single", "batched")
@@ -89,26 +92,44 @@ def _file(out: str, method: str, budget: float) -> str:
 def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
     seed fixes them."""
-    from bass_cli.assembly import WARMING, build, lengths_for, load_models, warm_up
+    from bass_cli.assembly import load_models
 
-    screen.phase("loading the weights")
-    models = load_models(plan)
+    @functools.cache  # not before something is missing in a file
+    def models() -> Models:
+        screen.phase("loading the weights")
+        return load_models(plan)
+
     files = {}
     for method in METHODS:
         if method == "single" and plan.job.pair.draft == "none":
             screen.note("the pair has no draft: plain decoding only")
             break
-        chosen = _plan_of(plan, method, budgets[0])
-        loop = build(chosen, models)
-        screen.phase(f"{method}: {WARMING[chosen.device.type]}")
-        warm_up(loop, chosen)
+        loop = functools.cache(functools.partial(_warm_loop, _plan_of(plan, method, budgets[0]), models, screen, method))
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)
-            loop.lengths = lengths_for(chosen)
             files[method, budget] = name = _file(evaluation.out, method, budget)
             screen.note(f"{method}, {budget:g} s a prompt")
-            evaluation.generate(chosen, name, loop=loop)
+            evaluation.generate(chosen, name, loop=functools.partial(_begin_anew, loop, chosen))
     return files
+
+
+def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method: str) -> Loop:
+    """A loop for all budgets of a method, as fast from the first prompt on as later."""
+    from bass_cli.assembly import WARMING, build, warm_up
+
+    loop = build(plan, models())
+    screen.phase(f"{method}: {WARMING[plan.device.type]}")
+    warm_up(loop, plan)
+    return loop
+
+
+def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
+    """The loop, with a controller that has seen nothing of other budgets."""
+    from bass_cli.assembly import lengths_for
+
+    found = loop()
+    found.lengths = lengths_for(plan)
+    return found
 
 
 def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
