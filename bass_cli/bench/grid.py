@@ -129,6 +129,7 @@ def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Pl
         cells += [_cell(bench, batch, method, runs) for method in settings.methods]
         batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
     if plan is not None:
+        bench.phase("running other engines", live=False)
         cells += rivals.measure(plan, settings, batches, bench.note)
     return _document(bench, passed, acceptance) | {
         "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
@@ -229,6 +230,7 @@ def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
     loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
     if key in bench.parts:
         return bench.parts[key]
+    bench.phase(f"batch {batch}: timing the parts of a round of {width} drafts", live=False)
     rows = bench.rows(batch)
     loop.lengths = Fixed(width)
     fill(loop, rows)
