@@ -159,18 +159,19 @@ app.command(cls=Command, epilog=EPILOG)(score)
 
 
 @app.command(cls=Command)
-def pairs(json_table: options.Json = False) -> None:
-    """Show which pairs come with bass, and which can run here.
+def pairs(names: options.PairNames = None, json_table: options.Json = False) -> None:
+    """Show which pairs come with bass, or those that are named, and which can run here.
 
     \b
-    Example:
+    Examples:
       bass pairs | grep ready
+      bass pairs mine.yaml
     """
     screen = Screen(document=json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_pairs
 
-        rows = describe_pairs()
+        rows = describe_pairs(names or ())
         if json_table:
             print(json.dumps(rows, indent=2))
             return
@@ -179,25 +180,28 @@ def pairs(json_table: options.Json = False) -> None:
 
 
 @app.command(cls=Command)
-def doctor(threads: options.Threads = None, json_table: options.Json = False) -> None:
-    """Show what this machine offers: device, versions, kernels, memory, and which pairs fit.
+def doctor(
+    pair: options.DoctorPair = None, threads: options.Threads = None, json_table: options.Json = False
+) -> None:
+    """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which pairs fit.
 
     \b
-    Example:
+    Examples:
       bass doctor
+      bass doctor --pair mine.yaml
     """
     screen = Screen(document=json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 
-        facts = describe_machine(threads)
+        facts = describe_machine(threads, pair)
         if json_table:
             print(json.dumps(facts, indent=2))
             return
         shown = [
-            [key, ", ".join(value) if isinstance(value, list) else str(value)]
+            [key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)]
             for key, value in facts.items()
-            if key != "memory_bytes"
+            if not key.endswith(("_bytes", "_ready"))
         ]
         screen.table(("what", "here"), shown)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from bass_cli.engine.batch import beyond
-from bass_cli.host import free_memory, held_memory, is_refused_memory
+from bass_cli.host import free_memory, gigabytes, held_memory, is_refused_memory
 from bass_cli.job import MachineError
 from bass_cli.model.cache import ARENA
 from bass_cli.model.decoder import Spec, parameters
@@ -147,8 +147,3 @@ class Need:
 def usable(free: int) -> int:
     """How many of `free` bytes a plan may count on."""
     return int(_USABLE * free)
-
-
-def gigabytes(count: int) -> str:
-    """Bytes for a person."""
-    return f"{count / 1e9:.1f} GB"

@@ -175,3 +175,8 @@ def _address_space(root: Path) -> int:
     except (OSError, ValueError, IndexError):
         used = 0
     return limit - used
+
+
+def gigabytes(count: int) -> str:
+    """Bytes for a person."""
+    return f"{count / 1e9:.1f} GB"

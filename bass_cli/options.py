@@ -44,6 +44,16 @@ Pair = Annotated[
                  help="A pair that comes with bass, or a pair file (.yaml); flags and variables override what it says "
                       "[default: smollm2]"),
 ]
+PairNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NAME|FILE]...", show_default=False, autocompletion=_pairs,
+                   help="Pairs that come with bass, or pair files (.yaml); without any, all that come with bass."),
+]
+DoctorPair = Annotated[
+    str | None,
+    typer.Option("--pair", metavar="NAME|FILE", rich_help_panel=MODELS, autocompletion=_pairs,
+                 help="Look at this pair too: whether it can run here, and how many rows there is memory for"),
+]
 Model = Annotated[
     str | None,
     _option("--model", "The target itself, instead of a --pair: a Hugging Face hub id, a folder with safetensors, or a "

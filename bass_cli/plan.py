@@ -17,8 +17,8 @@ from bass_cli import __version__
 from bass_cli.drafts import parse_draft
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.surface import Surface
-from bass_cli.footprint import Footprint, Need, footprint, gigabytes, usable
-from bass_cli.host import free_memory, give_kernels_a_cache
+from bass_cli.footprint import Footprint, Need, footprint, usable
+from bass_cli.host import free_memory, gigabytes, give_kernels_a_cache
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint

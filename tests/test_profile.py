@@ -248,6 +248,12 @@ def test_lookup_beside_the_model_has_a_profile_of_its_own(place: Path):
     made = bass("profile", "--batch-sizes", "1,2", *drafts)
     assert made.exit_code == 0
     assert [line.split()[0] for line in made.stdout.splitlines()[-3:]] == ["rows", "1", "2"]
+    *legend, header, _, _ = made.stdout.splitlines()
+    assert header.split("  ")[0] == "rows"
+    assert max(map(len, (*legend, header))) <= 80
+    for word in ("rows", "plain", "4 drafts", "drafting", "kept"):
+        assert word in header, header
+        assert word in " ".join(legend), f"the legend says what {word} means"
     flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids", "--out", "a.jsonl")
     found = []
     for length in ("table", "auto", "0"):

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
 RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
+_LEGEND = ("{pair}: what a round takes, in milliseconds, and the fastest draft length",
+           "  rows      samples at once: a round brings each the kept drafts and one more",
+           "  plain     without drafts; 4 drafts: with 4 a row; drafting: making those 4",
+           "  60% kept  the fastest length if 60% of drafts are kept; 0 is plain decoding")
 _WORTH = 1.02  # expected speed, in plain decoding's, from which on skipping is worth a try
 _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
 
@@ -136,11 +140,12 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     best = {rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates} for rows in surface.rows}
     if not plan.job.pair.draft.startswith("lookup") and surface.acceptance is not None:
         screen.say(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
-    columns = ("rows", "plain, ms", "4 drafts, ms", "of it drafting", *(f"best at {rate:g}" for rate in rates))
+    columns = ("rows", "plain ms", "4 drafts ms", "drafting ms", *(f"{rate:.0%} kept" for rate in rates))
     lines = [[str(rows), f"{surface.seconds(rows, 0) * 1e3:.2f}", f"{surface.seconds(rows, 4) * 1e3:.2f}",
               f"{surface.draft_seconds(rows, 4) * 1e3:.2f}", *(str(best[rows][rate]) for rate in rates)]
              for rows in surface.rows]
-    screen.say(f"{plan.job.pair.name}: seconds of rounds, and the best draft length by acceptance")
+    for line in _LEGEND:
+        screen.say(line.format(pair=plan.job.pair.name))
     screen.table(columns, lines)
     screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
     return {"pair": plan.job.pair.name, "file": str(plan.profile), "seconds": seconds, "acceptance": surface.acceptance,
