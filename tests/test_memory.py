@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from bass_cli.assembly import build
 from bass_cli.cli import app
+from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.footprint import Footprint, Need, footprint
 from bass_cli.host import HostMemory, host_memory, is_refused_memory
@@ -141,7 +142,7 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
 
 def test_spans_end_with_the_context(place: Path) -> None:
     huge, bounded = prepare(job(max_new_tokens=10**8)), prepare(job(max_new_tokens=CONTEXT - 1))
-    assert huge.span == bounded.span == CONTEXT - 1 + 4 + 1
+    assert huge.span == bounded.span == CONTEXT - 1 + beyond(4)
     assert huge.footprint == bounded.footprint
     assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
     rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
