@@ -202,11 +202,11 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     due = sorted(_samples(place / "o.jsonl"))
     written, round_, left = place / "o.jsonl", Loop.round, [300]
 
-    def short(self: Loop, deadline: float | None = None) -> Any:
+    def short(self: Loop, *given: Any, **named: Any) -> Any:
         left[0] -= 1
         if written.read_bytes().count(b"\n") >= 2 or not left[0]:
             error()
-        return round_(self, deadline)
+        return round_(self, *given, **named)
 
     monkeypatch.setattr(Loop, "round", short)
     result = bass(*FLAGS, "--n", "4", "--batch-size", "4", *tokens, "--overwrite")
