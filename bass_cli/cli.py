@@ -181,20 +181,25 @@ def pairs(names: options.PairNames = None, json_table: options.Json = False) -> 
 
 @app.command(cls=Command)
 def doctor(
-    pair: options.DoctorPair = None, threads: options.Threads = None, json_table: options.Json = False
+    context: typer.Context,
+    pair: options.DoctorPair = None,
+    model: options.DoctorModel = None,
+    draft: options.DoctorDraft = None,
+    threads: options.Threads = None,
+    json_table: options.Json = False,
 ) -> None:
     """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which pairs fit.
 
     \b
     Examples:
       bass doctor
-      bass doctor --pair mine.yaml
+      bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
     """
     screen = Screen(document=json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 
-        facts = describe_machine(threads, pair)
+        facts = describe_machine(threads, context.params)
         if json_table:
             print(json.dumps(facts, indent=2))
             return

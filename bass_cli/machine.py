@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from bass_cli.host import (
     is_writable,
     temporary_folder,
 )
-from bass_cli.job import MachineError, Pair, UserError, load_pair, make_job, packaged_pairs
+from bass_cli.job import MachineError, Pair, UserError, chosen_pair, load_pair, make_job, packaged_pairs
 from bass_cli.threads import settle
 
 if TYPE_CHECKING:
@@ -124,9 +124,10 @@ def available_memory() -> dict[str, Any]:
     return {"device": "cpu", "bytes": host_memory().total}
 
 
-def describe_machine(threads: int | None = None, pair: str | None = None) -> dict[str, Any]:
-    """What `bass doctor` shows, ready for JSON; `threads` as asked for; `pair`: a name or file to look at too."""
-    chosen = None if pair is None else load_pair(pair)
+def describe_machine(threads: int | None = None, given: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+    """What `bass doctor` shows, ready for JSON; `threads` as asked for; `given`: "pair" or "model", and "draft", of what to
+    look at too."""
+    chosen = None if given is None else _chosen(given)
     settled = settle(threads, lambda note: None)
     import torch
 
@@ -227,6 +228,14 @@ def _hub() -> str:
     asking.start()
     asking.join(_PATIENCE)
     return f"{constants.ENDPOINT} {found[-1]}"
+
+
+def _chosen(given: Mapping[str, str | None]) -> Pair | None:
+    if given["pair"] is None and given["model"] is None:
+        if given["draft"] is not None:
+            raise UserError("--draft: say with --pair or --model what it drafts for")
+        return None
+    return make_job(chosen_pair(given), {"draft": given["draft"]}).pair
 
 
 def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:

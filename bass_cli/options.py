@@ -54,6 +54,14 @@ DoctorPair = Annotated[
     typer.Option("--pair", metavar="NAME|FILE", rich_help_panel=MODELS, autocompletion=_pairs,
                  help="Look at this pair too: whether it can run here, and how many rows there is memory for"),
 ]
+DoctorModel = Annotated[
+    str | None,
+    typer.Option("--model", metavar="ID|FOLDER|FILE", rich_help_panel=MODELS, help="The same for a target alone"),
+]
+DoctorDraft = Annotated[
+    str | None,
+    typer.Option("--draft", metavar="MODEL|HOW", rich_help_panel=MODELS, help="With --pair or --model: what drafts"),
+]
 Model = Annotated[
     str | None,
     _option("--model", "The target itself, instead of a --pair: a Hugging Face hub id, a folder with safetensors, or a "

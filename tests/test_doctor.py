@@ -45,6 +45,11 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair"], facts["pair_ready"], facts["pair_here"]) == ("mine", True, "ready")
     assert "of 256 new tokens each" in facts["pair_rows"]
+    same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
+    assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
+    assert "of 256 new tokens each" in same["pair_rows"]
+    plain = json.loads(cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout)
+    assert (plain["pair_draft"], plain["pair_ready"]) == ("none", True)
     _cut(next((place / "model").glob("*.safetensors")))
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair_ready"], "pair_rows" in facts) == (False, False)
@@ -52,10 +57,12 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     (place / "mine.yaml").write_text("target: nowhere.gguf\n")
     table = cli("doctor", "--pair", file)
     assert "target: no such file or folder" in next(line for line in table.stdout.splitlines() if "pair here" in line)
-    for command in (["pairs", "none.yaml"], ["doctor", "--pair", "none.yaml"]):
+    for command in (["pairs", "none.yaml"], ["doctor", "--pair", "none.yaml"],
+                    ["doctor", "--model", "none.yaml"], ["doctor", "--draft", "none.yaml"]):
         missing = cli(*command)
         assert (missing.exit_code, missing.stdout) == (2, "")
-        assert "none.yaml: cannot read the pair file" in missing.stderr
+        assert {"--pair": "none.yaml: cannot read the pair file", "--model": "give it with --pair none.yaml",
+                "--draft": "say with --pair or --model what it drafts for"}.get(command[1], "cannot read") in missing.stderr
 
 
 def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
