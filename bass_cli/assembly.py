@@ -85,14 +85,17 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     """Have everything compiled, captured and timed once that rounds with a deadline need, so that the first prompts are as
     fast as later ones. The loop is left empty, and its controller knows nothing of it."""
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
-    longest = min(longest_draft(job), loop.drafter.longest, _CAPTURED)
-    widths = (0, longest) if isinstance(job.speculation.length, int) else range(longest + 1)
+    fixed = isinstance(job.speculation.length, int)
+    longest = min(longest_draft(job), loop.drafter.longest)
+    longer = longest if loop.exact else min(longest, _CAPTURED)  # a free controller can do with less
+    decoded = (0, min(longest, _CAPTURED))
     for tokens in _WARM_PROMPTS[plan.device.type]:
-        _decode(loop, plan, tokens, widths=(0, longest))
+        _decode(loop, plan, tokens, widths=decoded)
     _prepare_prompts(loop)
-    loop.prepare({rows, min(job.n, rows)}, widths)
+    loop.lengths = controller
+    loop.prepare({rows, min(job.n, rows)}, (0, longer) if fixed else range(longer + 1), each=fixed and loop.exact)
     loop.clock.forget()  # it has seen compiling
-    _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=(0, longest))
+    _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=decoded)
     loop.lengths = controller
 
 

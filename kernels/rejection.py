@@ -40,15 +40,16 @@ def draw(law: Law, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
 
 
 def rejection_sample(drafts: Tensor, draft_law: Law | None, logits: Tensor, temperature: Tensor, top_k: Tensor,
-                     top_p: Tensor, keys: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                     top_p: Tensor, keys: Tensor, lengths: Tensor,
+                     most: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As acceptance.rejection_sample, without asking the host anything."""
     logits = logits.contiguous()
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
-    return judge(drafts, draft_law, Law(logits, found.view(*logits.shape[:2], FIELDS)), keys, lengths)
+    return judge(drafts, draft_law, Law(logits, found.view(*logits.shape[:2], FIELDS)), keys, lengths, most)
 
 
-def judge(drafts: Tensor, draft_law: Law | None, law: Law, keys: Tensor,
-          lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def judge(drafts: Tensor, draft_law: Law | None, law: Law, keys: Tensor, lengths: Tensor,
+          most: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rejection_sample` where the edges of the target's laws are known: logits [B, k + 1, V], edges [B, k + 1, FIELDS]."""
     rows, places, vocab = law.values.shape
     device, chunks = law.values.device, triton.cdiv(vocab, CHUNK)
@@ -61,8 +62,9 @@ def judge(drafts: Tensor, draft_law: Law | None, law: Law, keys: Tensor,
     assert q.edges is not None
     _judge[(rows, chunks)](
         drafts.contiguous(), q.values.contiguous(), q.edges.contiguous(), law.values, law.edges, keys.contiguous(),
-        lengths.contiguous(), found, accepted, following, block, scores, counters(device, rows), places - 1, vocab,
-        q.values.shape[-1], chunks, POINT=draft_law is None, PLACES=triton.next_power_of_2(places), **_shape(chunks))
+        lengths.contiguous(), lengths if most is None else most, found, accepted, following, block, scores,
+        counters(device, rows), places - 1, vocab, q.values.shape[-1], chunks, POINT=draft_law is None,
+        BOUNDED=most is not None, PLACES=triton.next_power_of_2(places), **_shape(chunks))
     return accepted, following, block, scores
 
 
@@ -170,16 +172,20 @@ def _tested(row, draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, ke
 
 
 @triton.jit(do_not_specialize=["width"])
-def _judge(draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, key_ptr, length_ptr, found_ptr, accepted_ptr,
-           next_ptr, block_ptr, score_ptr, arrived_ptr, width, vocab, q_vocab, chunks, POINT: tl.constexpr,
-           PLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIELDS: tl.constexpr, FOUND: tl.constexpr,
-           BLOCK: tl.constexpr):
+def _judge(draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, key_ptr, length_ptr, most_ptr, found_ptr,
+           accepted_ptr, next_ptr, block_ptr, score_ptr, arrived_ptr, width, vocab, q_vocab, chunks, POINT: tl.constexpr,
+           BOUNDED: tl.constexpr, PLACES: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, FIELDS: tl.constexpr,
+           FOUND: tl.constexpr, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, length, _origin = _address(row, key_ptr, length_ptr, length_ptr)
     accepted = _tested(row, draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, key_0, key_1, length, width, vocab,
                        q_vocab, POINT, PLACES, FIELDS)
-    complete = accepted == width
-    proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < width, other=-1).to(tl.int32)
+    bound = width
+    if BOUNDED:
+        bound = tl.minimum(tl.load(most_ptr).to(tl.int32), width)
+        accepted = tl.minimum(accepted, bound)
+    complete = accepted == bound
+    proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < bound, other=-1).to(tl.int32)
     start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
     score, token, own_score, own_token = _best(
         logits_ptr, row * (width + 1) + accepted, edges_ptr, q_logits_ptr, row * width + accepted, q_edges_ptr, proposed,

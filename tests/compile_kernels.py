@@ -16,7 +16,8 @@ FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr
           "inverse_ptr"}  # fmt: skip
 INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
-         "search_ptr", "draft_ptr", "length_ptr", "origin_ptr", "accepted_ptr", "next_ptr", "block_ptr"}  # fmt: skip
+         "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
+         "block_ptr"}  # fmt: skip
 NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
 
 
@@ -59,7 +60,7 @@ if __name__ == "__main__":
     spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
     compile_one(rejection._draw, **spread)
     for point in (False, True):
-        compile_one(rejection._judge, POINT=point, PLACES=8, **spread)
+        compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
     for size, pieces, pad, block in ((1, 1, 0, 16), (1, 16, 64, 64), (2, 16, 0, 128), (8, 32, 0, 64)):
         compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
                     BLOCK_D=128, WIDE="tf32")

@@ -58,11 +58,12 @@ class Simulated(Loop):
         return lambda: self._result(shape.width) if shape.kind != "catch up" else None
 
     def _result(self, width):
+        width, places = min(width, self._most), width
         most = self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
         most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
         kept = [next((i for i in range(min(width, m)) if self._chance.random() > self._rate), min(width, m))
                 for m in most]
-        return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * width + 2, dtype=torch.int64)), 1)
+        return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * places + 2, dtype=torch.int64)), 1)
 
 
 def seconds_of(loop, *, prompts=16, n=8, limit=128):

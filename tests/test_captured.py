@@ -59,6 +59,8 @@ def captured(target, draft, *, batch, lengths, coupling="shared"):
 class Tour:
     """Goes through many lengths, with plain stretches between."""
 
+    exact = False
+
     def __init__(self):
         self._lengths = itertools.cycle([0, 0, 0, 4, 4, 0, 0, 5, 3, 2, 0, 7, 7, 1, 0, 0, 0])
 

@@ -9,13 +9,13 @@ from bass_cli.engine.ladder import Ladder, Shape, Step
 class Bench:
     """A ladder on fake graphs; `ask` runs one round at a shape as the ladder says."""
 
-    def __init__(self, *, exact=False, longest=32, drafts="round"):
+    def __init__(self, *, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
-        self.ladder = Ladder(self.graphs, exact=exact, longest=longest, drafts=drafts)
+        self.ladder = Ladder(self.graphs, longest=longest, drafts=drafts)
 
-    def ask(self, rows, width, *, left=10_000, kind="round"):
+    def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
         wish = Shape(kind, rows, width)
-        step = self.ladder.choose(wish, left=left)
+        step = self.ladder.choose(wish, left=left, fit=fit)
         self.ladder.served(wish, step)
         if step.how != "replay":
             getattr(self.graphs, step.how)(step.shape, lambda: None)
@@ -91,12 +91,20 @@ def test_plain_rounds_never_serve_where_drafts_are_wanted():
     assert bench.ask(8, 1) == Step(Shape("round", 8, 1), "run")
 
 
-def test_under_maximal_coupling_only_the_rows_may_differ():
-    bench = Bench(exact=True)
+def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
+    bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 6))
-    for width in (0, 1, 3, 5, 7):
-        assert [bench.ask(4, width, left=3).shape.width for _ in range(3)] == [width] * 3
-    assert bench.ask(4, 6) == Step(Shape("round", 8, 6), "replay")
+    assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [4, 4, 4, 6, 6]
+    assert [bench.ask(8, 9, fit="wider") for _ in range(3)] == [Step(Shape("round", 8, 10), how)
+                                                                for how in ("run", "capture", "replay")]
+    assert bench.ask(8, 33, fit="wider") == Step(Shape("round", 8, 33), "run"), "beyond the usual lengths"
+
+
+def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_wasted_as_much():
+    bench = Bench()
+    bench.hold(("round", 8, 10))
+    assert 150 < bench.rounds_until_captured(8, 9, fit="wider") < 300
+    assert bench.ask(8, 9, fit="wider") == Step(Shape("round", 8, 9), "replay")
 
 
 def test_only_this_once_the_very_width():
@@ -104,7 +112,7 @@ def test_only_this_once_the_very_width():
     bench.hold(("round", 8, 4))
     wish = Shape("round", 8, 0)
     assert bench.ladder.choose(wish, left=100).shape.width == 4
-    assert bench.ladder.choose(wish, left=100, exact=True) == Step(wish, "run")
+    assert bench.ladder.choose(wish, left=100, fit="same") == Step(wish, "run")
 
 
 def test_catching_up_takes_longer_graphs_but_not_shorter_ones_nor_rounds():
@@ -137,7 +145,7 @@ def test_what_a_length_costs_at_first():
 def test_drafts_of_the_host_cost_no_launches():
     """A model's steps are launched one by one; where the host drafts, any length is the same few launches, and a plain
     round that ran tells what they take."""
-    ladders = [Ladder(FakeGraphs(), exact=False, longest=8, drafts=drafts) for drafts in ("round", "given")]
+    ladders = [Ladder(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
     for ladder in ladders:
         ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
         ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)

@@ -79,10 +79,10 @@ def drafted(logits, mixed, keys, lengths):
     return found
 
 
-def compare(drafts, given, logits, mixed, keys, lengths):
+def compare(drafts, given, logits, mixed, keys, lengths, most=None):
     """Both forms' verdicts on the same drafts, of laws `given` (Triton's, the definition's)."""
-    found = ops.rejection_sample(drafts, given[0], logits, *columns(mixed), keys, lengths)
-    due = acceptance.rejection_sample(drafts, given[1], logits, *columns(mixed), keys, lengths)
+    found = ops.rejection_sample(drafts, given[0], logits, *columns(mixed), keys, lengths, most)
+    due = acceptance.rejection_sample(drafts, given[1], logits, *columns(mixed), keys, lengths, most)
     for one, other in zip(found[:3], due[:3], strict=True):
         assert one.tolist() == other.tolist()
     torch.testing.assert_close(found[3], due[3], atol=1e-5, rtol=1e-5)
@@ -120,6 +120,25 @@ def test_point_masses_and_plain_rounds(width):
     lengths = torch.arange(4, device=DEVICE) * 5
     accepted = compare(drafts, (None, None), logits, mixed, keys_for(4), lengths)[0]
     assert width == 0 or 0 < int(accepted.sum()) < 4 * width
+
+
+@pytest.mark.parametrize(("point", "most"), [(True, 0), (False, 1)])
+def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point, most):
+    """Number for number the round of fewer drafts: a row that keeps them all draws its next token from the target's law."""
+    mixed, width = MIXED[1:4], 2
+    guess = 2 * randn(3, width, 70, seed=5)
+    logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
+    keys, lengths = keys_for(3, 8), torch.arange(3, device=DEVICE) * 5 + 2
+    (drafts, law), (_, due_law) = drafted(guess, mixed, keys, lengths)
+    given = (None, None) if point else (law, due_law)
+    found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
+    few = min(most, width)
+    cut = None if point else sampling.Law(due_law.values[:, :few])
+    due = acceptance.rejection_sample(drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths)
+    assert [t.tolist() for t in found[:2]] == [t.tolist() for t in due[:2]]
+    kept = torch.arange(few + 1, device=DEVICE) <= due[0][:, None]
+    assert found[2][:, : few + 1][kept].tolist() == due[2][kept].tolist()
+    assert few == 0 or few in found[0].tolist(), "no row kept all that counted: this showed little"
 
 
 def for_all(rows, logits, mixed):

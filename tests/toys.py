@@ -45,7 +45,7 @@ class Markov:
         return self._bases[row]
 
     def bases(self, rows):
-        return torch.tensor(self._bases[:rows])
+        return torch.tensor((self._bases + [0] * rows)[:rows])  # dummies are at base 0
 
     def forward(self, tokens, positions, ends, *, last=None):
         logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
@@ -78,6 +78,8 @@ class Guess:
 
 class Reactive:
     """A controller that reacts strongly to acceptance, plain rounds included: what a law must survive."""
+
+    exact = False
 
     def __init__(self):
         self._length, self._rounds = 2, 0

@@ -182,18 +182,20 @@ def _gate(bench: Bench) -> gate.Gate:
 
 def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     """Capture all graphs that runs of this batch size can need: the seconds are those of its own row count, the rest is
-    for the time when some rows have ended."""
+    for the time when some rows have ended. Where the very length counts, each has its own, as it would in a long job."""
     found = []
+    exact = [method for method in bench.settings.methods if method.startswith("bass")]
+    each = bool(exact) or bench.settings.job.speculation.coupling == "maximal"
     for name, loop, longest in ((PLAIN, bench.loops.plain, 0),
                                 ("speculative", bench.loops.speculative, bench.settings.longest)):
         if loop is None or loop.graphs is None or not loop.graphs.enabled:
             continue
         bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
-        loop.prepare([batch], range(longest + 1))
+        loop.prepare([batch], range(longest + 1), each=each)
         found.append({"batch": batch, "loop": name, "graphs": loop.graphs.captures - before,
                       "seconds": time.perf_counter() - began})
-        loop.prepare(range(1, batch), range(longest + 1))
+        loop.prepare(range(1, batch), range(longest + 1), each=each)
     return found
 
 

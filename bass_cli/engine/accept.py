@@ -26,26 +26,27 @@ class Verdict(NamedTuple):
 
 
 def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str,
-          imposing: Imposed | None) -> Verdict:
-    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`)."""
+          imposing: Imposed | None, most: Tensor | None = None) -> Verdict:
+    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`). `most` ([] int64): the
+    drafts of a row that are there for the round, as if the others had not been proposed; None: all."""
     drafts, law, _ = proposal
     if imposing is not None:
-        return imposed(drafts, logits, batch.laws, lengths, imposing)
+        return imposed(drafts, logits, batch.laws, lengths, imposing, most)
     if coupling == "shared":
-        return shared(drafts, logits, batch.laws, lengths)
-    return maximal(drafts, law, logits, batch.laws, lengths)
+        return shared(drafts, logits, batch.laws, lengths, most)
+    return maximal(drafts, law, logits, batch.laws, lengths, most)
 
 
-def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
+def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, most: Tensor | None) -> Verdict:
     """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V] with the noise of
     their positions; lengths [B] is the position of the first draft."""
     places = lengths[:, None] + torch.arange(logits.shape[1], device=lengths.device)
     targets, scores = _choices(logits, laws, places)
-    accepted, following = ops.accept_shared(drafts, targets)
+    accepted, following = ops.accept_shared(drafts, targets, most)
     return Verdict(accepted, following, targets, scores)
 
 
-def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposing: Imposed) -> Verdict:
+def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposing: Imposed, most: Tensor | None) -> Verdict:
     """For benchmarks of random weights only: does shared coupling's work, then accepts what `imposing` says, whatever the
     target says."""
     width = logits.shape[1]
@@ -53,6 +54,7 @@ def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposin
     targets, scores = _choices(logits, laws, places)
     ops.accept_shared(drafts, targets)
     accepted = imposing.accepted(places[:, :-1])
+    accepted = accepted if most is None else torch.minimum(accepted, most)
     kept = torch.arange(width, device=lengths.device) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)
@@ -66,7 +68,9 @@ def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor
     return tokens.view(places.shape), scores.view(places.shape)
 
 
-def maximal(drafts: Tensor, law: ops.Law | None, logits: Tensor, laws: Laws, lengths: Tensor) -> Verdict:
+def maximal(drafts: Tensor, law: ops.Law | None, logits: Tensor, laws: Laws, lengths: Tensor,
+            most: Tensor | None) -> Verdict:
     """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most V, against the processed
     laws of logits [B, k + 1, V]; lengths [B] is the position of the first draft."""
-    return Verdict(*ops.rejection_sample(drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths))
+    return Verdict(*ops.rejection_sample(drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths,
+                                         most))

@@ -16,12 +16,13 @@ _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty
 
 
 class Flight(NamedTuple):
-    """A round that was launched: with these rows, `width` drafts each, of which `meant` were the host's (None: all are the
-    device's), `began` and `asking` as for Round.seconds; what went into `capturing`; whether nothing was captured or ran
-    uncaptured (`steady`)."""
+    """A round that was launched: with these rows, `width` drafts each (and maybe more `places`), of which `meant` were the
+    host's (None: all are the device's), `began` and `asking` as for Round.seconds; what went into `capturing`; whether
+    nothing was captured or ran uncaptured (`steady`)."""
 
     rows: tuple[Row, ...]
     width: int
+    places: int
     meant: tuple[int, ...] | None
     running: Running
     began: float

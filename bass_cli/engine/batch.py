@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .graphs import WIDTHS
+from .graphs import WIDTHS, cover
 
 
 def beyond(longest: int) -> int:
     """Places that a row may take behind its limit with drafts of up to `longest`: its last round may go beyond that, and a
     round that was launched meanwhile further."""
-    return 2 * (longest + 1)
+    return 2 * (cover(longest) + 1)
 
 
 @dataclass(slots=True, eq=False)

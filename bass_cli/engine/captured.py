@@ -14,21 +14,21 @@ from torch import Tensor
 from .batch import Batch
 from .clock import Clock
 from .graphs import Graphs, Running, bucket
-from .ladder import Kind, Ladder, Shape, Step
+from .ladder import Fit, Kind, Ladder, Shape, Step
 
 
 class Captured:
-    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to. `exact`
-    and `longest` as for Ladder; `kinds`: of rounds with drafts, the usual one first.
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to.
+    `longest` as for Ladder; `kinds`: of rounds with drafts, the usual one first.
 
     `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
     all since then was replayed.
     """
 
     def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
-                 *, exact: bool, longest: int, kinds: Sequence[Kind]):
+                 *, longest: int, kinds: Sequence[Kind]):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._ladder = Ladder(graphs, exact=exact, longest=longest, drafts=kinds[0])
+        self._ladder = Ladder(graphs, longest=longest, drafts=kinds[0])
         self._kinds = kinds
         self.capturing, self.steady = 0.0, True
 
@@ -54,9 +54,9 @@ class Captured:
         """So many rows with the dummies that a graph takes."""
         return bucket(rows, self._batch.capacity)
 
-    def choose(self, wish: Shape, *, left: float, deadline: float | None = None, exact: bool = False) -> Step:
+    def choose(self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near") -> Step:
         """Ladder.choose, but with a `deadline` nothing that only pays later, if there is another way."""
-        return self._ladder.choose(wish, left=left if deadline is None else 0.0, exact=exact)
+        return self._ladder.choose(wish, left=left if deadline is None else 0.0, fit=fit)
 
     def delay(self, step: Step) -> float:
         """Seconds that `step` is likely to take beyond those of a replay."""

@@ -17,6 +17,7 @@ from bass_kernels import has_triton
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+LONGEST = 64  # the longest draft length that a job may ask for
 
 
 def bucket(rows: int, capacity: int) -> int:
@@ -33,6 +34,11 @@ def step_down(width: int) -> int:
 def step_up(width: int) -> int:
     """The shortest draft length that graphs are made for, from `width` up; the longest there is beyond that."""
     return WIDTHS[min(bisect.bisect_left(WIDTHS, width), len(WIDTHS) - 1)]
+
+
+def cover(width: int) -> int:
+    """The same, but beyond the longest there is, `width` itself."""
+    return max(step_up(width), width)
 
 
 def synchronise(device: torch.device) -> None:

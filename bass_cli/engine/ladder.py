@@ -3,14 +3,15 @@
 A capture takes as long as some fifty plain rounds. So a shape that is asked for is served by the nearest one that is
 captured, until what this lost comes to a capture (the ski-rental rule); a shape that nothing serves runs uncaptured once,
 which compiles and loads all that the capture then needs. All this counts passes, not seconds: two runs of a job choose the
-same shapes. Seconds are measured only to say what a new shape would cost (`entry`).
+same shapes. Seconds are measured only to say what a new shape would cost (`entry`). Where the very draft length counts, a
+longer one may serve: such a round looks at no more drafts than were asked for (loop.py).
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from .graphs import WIDTHS, Graphs, step_down
+from .graphs import WIDTHS, Graphs, cover, step_down
 
 _CAPTURE = 50.0  # plain passes that a capture takes
 _FEW = 3  # rounds left for which it is not worth capturing anything
@@ -19,6 +20,7 @@ _ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as readin
 _STEP_LAUNCHES = 0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
 Kind = Literal["round", "given", "catch up"]
+Fit = Literal["near", "wider", "same"]  # which draft lengths may serve another: any, longer ones, or none
 
 
 def kinds(on_device: bool, offers: bool) -> tuple[Kind, ...]:
@@ -45,26 +47,28 @@ class Step(NamedTuple):
 
 
 class Ladder:
-    """The policy for one loop's graphs. `exact`: a round must have the very draft length that was asked for (maximal
-    coupling, where lengths reach the output and must not depend on what happens to be captured). `longest`: the most
-    that the drafter proposes. `drafts`: the usual kind of a round with drafts."""
+    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`: the usual kind of a round
+    with drafts."""
 
-    def __init__(self, graphs: Graphs, *, exact: bool, longest: int, drafts: Kind = "round"):
-        self._graphs, self._exact, self._drafts = graphs, exact, drafts
+    def __init__(self, graphs: Graphs, *, longest: int, drafts: Kind = "round"):
+        self._graphs, self._drafts = graphs, drafts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._lost: dict[Shape, tuple[int, float]] = {}  # by wish: times another shape served, and passes lost by that
         self._unit: dict[tuple[str, str], float] = {}  # by kind and how: seconds on the host for a pass
         self._entries: dict[int, tuple[float, ...]] = {}
 
-    def choose(self, wish: Shape, *, left: float, exact: bool = False) -> Step:
-        """What to run for `wish`, of which at most `left` more may come. `exact`: not another width, this time."""
+    def choose(self, wish: Shape, *, left: float, fit: Fit = "near") -> Step:
+        """What to run for `wish`, of which at most `left` more may come. With the fit "wider", what nothing serves begins
+        in one of the usual widths, which serves others too."""
         if self._graphs.holds(wish):
             return Step(wish, "replay")
-        near = self._near(wish, exact=exact)
+        near = self._near(wish, fit)
         if near is not None:
             times, lost = self._lost.get(wish, (0, 0.0))
             if lost < _CAPTURE or left * lost < _CAPTURE * times:
                 return Step(near, "replay")
+        elif fit == "wider":
+            wish = wish._replace(width=cover(wish.width))
         if left < _FEW or not self._graphs.is_warm(wish):
             return Step(wish, "run")
         return Step(wish, "capture")
@@ -117,19 +121,19 @@ class Ladder:
     def _cold(self, wish: Shape) -> float:
         return 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
 
-    def _near(self, wish: Shape, *, exact: bool = False) -> Shape | None:
+    def _near(self, wish: Shape, fit: Fit = "near") -> Shape | None:
         """The captured shape that serves instead at the least loss."""
         fitting = [shape for shape in self._graphs.held() if isinstance(shape, Shape) and shape.kind == wish.kind
-                   and shape.rows >= wish.rows and _serves(shape, wish, self._exact or exact)]
+                   and shape.rows >= wish.rows and _serves(shape, wish, fit)]
         return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
 
 
-def _serves(shape: Shape, wish: Shape, exact: bool) -> bool:
-    """Whether the width will do. Tokens that are known already may be taken in again. Drafts may be more or fewer than
-    asked for, but not none: then nothing would be learnt of them."""
-    if wish.kind == "catch up":
+def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
+    """Whether the width will do. Tokens that are known already may be taken in again. If any length will do, drafts may be
+    more or fewer than asked for, but not none: then nothing would be learnt of them."""
+    if wish.kind == "catch up" or fit == "wider":
         return shape.width >= wish.width
-    return shape.width == wish.width or not (exact or (wish.width and not shape.width))
+    return shape.width == wish.width or (fit == "near" and bool(shape.width or not wish.width))
 
 
 def _loss(shape: Shape, wish: Shape) -> float:

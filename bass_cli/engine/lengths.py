@@ -68,9 +68,11 @@ NOTHING_KNOWN = Outlook()
 class Lengths(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling. What is not said
     otherwise: all that the host has is drafted, and rounds teach nothing. `settled`: whether the next length may be asked
-    for while a round still runs, since nothing that it brings would change it."""
+    for while a round still runs, since nothing that it brings would change it. `exact`: a round has the very length that
+    was given, not a near one that happens to be captured; else the controller would see another algorithm's rounds."""
 
     settled: bool = False
+    exact: bool = False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook's seconds depend on
@@ -112,6 +114,8 @@ class Fixed(Lengths):
 class Bass(Lengths):
     """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when a row keeps all of
     the drafts, and otherwise shrinks, faster the second time in a row, but never below what some row kept."""
+
+    exact = True
 
     def __init__(self, *, start: int = 7, step: int = 2, divisor: int = 10, limit: int = 32):
         self._step, self._divisor, self._limit = step, divisor, limit

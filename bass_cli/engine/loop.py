@@ -21,14 +21,16 @@ from .batch import Batch, Row
 from .captured import Captured
 from .catching_up import CatchingUp, sizes
 from .clock import Clock, Prefill
-from .graphs import Graphs, Running, step_down, step_up, synchronise
+from .graphs import Graphs, Running, cover, step_down, step_up, synchronise
 from .imposed import Imposed
-from .ladder import Shape, Step, kinds
+from .ladder import Fit, Shape, Step, kinds
 from .lengths import Lengths, Outlook, Round
 from .offers import Offers
 from .packed import pack, unpack
 from .stopping import Stoppable, Stopping
 from .target import Target
+
+_ALL = 2**31 - 1  # more drafts than any round has
 
 
 class Asked(NamedTuple):
@@ -59,8 +61,10 @@ class Loop:
         self.backlog, self.typical = 0.0, math.inf
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
-            self._captured = Captured(graphs, batch, clock, self.function, exact=coupling == "maximal",
-                                      longest=drafter.longest, kinds=kinds(drafter.on_device, drafter.offers))
+            self._captured = Captured(graphs, batch, clock, self.function, longest=drafter.longest,
+                                      kinds=kinds(drafter.on_device, drafter.offers))
+        # How many of a row's drafts a captured round looks at, on the host and where graphs read it.
+        self._most, self._bound = _ALL, batch.tokens.new_full((), _ALL)
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._catching = CatchingUp(batch, drafter, clock, self._captured)
         self._offers = Offers(batch, drafter)
@@ -160,20 +164,22 @@ class Loop:
         """Begin a round; `behind` another one that is not over. Without graphs it is over when this returns."""
         captured, offered, rows = self._captured, asked.offered, tuple(self.batch.hosts)
         if captured is None:
-            running, width, began = self._run(asked.width, offered)
+            running, places, began = self._run(asked.width, offered)
         else:
             if offered is not None:
                 self._offers.put(offered)
             wish, step = self._plan(asked, deadline)
-            width = step.shape.width
+            places = step.shape.width
             if not behind:
-                self.catch_up(width if offered is None else 0)
+                self.catch_up(places if offered is None else 0)
+            self._look_at(wish.width if self.exact else _ALL)
             began = captured.start()
             running = captured.launch(wish, step)
+        width = min(places, self._most)
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
         # Where a model usually drafts, what a round takes without it says little about later rounds.
         steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
-        return Flight(rows, width, meant, running, began, asked.asking, asked.looked,
+        return Flight(rows, width, places, meant, running, began, asked.asking, asked.looked,
                       captured.capturing if captured else 0.0, steady)
 
     def _land(self, flight: Flight, *, late: bool) -> Round:
@@ -187,7 +193,7 @@ class Loop:
             places = [place for place, row in enumerate(rows) if row in live]
             packed, rows = packed[places], tuple(rows[place] for place in places)
             meant = None if meant is None else tuple(meant[place] for place in places)
-        kept = unpack(packed, rows, width=flight.width, meant=meant)
+        kept = unpack(packed, rows, width=flight.places, meant=meant or (flight.width,) * len(rows))
         began = flight.began if self._landed is None else max(flight.began, self._landed)
         seconds = flight.asking + now - began - flight.capturing
         self._landed = now
@@ -195,8 +201,8 @@ class Loop:
         done = Round(flight.width, kept, seconds, flight.steady and not late, meant,
                      flight.asking if flight.looked else 0.0, rows)
         if done.steady:
-            self.clock.observe(done.width, seconds)
-        if not done.width or meant is not None:
+            self.clock.observe(flight.places, seconds)
+        if not flight.places or meant is not None:
             self._catching.missed(1 + max(kept))
         if self._stopping is not None:
             self._stopping.observe(kept)
@@ -205,15 +211,17 @@ class Loop:
 
     @torch.inference_mode()
     def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catching_up: bool = True,
-                only_compile: bool = False) -> None:
-        """Capture the graphs for these numbers of rows and draft lengths now, rather than when they are first met, or at
-        least compile what is in them; `catching_up`: those for drafting after plain rounds too."""
+                only_compile: bool = False, each: bool = False) -> None:
+        """Capture the graphs that these numbers of rows and draft lengths need now, rather than when they are first met, or
+        at least compile what is in them; `catching_up`: those for drafting after plain rounds too; `each`: one for each
+        length, also where one serves several."""
         captured = self._captured
         if captured is None:
             return
         captured.renew(self._version)
         self._catching.prepare()
-        captured.prepare(rows, [step_down(min(width, self.drafter.longest)) for width in widths],
+        usual: Callable[[int], int] = int if each else cover if self.exact else step_down
+        captured.prepare(rows, [usual(min(width, self.drafter.longest)) for width in widths],
                          catch_up=sizes if catching_up and self.drafter.on_device else None, only_compile=only_compile)
 
     @torch.inference_mode()
@@ -231,6 +239,16 @@ class Loop:
         """Changes when what graphs read has moved."""
         return self.batch.version, *(part.version for part in self._parts)
 
+    @property
+    def exact(self) -> bool:
+        """Whether a round must have the very length that the controller gave. Under maximal coupling lengths reach the
+        output, and must not depend on what happens to be captured."""
+        return self._coupling == "maximal" or self.lengths.exact
+
+    @property
+    def _fit(self) -> Fit:
+        return "wider" if self.exact else "near"
+
     def _left(self, rooms: list[int]) -> float:
         """How many rounds there may still be, at most."""
         return max(rooms) + self.backlog / self.batch.capacity
@@ -247,23 +265,22 @@ class Loop:
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
-        other row decides), and by `deadline`, capturing included; with graphs one that they are made for."""
+        other row decides), and by `deadline`, capturing included; with graphs one that they are made for, unless it must be
+        the very length."""
         captured, wanted = self._captured, self.lengths.next(len(rooms), outlook)
         wanted = max(0, min(wanted, self.drafter.longest, max(rooms) - 1))
         if captured is None:
             return self.clock.longest_in_time(wanted, deadline)
-        wanted = step_down(wanted)
-        if deadline is None:
-            return wanted
+        usual: Callable[[int], int] = int if self.exact else step_down
 
         def predict(width: int) -> float:
-            step = captured.choose(captured.usual(step_down(width)), left=self._left(rooms), deadline=deadline)
+            step = captured.choose(captured.usual(usual(width)), left=self._left(rooms), deadline=deadline, fit=self._fit)
             return self.clock.predict(step.shape.width) + captured.delay(step)
 
-        return step_down(self.clock.longest_in_time(wanted, deadline, predict))
+        return usual(self.clock.longest_in_time(usual(wanted), deadline, predict))
 
     def _run(self, width: int, offered: Proposal | None) -> tuple[Running, int, float]:
-        """A round without graphs: what it gave, its draft length, and when it began."""
+        """A round without graphs: what it gives, its draft length, and when it began."""
         self.catch_up(width if offered is None else 0)
         began = self.clock.now()
         if offered is None:
@@ -274,14 +291,20 @@ class Loop:
 
     def _plan(self, asked: Asked, deadline: float | None) -> tuple[Shape, Step]:
         """The graph that is wanted for a round, and what runs instead: it may take some dummy rows too, and another draft
-        length."""
+        length, or where it must be the same, more places for drafts than are looked at."""
         captured, offered, width = self._captured, asked.offered, asked.width
         assert captured is not None
         if offered is not None:
-            width = step_up(offered.tokens.shape[1])
+            width = offered.tokens.shape[1] if self.exact else step_up(offered.tokens.shape[1])
         wish = captured.usual(width) if offered is None or not width else captured.wish("given", width)
-        return wish, captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline,
-                                     exact=offered is not None and not width)
+        fit: Fit = "same" if offered is not None and not width else self._fit
+        return wish, captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline, fit=fit)
+
+    def _look_at(self, most: int) -> None:
+        """From now on graphs take so many drafts of a row for all there are."""
+        if most != self._most:
+            self._most = most
+            self._bound.fill_(most)
 
     def _reflect(self) -> None:
         """What can be learnt while the device is busy."""
@@ -295,11 +318,12 @@ class Loop:
         if shape.kind == "catch up":
             return self._catching.function(shape.width)
         if shape.kind == "given" or not self.drafter.on_device:
-            return lambda: self._verify(self._offers.placed(shape.rows, shape.width))
-        return lambda: self._verify(self.drafter.propose(self.batch, shape.width))
+            return lambda: self._verify(self._offers.placed(shape.rows, shape.width), self._bound)
+        return lambda: self._verify(self.drafter.propose(self.batch, shape.width), self._bound if shape.width else None)
 
-    def _verify(self, proposal: Proposal) -> Tensor:
-        """The target's pass over the pending tokens and the drafts; commits. Returns what the host needs to know."""
+    def _verify(self, proposal: Proposal, most: Tensor | None = None) -> Tensor:
+        """The target's pass over the pending tokens and the drafts, of which no more than `most` count; commits. Returns
+        what the host needs to know."""
         batch = self.batch
         lengths = batch.lengths[: batch.rows].clone()
         pending, positions = batch.last(1)
@@ -307,6 +331,6 @@ class Loop:
         positions = positions + torch.arange(width + 1, device=batch.device)
         logits = self.target.forward(torch.cat((pending, proposal.tokens), 1), positions, batch.ends(width))
         verdict = accept.judge(proposal, logits, batch, lengths, coupling=self._coupling,
-                               imposing=self.imposed)
+                               imposing=self.imposed, most=most)
         batch.commit(verdict.block, verdict.accepted)
         return pack(verdict)

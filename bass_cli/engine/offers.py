@@ -8,7 +8,7 @@ from __future__ import annotations
 from bass_cli.draft import Drafter, Proposal
 
 from .batch import Batch
-from .graphs import WIDTHS
+from .graphs import LONGEST
 from .lengths import Lengths, Outlook
 
 
@@ -17,7 +17,7 @@ class Offers:
 
     def __init__(self, batch: Batch, drafter: Drafter):
         self._batch, self._drafter = batch, drafter
-        self._tokens = batch.tokens.new_zeros(batch.capacity, WIDTHS[-1])
+        self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
         """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the drafter's `propose` runs

@@ -21,9 +21,9 @@ def pack(verdict: Verdict) -> Tensor:
     return torch.cat((verdict.accepted[:, None], verdict.block, verdict.scores.view(torch.int32).long()), dim=1)
 
 
-def unpack(packed: Tensor, hosts: Sequence[Row], *, width: int, meant: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Extends the Rows by what a round of `width` drafts gave; returns accepted by row. packed: on the host, one line for
-    each of them, and maybe more for dummies. meant: how many drafts each row had (None: all); what only filled its place
+def unpack(packed: Tensor, hosts: Sequence[Row], *, width: int, meant: Sequence[int]) -> tuple[int, ...]:
+    """Extends the Rows by what a round with places for `width` drafts gave; returns accepted by row. packed: on the host,
+    one line for each of them, and maybe more for dummies. meant: how many drafts each row had; what only filled its place
     up counts as drafted if it stood."""
     table = packed[: len(hosts)].numpy()
     values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
@@ -33,6 +33,6 @@ def unpack(packed: Tensor, hosts: Sequence[Row], *, width: int, meant: Sequence[
         row.tokens += line[1 : 1 + count]
         row.log_probabilities += score[:count]
         row.rounds += 1
-        row.drafted += width if meant is None else max(meant[index], line[0])
+        row.drafted += max(meant[index], line[0])
         row.accepted += line[0]
     return tuple(line[0] for line in lines)

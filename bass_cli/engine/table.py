@@ -32,7 +32,7 @@ class Capped(Lengths):
     """Another controller's length, but never more than a table's. A round that was cut teaches it what it can see of it."""
 
     def __init__(self, inner: Lengths, table: Table):
-        self._inner, self._table = inner, table
+        self._inner, self._table, self.exact = inner, table, inner.exact
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return min(self._inner.next(rows, outlook), self._table.next(rows))
