@@ -28,7 +28,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script. What standard output's encoding has no character for is written as an escape."""
+    """Run the command line. What standard output's encoding has no character for is written as an escape."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

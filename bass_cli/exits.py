@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 from collections.abc import Iterator
 
 import typer
 
+from bass_cli import signals
 from bass_cli.host import is_refused_memory, unsupported
 from bass_cli.screen import Screen
 
 
 @contextlib.contextmanager
 def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C. On a system that bass does
-    not run on, it ends at once."""
+    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C, and a reader of its output
+    that has gone (`| head -1`) without a word. On a system that bass does not run on, it ends at once."""
     if (reason := unsupported()) is not None:
         screen.error(reason)
         raise typer.Exit(3)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if in_main_thread else None
+    with signals.in_command(lambda: screen.error(interrupted)):
+        try:
+            with _explained(screen, interrupted):
+                yield
+        except BrokenPipeError:  # nobody reads what would be said
+            raise typer.Exit(signals.READER_GONE) from None
+
+
+@contextlib.contextmanager
+def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
+    """Say what an end is due to, and raise its exit code."""
     try:
         yield
     except KeyboardInterrupt:
         screen.error(interrupted)
-        raise typer.Exit(130) from None
+        raise typer.Exit(signals.INTERRUPTED) from None
+    except BrokenPipeError:
+        raise
     except Exception as error:
         code, sentence = _end_of(error)
         if code is None:
@@ -36,8 +46,6 @@ def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
         raise typer.Exit(code) from None
     finally:
         screen.close()
-        if in_main_thread:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _end_of(error: Exception) -> tuple[int | None, str]:
