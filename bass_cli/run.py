@@ -25,6 +25,9 @@ from bass_cli.plan import Plan
 from bass_cli.profiling.store import learning
 from bass_cli.prompts import Prompt
 
+_UNSOUND = ("the target's logits for token {} are not finite: its weights are broken, or its values too large for the "
+            "dtype (bf16 and fp32 hold more than fp16)")
+
 
 @dataclass(slots=True, eq=False)
 class _Task:
@@ -59,8 +62,8 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
     At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies of it.
 
     Loads the models at the first step, if no empty `loop` is given; with a budget, what would make the first prompts slow
-    is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot
-    run yields one Completion with finish_reason "error".
+    is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot run
+    yields one Completion with finish_reason "error", and so does every sample that meets logits which are not finite.
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
@@ -212,7 +215,8 @@ class Conductor:
     def _ending(self, row: Row, live: _Live) -> tuple[str, str] | None:
         """The finish reason and text of a row that is done, which is cut to what counts; None while it goes on."""
         new = row.tokens[row.prompt_length + live.seen :]
-        keep, reason = min(len(new), row.limit - live.seen), None
+        sound = len(new) if row.broken is None else row.broken - live.seen
+        keep, reason = min(sound, row.limit - live.seen), None if row.broken is None else "error"
         if live.seen + keep == row.limit:
             reason = "length"
         end = next((i for i, token in enumerate(new[:keep]) if token in self._eos), None)
@@ -241,14 +245,14 @@ class Conductor:
 
     def _completion(self, task: _Task, sample: int, row: Row | None, reason: str, text: str) -> Completion:
         scores = [] if row is None else row.log_probabilities
-        total = math.fsum(scores)
+        total, error = math.fsum(scores), _UNSOUND.format(len(scores) + 1) if reason == "error" else None
         return Completion(
             id=task.prompt.id, sample=sample, text=text, finish_reason=reason, tokens=len(scores),
             mean_logprob=total / len(scores) if scores else None, sum_logprob=total if scores else None,
             seconds=self._loop.clock.now() - task.began, rounds=row.rounds if row else 0,
             drafted=row.drafted if row else 0, accepted=row.accepted if row else 0, seed=self._job.sampling.seed,
             prompt_tokens=len(task.tokens), meta=task.prompt.meta,
-            token_ids=(row.tokens[row.prompt_length :] if row else []) if self._job.token_ids else None)
+            token_ids=(row.tokens[row.prompt_length :] if row else []) if self._job.token_ids else None, error=error)
 
 
 def _cut(row: Row, generated: int) -> None:

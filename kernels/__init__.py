@@ -12,7 +12,7 @@ from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
 from .reference import Group, Segments, Teams
-from .sampling import Law, draw, log_probability
+from .sampling import COLDEST, Law, draw, log_probability
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -26,9 +26,8 @@ draft_sample = by_device(acceptance.draft_sample, "bass_kernels.rejection")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
-    "BONUS", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Law", "Segments", "Teams", "accept_maximal",
-    "accept_shared", "activation", "attention", "attention_schedule", "bits", "draft_sample", "draw", "embed", "gumbel",
-    "has_triton", "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack", "process", "project",
-    "rejection_sample", "rope_write", "sample",
-    "sample_scored", "uniform", "use",
+    "BONUS", "COLDEST", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Law", "Segments", "Teams",
+    "accept_maximal", "accept_shared", "activation", "attention", "attention_schedule", "bits", "draft_sample", "draw",
+    "embed", "gumbel", "has_triton", "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack",
+    "process", "project", "rejection_sample", "rope_write", "sample", "sample_scored", "uniform", "use",
 ]

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import best_above, better, everything, law, mass_above, nobody, top_mass
+from .vocabulary import LOWEST, best_above, better, everything, law, mass_above, nobody, top_mass
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
@@ -115,7 +115,7 @@ def _conclude(logits_ptr, row, vocab, at, state, token_ptr, score_ptr, chunks, t
         tl.store(state, token.to(tl.float32))
         tl.store(state + 1, x)
     if LOOK == 0:
-        peaks = tl.load(here + 4, mask=inside, other=-1e30, cache_modifier=".cg")
+        peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
         mass = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak), 0)
         raws = tl.load(here + 5, mask=inside, other=0.0, cache_modifier=".cg")
@@ -139,6 +139,7 @@ def _conclude(logits_ptr, row, vocab, at, state, token_ptr, score_ptr, chunks, t
 
 @triton.jit
 def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr):
+    token = tl.minimum(token, vocab - 1)  # nobody's token, in a row of NaN; its score is NaN
     raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
     tl.store(score_ptr + row, raw - peak * divisor - tl.log(raw_mass))

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import after, counters, overlap, processors
+from .pointwise import finite
 from .reference import Segments
 
 _NEW = 16  # the most new tokens of a row
@@ -131,6 +132,8 @@ def _mix(qkv_ptr, angle_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, prompt_
                        lines, D, HALF, NORMS, BLOCK_D)
         source = qkv_ptr + (row * wide + step)[:, None] * lines + (H + K + kv) * D
         values = tl.load(source + d[None, :], mask=mask, other=0.0)
+        keys = (keys + (keys * 0 + values * 0)).to(values.dtype)  # reference.rope_write says why
+        values = finite(values)
         tl.store(key_ptr + place, keys, mask=mask)
         tl.store(value_ptr + place, values, mask=mask)
         # A token that is fed twice, for want of others, counts once.

@@ -123,6 +123,12 @@ def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
     return q
 
 
+@triton.jit
+def finite(values):
+    """The values with 0 for what is not finite."""
+    return tl.where(tl.abs(values.to(tl.float32)) < float("inf"), values, 0.0).to(values.dtype)
+
+
 @triton.jit(do_not_specialize=["width", "slot_row"])
 def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, keys_ptr, values_ptr, eps, width,
                 slot_row, slot_place, key_row, key_head, key_slot, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
@@ -154,9 +160,10 @@ def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_
             cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
             value = tl.where(turned, value * cos + tl.where(at < HALF, -far, far) * sin, value)
-        result = value.to(raw.dtype)
+        stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(tl.float32)
+        result = (value + (value * 0 + stored * 0)).to(raw.dtype)  # a key is NaN where its value is stored as 0
     else:
-        result = raw
+        result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)
     target = row.to(tl.int64) * key_row + ((head + K * H - H) % K) * key_head + slot * key_slot + at
     if head < H:

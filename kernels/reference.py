@@ -92,6 +92,9 @@ def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
     """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and v into `own`
     ([B, K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
 
+    What is not finite in a value is stored as 0, with NaN in the key's place: a query that sees the key is NaN, and one
+    that does not is not (to weigh a value of NaN with 0 would give NaN).
+
     angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, halves rotated against each other.
     """
     keys, values = own
@@ -102,8 +105,8 @@ def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
     if angles is not None:
         q, k = _rotate(q, *angles), _rotate(k, *angles)
     rows = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
-    keys[rows, :, slots] = k
-    values[rows, :, slots] = v
+    keys[rows, :, slots] = k + (k * 0 + v * 0)
+    values[rows, :, slots] = v.nan_to_num(0.0, 0.0, 0.0)
     return q
 
 

@@ -120,8 +120,9 @@ def _note(at, score, token, own_score, own_token):
 
 
 @triton.jit
-def _best_noted(at, chunks, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
-    """The token of a row: the best of the chunks' own, or by the target's law where the other has no mass."""
+def _best_noted(at, chunks, vocab, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
+    """The token of a row: the best of the chunks' own, or by the target's law where the other has no mass; one of the
+    vocabulary even where that is NaN."""
     index = tl.arange(0, CHUNKS)
     here, inside = at + index * FOUND, index < chunks
     scores = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
@@ -131,7 +132,7 @@ def _best_noted(at, chunks, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
     nothing, nobodys, _x = nobody()
     score, token, _x = better(nothing, nobodys, nothing, scores, tokens, scores)
     _score, own_token, _x = better(nothing, nobodys, nothing, own_scores, own_tokens, own_scores)
-    return tl.where(score > nothing, token, own_token).to(tl.int64)
+    return tl.minimum(tl.where(score > nothing, token, own_token), vocab - 1).to(tl.int64)
 
 
 @triton.jit
@@ -146,7 +147,7 @@ def _draw(logits_ptr, edges_ptr, key_ptr, position_ptr, origin_ptr, found_ptr, t
     _note(rows_at + chunk * FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        tl.store(token_ptr + row, _best_noted(rows_at, chunks, CHUNKS, FOUND))
+        tl.store(token_ptr + row, _best_noted(rows_at, chunks, vocab, CHUNKS, FOUND))
 
 
 @triton.jit
@@ -168,6 +169,7 @@ def _tested(row, draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, ke
         divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
         raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0).to(tl.float32)
         u = u * probability(raw, tokens, divisor, threshold, peak, mass, only)
+        drafted = drafted & (mass > 0)  # a law of NaN has none: what was drawn from it is rejected
     return tl.min(tl.where(drafted & (u < p), width, tl.minimum(place, width)), 0)
 
 
@@ -186,15 +188,18 @@ def _judge(draft_ptr, q_logits_ptr, q_edges_ptr, logits_ptr, edges_ptr, key_ptr,
         accepted = tl.minimum(accepted, bound)
     complete = accepted == bound
     proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < bound, other=-1).to(tl.int32)
+    if POINT == 0:  # nothing is taken off p after the last draft, nor where the draft's law is NaN
+        q_mass = tl.load(q_edges_ptr + (row * width + accepted) * FIELDS + 3, mask=accepted < bound, other=0.0)
+        q_vocab = tl.where(q_mass > 0, q_vocab, 0)
     start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
     score, token, own_score, own_token = _best(
         logits_ptr, row * (width + 1) + accepted, edges_ptr, q_logits_ptr, row * width + accepted, q_edges_ptr, proposed,
-        start, tl.minimum(start + CHUNK, vocab), vocab, tl.where(complete, 0, q_vocab), key_0, key_1,
+        start, tl.minimum(start + CHUNK, vocab), vocab, q_vocab, key_0, key_1,
         length + accepted.to(tl.uint32), length, tl.where(complete, _BONUS, _RESIDUAL).to(tl.uint32), POINT, FIELDS, BLOCK)
     _note(rows_at + chunk * FOUND, score, token, own_score, own_token)
     if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
         tl.store(arrived_ptr + row, 0)
-        following = _best_noted(rows_at, chunks, CHUNKS, FOUND)
+        following = _best_noted(rows_at, chunks, vocab, CHUNKS, FOUND)
         tl.store(accepted_ptr + row, accepted.to(tl.int64))
         tl.store(next_ptr + row, following)
         place = tl.arange(0, PLACES)

@@ -2,6 +2,9 @@
 
 The processed law of a row: softmax(logits / T) over the tokens kept by top-k, then top-p; one-hot at the first
 maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does not depend on a sort's order.
+
+Logits of -inf are tokens that cannot come. A row that is not sound (some logit is NaN or +inf, or all are -inf) has no law:
+the token is any of the vocabulary then, and its log-probability NaN or -inf, which it is in no other case.
 """
 
 from typing import NamedTuple
@@ -20,12 +23,17 @@ class Law(NamedTuple):
     edges: Tensor | None = None
 
 
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures below COLDEST are 0: logits of some hundreds divided by 1e-36 are infinite in float32, and noise changes
+nothing below 1e-9. Those above HOTTEST are HOTTEST: a GPU's division by more than 8e37 gives 0, and at either all kept
+tokens are equally likely."""
 _FIRST_LOOK = 128  # how many of the largest logits are sorted before more are
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
     """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the SHARED stream, where p
     is the processed law. temperature, top_p [N] float32; top_k, positions [N], keys [N, 2] int64."""
+    temperature = _settled(temperature)
     if not bool((temperature > 0).any()):
         return logits.argmax(-1)
     scaled = _scale(logits, temperature)
@@ -36,7 +44,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, ke
     scores = scaled[rows, tokens] + torch.where(temperature[rows] > 0, noise, 0.0)
     best = scores.new_full(temperature.shape, -torch.inf).scatter_reduce(0, rows, scores, "amax")
     first = torch.where(scores == best[rows], tokens, scaled.shape[1])
-    return torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
+    found = torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
+    return found.clamp(max=scaled.shape[1] - 1)  # none is as good as the best in rows that are not sound
 
 
 def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor,
@@ -48,6 +57,7 @@ def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
 
 def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The processed laws [N, V] float32 of logits [N, V]; parameters as in `sample`."""
+    temperature = _settled(temperature)
     scaled = _scale(logits, temperature)
     kept = scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]
     law = torch.softmax(scaled.masked_fill(~kept, -torch.inf), dim=-1)
@@ -69,6 +79,11 @@ def log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits)[tokens] [...] float32 for logits [..., V] and tokens [...]: at T = 1, without truncation."""
     wide = logits.float()
     return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
+
+
+def _settled(temperature: Tensor) -> Tensor:
+    """Temperatures within what float32 can divide by, or 0."""
+    return torch.where(temperature < COLDEST, 0.0, temperature.clamp(max=HOTTEST))
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:

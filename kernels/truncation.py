@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import better, everything, lawful, nobody, order, probability, read
+from .vocabulary import better, everything, lawful, nobody, order, probability, read, settled
 
 FIELDS = 8
 """Of a row's edges, float32: divisor, threshold, peak, mass, the only token (-1: many), raw mass (of the logits as they
@@ -137,8 +137,7 @@ def _survey(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, found_ptr, edges_
             FIELDS: tl.constexpr, FOUND: tl.constexpr, BLOCK: tl.constexpr):
     """The peak and the mass of a chunk of a row; after the last chunk, of the row, and what is to be searched."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row // each)
-    divisor = tl.where(temperature > 0, temperature, 1.0)
+    temperature, divisor = settled(temperature_ptr, row // each)
     start = chunk * CHUNK
     _score, token, peak, _peak, mass, raw_mass = everything(
         logits_ptr, row, start, tl.minimum(start + CHUNK, vocab), vocab, 0, divisor, 0, 0, 0, BLOCK)
@@ -156,6 +155,7 @@ def _survey(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, found_ptr, edges_
         firsts = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
         nothing, token, _x = nobody()
         peak, token, _x = better(nothing, token, nothing, peaks, firsts, peaks)
+        token = tl.minimum(token, vocab - 1)  # nobody's, in a row of NaN
         mass = tl.sum(tl.load(here + 2, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak), 0)
         raws = tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg")
         raw_mass = tl.sum(raws * tl.exp((peaks - peak) * divisor), 0)

@@ -4,6 +4,11 @@ and rejection.py."""
 import triton
 import triton.language as tl
 
+from .sampling import COLDEST, HOTTEST
+
+_COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least float32 that is finite: a peak before any logit was seen
+
 
 @triton.jit
 def philox(c0, c1, c2, c3, key_0, key_1):
@@ -31,10 +36,17 @@ def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def settled(temperature_ptr, row):
+    """A row's temperature as sampling.py takes it, and its divisor."""
+    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.where(temperature < _COLDEST, 0.0, tl.minimum(temperature, _HOTTEST))
+    return temperature, tl.where(temperature > 0, temperature, 1.0)
+
+
+@triton.jit
 def law(row, temperature_ptr, key_ptr, position_ptr):
     """A row's temperature, its divisor, and the words that address its noise."""
-    temperature = tl.load(temperature_ptr + row)
-    divisor = tl.where(temperature > 0, temperature, 1.0)
+    temperature, divisor = settled(temperature_ptr, row)
     key_0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
     key_1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
     return temperature, divisor, key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
@@ -69,7 +81,7 @@ def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
 def everything(logits_ptr, row, start, end, vocab, temperature, divisor, key_0, key_1, position, BLOCK: tl.constexpr):
     """The best candidate of tokens start to end, their peak, and their mass relative to that, processed and raw."""
     score, token, best_x = nobody()
-    peak, mass, raw_mass = tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    peak, mass, raw_mass = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
         tokens, x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         most = tl.max(x, 0)

@@ -1,5 +1,7 @@
 """The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured decoding gives. Float32."""
 
+import collections
+import copy
 import functools
 import gc
 
@@ -339,3 +341,26 @@ def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
         torch.cuda.set_sync_debug_mode("default")
     assert loop.batch.lengths.tolist() == [3, 3, 3, 3]
     assert loop.batch.tokens[3, :3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, coupling):
+    """NaN for one token: a row that gets it has no log-probability after it; drafts that have it and fail do no harm."""
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    token = collections.Counter(t for tokens in due.values() for t in set(tokens[:-1])).most_common()[-1][0]
+    broken = copy.copy(target)
+    broken._weights = dict(target._weights)
+    broken._weights["embed.weight"] = target._weights["embed.weight"].clone()
+    broken._weights["embed.weight"][token] = torch.nan
+    for drafter, batch in ((draft, 5), (broken, 3), ("lookup", 2), ("none", 1)):
+        live = rows()
+        found = drive(loop_for(broken, drafter, batch=batch, lengths=Fixed(3), graphs=True, coupling=coupling), live)
+        for row in live:
+            tokens = found[row.key, row.sample]
+            met = tokens.index(token) + 1 if token in tokens[:-1] else None
+            assert (row.broken if row.broken is None or row.broken < row.limit else None) == met
+            assert all(0 <= t < target.vocab for t in tokens)
+            if coupling == "shared":
+                assert tokens[:met] == due[row.key, row.sample][:met]
+        assert 0 < sum(token in tokens[:-1] for tokens in found.values()) < len(found) or coupling == "maximal"

@@ -199,7 +199,7 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/engine/__init__.py": set(),
     "bass_cli/engine/ahead.py": {"bass_cli.engine"},
-    "bass_cli/engine/batch.py": {"torch", "bass_cli.engine.graphs"},
+    "bass_cli/engine/batch.py": {"torch", "bass_kernels", "bass_cli.engine.graphs"},
     "bass_cli/engine/loop.py": {"torch", "bass_kernels", "bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/offers.py": {"bass_cli.engine", "bass_cli.draft"},
     "bass_cli/engine/target.py": {"torch"},
@@ -249,14 +249,14 @@ TABLE: dict[str, set[str]] = {
     "kernels/products.py": {
         "torch", "triton", "bass_kernels.cuts", "bass_kernels.launch", "bass_kernels.pointwise", "bass_kernels.tiles",
     },
-    "kernels/mixing.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.reference"},
+    "kernels/mixing.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.pointwise", "bass_kernels.reference"},
     "kernels/choice.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
     "kernels/truncation.py": {"torch", "triton", "bass_kernels.launch", "bass_kernels.vocabulary"},
     "kernels/rejection.py": {
         "torch", "triton", "bass_kernels.launch", "bass_kernels.noise", "bass_kernels.sampling", "bass_kernels.truncation",
         "bass_kernels.vocabulary",
     },
-    "kernels/vocabulary.py": {"triton"},
+    "kernels/vocabulary.py": {"triton", "bass_kernels.sampling"},
     "kernels/reference.py": {"torch", "bass_kernels"},
 }  # fmt: skip
 AT_IMPORT_OF_CLI = {

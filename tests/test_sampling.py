@@ -83,6 +83,20 @@ def test_greedy_takes_the_first_of_equal_maxima():
     assert ops.process(logits, *parameters(2, temperature=0.0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 3e-39, 1e-37, 9e-31, 1e-29, 1e-20])
+def test_tiny_temperatures_are_greedy_and_huge_ones_uniform(temperature):
+    logits = torch.randn(40, 301, generator=torch.Generator().manual_seed(1)) * 60
+    logits[::2] -= 500
+    keys, positions = keys_for(40), torch.arange(40)
+    greedy = logits.argmax(-1)
+    for top_k, top_p in ((0, 1.0), (0, 0.9), (7, 0.9)):
+        columns = parameters(40, temperature=temperature, top_k=top_k, top_p=top_p)
+        assert torch.equal(ops.sample(logits, *columns, keys, positions), greedy)
+        assert torch.equal(ops.process(logits, *columns), torch.nn.functional.one_hot(greedy, 301).float())
+    law = ops.process(logits, *parameters(40, temperature=3e38))
+    torch.testing.assert_close(law, torch.full_like(law, 1 / 301))
+
+
 def test_log_probability_is_at_temperature_one_without_truncation():
     logits = torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(2))
     tokens = torch.tensor([[1, 2], [10, 0], [5, 5]])

@@ -153,6 +153,22 @@ def test_choices_are_those_of_the_definition(vocab, spread):
     torch.testing.assert_close(scores, due_scores, atol=1e-5, rtol=1e-5)
 
 
+def test_extreme_temperatures_are_those_of_the_definition():
+    temperature = torch.tensor([1e-45, 3e-39, 1e-37, 9e-31, 1e-29, 1e-29, 3e38], device=DEVICE)
+    rows = len(temperature)
+    top_k = torch.tensor([0, 0, 3, 0, 0, 4, 0], device=DEVICE)
+    top_p = torch.tensor([1.0, 0.9, 0.8, 1.0, 0.9, 1.0, 1.0], device=DEVICE)
+    logits = 60 * randn(rows, 300) - 200
+    keys, positions = torch.ones(rows, 2, dtype=torch.int64, device=DEVICE), torch.arange(rows, device=DEVICE)
+    tokens, scores = ops.sample_scored(logits, temperature, top_k, top_p, keys, positions)
+    assert tokens[:-1].tolist() == logits[:-1].argmax(-1).tolist()
+    due, due_scores = sampling.sample_scored(logits, temperature, top_k, top_p, keys, positions)
+    assert tokens.tolist() == due.tolist()
+    torch.testing.assert_close(scores, due_scores, atol=1e-4, rtol=1e-5)
+    laws = ops.process(logits, temperature, top_k, top_p)
+    torch.testing.assert_close(laws, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5)
+
+
 def test_many_draws_agree_and_are_in_the_nucleus():
     rows, vocab = 24 if DEVICE.type == "cpu" else 4096, 300
     logits = randn(1, vocab).expand(rows, vocab).contiguous()

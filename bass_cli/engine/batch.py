@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+import bass_kernels as ops
+
 from .graphs import WIDTHS, cover
 
 
@@ -27,7 +29,8 @@ def beyond(longest: int) -> int:
 class Row:
     """One sample as it grows: what the host knows of it. `tokens` holds the prompt and what was generated; its last
     token is pending (the target has not seen it). `limit`: how many tokens it may generate. `top_k` 0 and `top_p` 1
-    truncate nothing; `temperature` 0 is greedy."""
+    truncate nothing; `temperature` 0 is greedy. `broken`: how many tokens it had generated when the target's logits were
+    not sound (kernels/sampling.py); its tokens after them mean nothing, and it must be retired."""
 
     key: str  # the prompt's id
     sample: int
@@ -42,6 +45,7 @@ class Row:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    broken: int | None = None
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
@@ -211,7 +215,8 @@ def _integers_of(rows: Sequence[Row]) -> Tensor:
 
 def _floats_of(rows: Sequence[Row]) -> Tensor:
     """[2, N] float32: the columns temperature, top_p."""
-    return torch.tensor([[row.temperature for row in rows], [row.top_p for row in rows]], dtype=torch.float32)
+    warm = [row.temperature if row.temperature >= ops.COLDEST else 0.0 for row in rows]
+    return torch.tensor([warm, [row.top_p for row in rows]], dtype=torch.float32)
 
 
 def _keys_of(rows: Sequence[Row]) -> Tensor:

@@ -26,7 +26,9 @@ def unpack(packed: Tensor, hosts: Sequence[Row], *, width: int, meant: Sequence[
     one line for each of them, and maybe more for dummies. meant: how many drafts each row had; what only filled its place
     up counts as drafted if it stood."""
     table = packed[: len(hosts)].numpy()
-    values = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32).tolist()
+    scores = table[:, width + 2 :].astype(numpy.int32).view(numpy.float32)
+    _note_broken(hosts, scores, table[:, :1])
+    values = scores.tolist()
     lines = table[:, : width + 2].tolist()
     for index, (row, line, score) in enumerate(zip(hosts, lines, values, strict=True)):
         count = line[0] + 1
@@ -36,3 +38,12 @@ def unpack(packed: Tensor, hosts: Sequence[Row], *, width: int, meant: Sequence[
         row.drafted += max(meant[index], line[0])
         row.accepted += line[0]
     return tuple(line[0] for line in lines)
+
+
+def _note_broken(hosts: Sequence[Row], scores: numpy.ndarray, accepted: numpy.ndarray) -> None:
+    """A committed token's log-probability is finite exactly where its logits were sound; scores [B, k + 1], accepted
+    [B, 1]."""
+    broken = ~numpy.isfinite(scores) & (numpy.arange(scores.shape[1]) <= accepted)
+    for index in broken.any(1).nonzero()[0]:
+        row = hosts[index]
+        row.broken = row.generated + int(broken[index].argmax()) if row.broken is None else row.broken
