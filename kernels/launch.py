@@ -10,20 +10,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COUNTERS: dict[torch.device, Tensor] = {}
+_COUNTERS: dict[torch.device, list[Tensor]] = {}
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Zeros that every launch leaves zero; kept, since a captured graph remembers where they are."""
-    held = _COUNTERS.get(device)
-    if held is None or len(held) < count:
-        held = _COUNTERS[device] = torch.zeros(max(65536, count), dtype=torch.int32, device=device)
-    return held
+    """At least `count` zeros that every launch leaves zero. Those given before are not freed when more are needed: captured
+    graphs remember where they are. There are twice as many each time, so all together take less than twice the last."""
+    held = _COUNTERS.setdefault(device, [])
+    if not held or len(held[-1]) < count:
+        size = max(65536, count, 2 * len(held[-1]) if held else 0)
+        held.append(torch.zeros(size, dtype=torch.int32, device=device))
+    return held[-1]
 
 
 def overlap(early: bool, device: torch.device) -> dict[str, Any]:
     """Launch options; with `early` a kernel may begin before the one ahead of it is done, where the device can do that
-    (programmatic dependent launch): it must call `after` before it reads what others wrote."""
+    (programmatic dependent launch): it must call `after` before it reads what others wrote, or writes anything.
+
+    A chain of such launches begins with one that calls `begin_chain` instead. Then what was written before the chain may be
+    read by any later kernel of it even before `after`: a kernel may begin once every program of the one ahead has let it,
+    so none does before every program of the first had waited until all that was launched before was done and its writes
+    could be seen. But a processor's own cache may still hold what stood there earlier: it must be read past that cache
+    (cache_modifier=".cg"). Nothing but such kernels may be launched within a chain."""
     return {"EARLY": True, "launch_pdl": True} if early and _can_overlap(device) else {"EARLY": False}
 
 
@@ -39,6 +47,14 @@ def after(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin_chain(EARLY: tl.constexpr):
+    """The same for the kernel that begins a chain, the other way round: wait, and only then let the next one begin."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @functools.cache

@@ -21,8 +21,8 @@ def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segmen
         splits: int | None = None, keys: int = 64, warps: int = 4, early: bool = False) -> Tensor:
     """Attention's output [B W, H D] for qkv [B W, (H + 2K) D] as a product leaves it and angles [2, B W, half] of rope.
 
-    segments.positions [B, W] must rise by one from place to place, or repeat where the same token is fed again, and must
-    not lie before the row's own slot 0. splits (of a row's keys), keys (at a time) and warps: for tuning.
+    segments.positions [B, W], contiguous, must rise by one from place to place, or repeat where the same token is fed
+    again, and must not lie before the row's own slot 0. splits (of a row's keys), keys (at a time), warps: for tuning.
     """
     rows, wide = segments.positions.shape
     kv_heads, size = own[0].shape[1], own[0].shape[3]
@@ -39,7 +39,8 @@ def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segmen
         peaks = torch.empty(2 * units * splits * block_q, dtype=torch.float32, device=qkv.device)
         arrived = counters(qkv.device, units)
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    positions = segments.positions.contiguous()
+    positions = segments.positions
+    assert positions.is_contiguous()  # a copy here would be written by the launch right ahead
     _mix[(units, splits)](
         qkv, angles, q_norm, k_norm, *own, *prompt, positions, segments.base, segments.start, out, parts, peaks, arrived,
         wide, rows, window, eps, scale * 1.4426950408889634, own[0].stride(0), own[0].stride(1), own[0].stride(2),
@@ -96,9 +97,11 @@ def _mix(qkv_ptr, angle_ptr, q_norm_ptr, k_norm_ptr, key_ptr, value_ptr, prompt_
     line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     inside = line // group < wide
     token, head = row * wide + line // group, kv * group + line % group
-    base, start = tl.load(base_ptr + row).to(tl.int32), tl.load(start_ptr + row)
-    old = tl.load(position_ptr + row * wide).to(tl.int32)  # keys before this position are in the cache
-    position = tl.load(position_ptr + token, mask=inside, other=-1).to(tl.int32)
+    # Written before the chain of launches that this is in, so that they may be read before the one ahead is done.
+    base = tl.load(base_ptr + row, cache_modifier=".cg").to(tl.int32)
+    start = tl.load(start_ptr + row, cache_modifier=".cg")
+    old = tl.load(position_ptr + row * wide, cache_modifier=".cg").to(tl.int32)  # keys before it are in the cache
+    position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg").to(tl.int32)
     least = 0
     if window > 0:
         least = tl.maximum(old - window + 1, 0)

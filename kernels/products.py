@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .cuts import MOST_TOKENS, Cut, cut_for
-from .launch import after, counters, overlap
+from .launch import after, begin_chain, counters, overlap
 from .pointwise import KINDS, activate
 from .tiles import complete, give, part, squares, sums
 
@@ -116,7 +116,7 @@ def _shape(cut: Cut, lines: int, depth: int, like: Tensor, early: bool) -> dict[
 def _begin(tokens_ptr, position_ptr, embed_ptr, inverse_ptr, angle_ptr, norm_ptr, sum_ptr, x_ptr, square_ptr, count,
            scale, VOCAB: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EACH: tl.constexpr, M: tl.constexpr,
            N: tl.constexpr, EARLY: tl.constexpr):
-    after(EARLY)
+    begin_chain(EARLY)
     tile = tl.program_id(0)
     row, line = tl.arange(0, M), tile * EACH + tl.arange(0, N)
     token = tl.minimum(tl.load(tokens_ptr + row, mask=row < count, other=0), VOCAB - 1)

@@ -66,11 +66,14 @@ def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
 
 def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
          kind: str) -> tuple[Tensor, Tensor]:
-    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in the residual's dtype."""
+    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in the residual's dtype.
+    weight and bias [N]: in any dtype."""
     if x is not None:
         residual = residual + x
     if kind == "layer":
-        return functional.layer_norm(residual, residual.shape[-1:], weight, bias, eps), residual
+        wide = residual.to(torch.promote_types(residual.dtype, weight.dtype))
+        shift = None if bias is None else bias.to(wide.dtype)
+        return functional.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), shift, eps).to(residual.dtype), residual
     return _rms(residual, weight, eps), residual
 
 

@@ -4,6 +4,7 @@ Run as a script, without the interpreter: prints a line a kernel.
 """
 
 import multiprocessing
+import re
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -13,7 +14,7 @@ from bass_kernels import choice, mixing, pointwise, products, ragged_kernel, rej
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
-          "inverse_ptr"}  # fmt: skip
+          "inverse_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
 INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
@@ -31,6 +32,15 @@ def kind(name, kernel):
     return "fp32" if name in ("eps", "scale") else "i32"
 
 
+def check_chain(code, *, begins):
+    """Hold what launch.overlap promises: before a kernel waits it writes nothing, and reads past its processor's own cache;
+    the one that begins a chain waits before it lets the next begin."""
+    wait, lets = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
+    assert (wait < lets) == begins
+    early = re.findall(r"\b((?:ld|st|atom|red|cp)\.(?:volatile\.)?(?:global|async)\S*)", code[:wait])
+    assert all(re.match(r"ld\.global\.(L\w+::\w+\.)*cg\b", one) for one in early), early
+
+
 FORMS = []  # what is to be compiled: (kernel, constants)
 
 
@@ -44,7 +54,9 @@ def compiled(place):
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
     source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
-    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    if constants.get("EARLY"):
+        check_chain(code, begins=kernel is products._begin)
     return f"{kernel.__name__} {constants}"
 
 

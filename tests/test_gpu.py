@@ -23,7 +23,7 @@ from bass_cli.model import prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
-from bass_kernels import choice, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation
+from bass_kernels import choice, launch, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = torch.device("cuda")
@@ -364,3 +364,29 @@ def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, cou
             if coupling == "shared":
                 assert tokens[:met] == due[row.key, row.sample][:met]
         assert 0 < sum(token in tokens[:-1] for tokens in found.values()) < len(found) or coupling == "maximal"
+
+
+def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch):
+    """As in large models: each round's positions are written right before the chain of launches that reads them early."""
+    target, draft = decoders("qwen2")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    monkeypatch.setattr("bass_cli.model.narrow._large", lambda spec, layers: True)
+    for _ in range(3):
+        for drafter, batch, length in ((draft, 3, 3), ("none", 1, 0), ("lookup", 2, 5), (draft, 5, 1)):
+            for graphs in (True, False):
+                loop = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=graphs)
+                assert drive(loop, rows()) == due, f"batch {batch}, {drafter}"
+
+
+def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 4), range(4))
+    old = launch.counters(CUDA, 1)
+    launch.counters(CUDA, len(old) + 1)
+    size, place = len(old), old.data_ptr()
+    del old
+    others = [torch.full((size,), 7, dtype=torch.int32, device=CUDA) for _ in range(8)]
+    assert all(other.data_ptr() != place for other in others), "the memory of the counters was given away"
+    assert drive(loop, rows()) == due

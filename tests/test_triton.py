@@ -4,10 +4,12 @@ Unequal rows, odd sizes, grouped heads; what no query may see, and what a kernel
 and choices must be equal, floats close by relative RMS error.
 """
 
+import gc
 import os
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -219,6 +221,20 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
         rest = runner.forward(tokens[:, 1:], places + torch.arange(1, 4, device=DEVICE), None if kind == "triton" else ends)
         logits[kind] = torch.cat((first, rest), 1)
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
+
+
+def test_counters_outlive_what_needs_more_of_them():
+    """A captured graph goes on with those that it was given."""
+    from bass_kernels.launch import counters
+
+    some = torch.device("meta")
+    first = weakref.ref(counters(some, 3))
+    size = len(first())
+    assert counters(some, size).data_ptr() == first().data_ptr()
+    assert len(counters(some, size + 1)) > size
+    assert len(counters(some, 5 * size)) >= 5 * size
+    gc.collect()
+    assert first() is not None
 
 
 def run_compiling(script, *arguments, cache):

@@ -58,6 +58,20 @@ def test_all_parameters_are_there(family: str, tmp_path: Path, monkeypatch: pyte
     assert checkpoint.eos_ids == (2,)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "gpt2", "opt"])
+def test_norms_stay_float32(family: str, tmp_path: Path) -> None:
+    """In a bfloat16 decoder too, as they were stored, and with Gemma's 1 added exactly; all else is bfloat16."""
+    write_checkpoint(family, tmp_path, shards=False)
+    edit_tensors(tmp_path, lambda tensors: tensors.update(
+        {name: 0.001 * torch.randn(t.shape) + (family != "gemma3_text") for name, t in tensors.items() if "norm" in name}))
+    whole, weights = fp32(tmp_path), load(open_checkpoint(tmp_path), dtype=torch.bfloat16, device=CPU)
+    norms = [name for name, weight in weights.items() if weight.dtype == torch.float32]
+    assert set(norms) == {name for name in whole if any(word in name for word in ("norm", "post"))} - {"positions.weight"}
+    assert all(torch.equal(weights[name], whole[name]) for name in norms)
+    assert any((whole[name] != whole[name].bfloat16().float()).any() for name in norms)
+    assert all(weight.dtype == torch.bfloat16 for name, weight in weights.items() if name not in norms)
+
+
 def test_parts_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors read a few rows at a time are those read whole: every transform, both formats."""
     for family in ("opt", "gpt2", "codegen", "gemma3_text"):
@@ -79,9 +93,9 @@ def test_dtypes(dtype: torch.dtype, stored: torch.dtype, tmp_path: Path) -> None
     weights = load(open_checkpoint(tmp_path), dtype=dtype, device=CPU)
     state = model.state_dict()
     qkv = [state[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
-    assert {weight.dtype for weight in weights.values()} == {dtype}
+    assert {weight.dtype for name, weight in weights.items() if "norm" not in name} == {dtype}
     assert torch.equal(weights["layers.1.qkv.weight"], torch.cat(qkv).to(dtype))
-    assert torch.equal(weights["norm.weight"], state["model.norm.weight"].to(dtype))
+    assert torch.equal(weights["norm.weight"], state["model.norm.weight"].float())
 
 
 def test_torch_files_load_like_safetensors(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.decoder import Spec, parameters, stored_dtype
 
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
 
@@ -23,7 +23,7 @@ def random_weights(spec: Spec, *, dtype: torch.dtype, device: torch.device, seed
         if name == "head.weight" and spec.tied:
             weights[name] = weights["embed.weight"]
         else:
-            weights[name] = torch.empty(shape, dtype=dtype, device=device)
+            weights[name] = torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
             _fill(weights[name], name, spec, generator)
     return weights
 

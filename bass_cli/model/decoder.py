@@ -20,6 +20,7 @@ import bass_kernels as ops
 from . import narrow
 from .cache import Pass
 
+_NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm"}
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
 
@@ -110,12 +111,18 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a tensor of `parameters` has in a decoder of `dtype`: norms stay float32, in which they are computed.
+    (In bfloat16 1 + w, which Gemma's norms multiply by, would keep 8 bits of the sum.)"""
+    return torch.float32 if name.split(".")[-2] in _NORMS else dtype
+
+
 class Decoder:
     """A decoder-only transformer over fused weights; holds no state of any sequence.
 
-    `weights` maps the names of `parameters(spec)` to tensors of one dtype on one device; the decoder takes the dict
-    over, and replaces matrices in it by packed ones where that is faster. `vocab` cuts the head to the first ids (those
-    the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
+    `weights` maps the names of `parameters(spec)` to tensors of their `stored_dtype` on one device; the decoder takes the
+    dict over, and replaces matrices in it by packed ones where that is faster. `vocab` cuts the head to the first ids
+    (those the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
     """
 
     def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None):

@@ -36,6 +36,7 @@ def run(spec: Spec, weights: dict[str, Tensor], layers: tuple[int, ...], frequen
     from bass_kernels import mixing, products
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
+    segments = step.segments._replace(positions=step.positions.contiguous())  # before the chain of launches
     stream, angles = products.begin(tokens.flatten(), step.positions.flatten(), weights["embed.weight"],
                                     weights[f"layers.{layers[0]}.norm1.weight"], frequencies, scale=spec.embed_scale,
                                     early=early)
@@ -44,7 +45,7 @@ def run(spec: Spec, weights: dict[str, Tensor], layers: tuple[int, ...], frequen
         following = f"layers.{layers[slot + 1]}.norm1.weight" if slot + 1 < len(layers) else "norm.weight"
         norms = (weights[at + "q_norm.weight"], weights[at + "k_norm.weight"]) if spec.norm.qk else None
         qkv = products.project(stream, weights[at + "qkv.weight"], weights.get(at + "qkv.bias"), eps=eps, early=early)
-        mixed = mixing.mix(qkv, angles, norms, step.segments, step.own(slot), step.prompt(slot), heads=spec.heads, eps=eps,
+        mixed = mixing.mix(qkv, angles, norms, segments, step.own(slot), step.prompt(slot), heads=spec.heads, eps=eps,
                            scale=spec.query_scale, window=spec.windows[i], early=early)
         stream = products.add(mixed, weights[at + "o.weight"], stream, weights[at + "norm2.weight"], early=early)
         inner = products.gate_up(stream, weights[at + "up.weight"], eps=eps, activation=spec.activation,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, Piece, open_checkpoint
-from .decoder import Spec, parameters
+from .decoder import Spec, parameters, stored_dtype
 from .families import CODEGEN_BLOCKS
 from .files import DTYPES, parts, read_into
 from .sources import locate
@@ -25,10 +25,10 @@ _WORKERS = 4  # threads that read and dequantise
 
 
 def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """All of `parameters(spec)` on the device; a tied head is the embedding itself."""
+    """All of `parameters(spec)` on the device in their `stored_dtype`; a tied head is the embedding itself."""
     spec = checkpoint.spec
     weights = {
-        name: torch.empty(shape, dtype=dtype, device=device)
+        name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
         for name, shape in parameters(spec).items()
         if not (spec.tied and name == "head.weight")
     }
