@@ -82,7 +82,7 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
 def _with_copies(drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A failure stays one line."""
     for completion in drawn:
-        if completion.finish_reason == "error":
+        if completion.finish_reason == "error" and not completion.prompt_tokens:  # of the prompt, not of its sample
             yield completion
             continue
         for sample in range(n):
