@@ -12,13 +12,14 @@ from bass_cli.draft import NoDrafter
 from bass_cli.engine.ahead import Worth
 from bass_cli.engine.batch import Row
 from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.lengths import Bass, Fixed, Lengths
+from bass_cli.engine.lengths import Bass, Fixed
 
 
 class Settled(Tour):
     """Its lengths depend on nothing, so they may be asked for at any time."""
 
-    settled = True
+    def needs(self, width):
+        return False
 
 
 class Flights:
@@ -140,22 +141,22 @@ def test_it_pays_unless_rows_end_all_the_time():
     assert worth.pays(waiting=False)
 
 
-def test_controllers_are_not_settled_unless_they_say_so():
-    assert not Lengths.settled
-    assert not Bass().settled
-    assert not Goodput(limit=4).settled, "the opening rounds tell what rounds cost"
-    assert Fixed(3).settled
+def test_controllers_need_every_round_unless_they_say_so():
+    assert Bass().needs(3)
+    assert Goodput(limit=4).needs(0), "the opening rounds tell what rounds cost"
+    assert not Fixed(3).needs(3)
 
 
 def test_goodput_waits_for_what_tells_much():
     """Few trials, or a probe: until the round is over the next length is not asked for."""
     controller = Goodput(limit=4)
-    controller._opening, controller._asked = [], 2
-    assert not controller.settled
+    controller._opening = []
+    assert controller.needs(2)
+    assert not controller.needs(0), "nothing is drafted, so nothing is learnt of drafts"
     controller._keeping._trials = 100.0
-    assert controller.settled
+    assert not controller.needs(2)
     controller._probing = True
-    assert not controller.settled
+    assert controller.needs(2)
 
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
@@ -176,6 +177,16 @@ def test_a_job_is_no_slower_for_it(host):
         return loop.clock.now()
 
     assert seconds(True) <= (1.005 if host < 0.0005 else 0.97) * seconds(False)
+
+
+def test_plain_decoding_by_auto_waits_for_nothing():
+    """With no drafter there is nothing to learn: after its opening `auto` is asked ahead, whatever it would draft."""
+    loop = Simulated(Goodput(limit=8), 0.0, rows=4, drafter=NoDrafter())
+    flights = ready(loop)
+    loop.admit(*(Row("0", s, 0, [1], 200) for s in range(4)))
+    for _ in range(100):
+        loop.round(ahead=True)
+    assert flights.behind > 90
 
 
 def test_a_cpu_launches_nothing_ahead(pair):  # noqa: F811

@@ -69,6 +69,7 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
     for drafter in (draft, "lookup", "none"):
         for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
             loop, live = loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True), rows()
+            loop.prepare(range(1, batch + 1), range(0, 9, 2))
             assert drive(loop, live) == due, f"batch {batch}, {drafter}"
             assert loop.graphs.captures > 0
             kept += sum(row.accepted for row in live)
@@ -157,6 +158,7 @@ def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
                 ops.use(None)
             loop = loop_for(target, drafter, batch=batch, lengths=lengths(), graphs=True, coupling="maximal")
             live = rows()
+            loop.prepare(range(1, batch + 1), range(0, 9, 2))  # 9 drafts run in a graph for 10, 3 in one for 4
             assert drive(loop, live) == due, f"batch {batch}, {drafter}"
             assert loop.graphs.captures > 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)

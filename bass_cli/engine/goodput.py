@@ -70,7 +70,7 @@ class Goodput(Lengths):
             self._keeping = Keeping(limit=limit, guess=min(max(surface.acceptance, _LEAST), _MOST), strength=_STRENGTH)
         self._first = not measured
         self._opening = [] if self._costs.known else [min(k, limit) for k in reversed(_OPENING)]
-        self._outlook, self._rows, self._asked = NOTHING_KNOWN, 0, 0
+        self._outlook, self._rows = NOTHING_KNOWN, 0
         self._unlearnt: _Seen | None = None
         self._ahead: _Choice | None = None  # of the next round, if it was made while the last one ran
         self._paces, self._pace = self._places / 1.0, 0.0  # seconds a token takes a row, by choice; the least of them
@@ -79,11 +79,10 @@ class Goodput(Lengths):
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._looking, self._worth, self._losses, self._probes, self._probing = Looking(), False, Losses(), Probing(), False
 
-    @property
-    def settled(self) -> bool:  # type: ignore[override]  # asked for, not set
-        """Once what the running round tells is not waited for: see `next`."""
-        told = not self._asked or (not self._outlook.catch_up and self._keeping.trials >= _WAITED_FOR)
-        return told and not (self._opening or self._probing or self._frozen)
+    def needs(self, width: int) -> bool:
+        """At first, after a probe, and after catching up, whose cost is that round's; a plain round tells of no drafts."""
+        tells = self._probing or self._outlook.catch_up or self._keeping.trials < _WAITED_FOR
+        return bool(self._opening or self._frozen or (width and tells))
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         before, self._outlook, same, self._rows = self._outlook, self._seen(outlook), rows == self._rows, rows
@@ -94,9 +93,9 @@ class Goodput(Lengths):
             self._digest()
         if self._line is not None and not outlook.free:  # what will be found nobody knows
             self._losses.expect(float(self._line[0]) / self._pace - 1)
-        self._asked, self._probing = (not stale and self._ahead) or self._choice(self._outlook)
+        length, self._probing = (not stale and self._ahead) or self._choice(self._outlook)
         self._ahead = None
-        return self._asked
+        return length
 
     def _choice(self, outlook: Outlook) -> _Choice:
         plain = 0.0 if self._line is None else float(self._line[0])  # seconds a round

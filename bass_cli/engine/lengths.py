@@ -67,11 +67,9 @@ NOTHING_KNOWN = Outlook()
 
 class Lengths(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling. What is not said
-    otherwise: all that the host has is drafted, and rounds teach nothing. `settled`: whether the next length may be asked
-    for while a round still runs, since nothing that it brings would change it. `exact`: a round has the very length that
+    otherwise: all that the host has is drafted, and rounds teach nothing. `exact`: a round has the very length that
     was given, not a near one that happens to be captured; else the controller would see another algorithm's rounds."""
 
-    settled: bool = False
     exact: bool = False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
@@ -81,6 +79,10 @@ class Lengths(Protocol):
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """Draft length for this round, now that it is known how many drafts (not all 0) the host has for each live row."""
         return max(counts)
+
+    def needs(self, width: int) -> bool:
+        """Whether the next length depends on what the round of `width` drafts brings that is under way."""
+        return True
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
@@ -102,10 +104,11 @@ class Stopper(Protocol):
 class Fixed(Lengths):
     """Always the same draft length."""
 
-    settled = True
-
     def __init__(self, length: int):
         self._length = length
+
+    def needs(self, width: int) -> bool:
+        return False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         return self._length

@@ -149,8 +149,9 @@ class Loop:
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may begin before it is over. Under maximal coupling it must not: there a draft
         length decided earlier would be another sample."""
-        return (self._captured is not None and self._coupling == "shared" and flight.steady and self.lengths.settled
-                and not self.drafter.offers and max(self.batch.rooms()) > 1 and self._worth.pays(waiting=self.backlog > 0))
+        return (self._captured is not None and self._coupling == "shared" and flight.steady and not self.drafter.offers
+                and not self.lengths.needs(flight.width) and max(self.batch.rooms()) > 1
+                and self._worth.pays(waiting=self.backlog > 0))
 
     def _ask(self, deadline: float | None) -> Asked:
         """The next round's draft length, and the drafts that the host has for it."""

@@ -15,11 +15,12 @@ class Table(Lengths):
     """For each number of live rows the length that was best when the profile was made, 0 included. It depends on nothing
     else, so it may gate either coupling."""
 
-    settled = True
-
     def __init__(self, surface: Surface, *, limit: int):
         self._surface, self._lengths = surface, _CHOICES[: limit + 1]
         self._best: dict[int, int] = {}
+
+    def needs(self, width: int) -> bool:
+        return False
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         if rows not in self._best:
