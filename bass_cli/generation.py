@@ -183,7 +183,8 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
-        results |= {"draft": job.pair.draft, "batch_size": plan.batch_size, "draft_length": speculation["length"]}
+        results |= {"draft": job.pair.draft, "draft_files": plan.draft and plan.draft.fingerprint()}
+        results |= {"batch_size": plan.batch_size, "draft_length": speculation["length"]}
         results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
         if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
             results |= {"profile": plan.surface.digest()}  # the draft lengths come from it, and reach the samples

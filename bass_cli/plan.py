@@ -129,6 +129,9 @@ def prepare(job: Job, *, longest_prompt: str = "",
     if job.chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {pair.target} has no chat template")
     dtype, notes = _dtype(job.dtype, device), list[str]()
+    if job.budget and job.speculation.coupling == "maximal" and isinstance(job.batch_size, int) and job.batch_size > job.n:
+        notes.append(f"--batch-size {job.batch_size}: with a budget and maximal coupling prompts run one at a time, in "
+                     f"{job.n} rows")
     profile, surface = None, None
     if pair.draft != "none":
         profile = store.path_of(target=target.fingerprint(), draft=_draft_identity(pair.draft, draft), device=device,

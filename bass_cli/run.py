@@ -6,6 +6,7 @@ files (outputs.py).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import Counter, deque
@@ -97,8 +98,12 @@ class Conductor:
                  count: int | None = None, on_round: Callable[[Round], None] | None = None):
         self._job, self._tokenizer, self._loop = job, tokenizer, loop
         self._context, self._eos, self._on_round = context, frozenset(eos_ids), on_round
-        # With a budget, prompts run one at a time unless a batch size was asked for.
-        self._alone = job.budget is not None and job.batch_size == "auto"
+        # With a budget, prompts run one at a time unless a batch size was asked for. Under maximal coupling they always do,
+        # and each begins anew, or how far the clock let one prompt come would reach the draft lengths of others, and so
+        # their samples.
+        maximal = job.speculation.coupling == "maximal"
+        self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
+        self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
         self._tasks: list[_Task] = []
         self._live: dict[Row, _Live] = {}
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
@@ -139,6 +144,8 @@ class Conductor:
             return
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
+        if self._fresh is not None:
+            self._loop.restart(copy.deepcopy(self._fresh))
         task = _Task(prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline)
         if self._loop.open(prompt.id, tokens, self._reference(prompt), deadline=deadline):
             self._tasks.append(task)
@@ -176,8 +183,10 @@ class Conductor:
 
     def _round(self) -> None:
         loop, rows = self._loop, self._loop.batch.hosts
-        loop.typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
-        waiting = self._forecast.waiting(sum(len(task.waiting) for task in self._tasks), ended=self._ended)
+        waiting, loop.typical = sum(len(task.waiting) for task in self._tasks), math.inf
+        if self._fresh is None:
+            loop.typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
+            waiting = self._forecast.waiting(waiting, ended=self._ended)
         loop.backlog = waiting * min(loop.typical, self._job.sampling.max_new_tokens)
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         for live in self._live.values():
@@ -189,8 +198,11 @@ class Conductor:
     def _expire(self) -> Iterator[Completion]:
         """End all samples of prompts whose deadline has come, or would pass within even the shortest round; but the first
         round is not left out because of a prediction, for no other one might ever correct it."""
+        deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
+        if not deadlines:
+            return
         now = self._loop.clock.now()
-        soonest = now + self._loop.clock.predict(0)
+        soonest = now + (self._loop.shortest(min(deadlines)) if self._live else 0.0)
         for task in [t for t in self._tasks if t.deadline is not None
                      and (now >= t.deadline or (t.started and soonest > t.deadline))]:
             for index in reversed(range(len(self._loop.batch))):

@@ -25,7 +25,7 @@ def prepare(job: Any, **_: Any) -> Any:
     if "huge" in job.pair.target:
         raise MachineError("the model does not fit into memory")
     identity = {"target": job.pair.target, "device": "cpu", "dtype": "fp32", "versions": {"bass": "0"}}
-    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None,
+    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None, draft=None,
                                  batch_size=job.batch_size,
                                  tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target))
 

@@ -12,7 +12,9 @@ from toys import Guess, Markov, loop_for
 from bass_cli.draft import make_drafter
 from bass_cli.engine import loop as loop_module
 from bass_cli.engine.clock import Passes, Prefill
-from bass_cli.engine.lengths import Fixed
+from bass_cli.engine.lengths import Bass, Fixed, make_lengths
+from bass_cli.engine.surface import make_surface
+from bass_cli.job import Speculation
 from bass_cli.run import Conductor
 
 
@@ -67,10 +69,13 @@ class Launching(Timed):
         return found
 
 
-def run(work, given, *, budget, draft_length=4, n=3, seen=None, draft=None, **costs):
-    loop = loop_for(Timed(work, **costs), draft or Guess(EOS), rows=n, lengths=Fixed(draft_length))
+def run(work, given, *, budget, draft_length=4, n=3, seen=None, draft=None, lengths=None, coupling="shared", rows=None,
+        **costs):
+    loop = loop_for(Timed(work, **costs), draft or Guess(EOS), rows=rows or n, lengths=lengths or Fixed(draft_length),
+                    coupling=coupling)
     loop.clock.now = work
-    settings = job(n=n, max_new_tokens=40, budget=budget)
+    settings = job(n=n, max_new_tokens=40, budget=budget, speculation=Speculation(coupling=coupling),
+                   batch_size=rows or "auto")
     note = None if seen is None else seen.append
     conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=note)
     return list(conductor.run(iter(prompts(*given)), ()))
@@ -234,3 +239,46 @@ def test_without_a_deadline_nobody_waits_for_a_prefill(monkeypatch):
     loop = loop_for(Launching(work), "none", rows=3)
     assert loop.open("p", [1] * 100)
     assert work.busy > work.now + 0.09
+
+
+MAXIMAL = {  # draft and controller
+    "bass": (lambda: Markov(table(1), 2), lambda: Bass(limit=12)),
+    "table": (lambda: Markov(table(1), 2), lambda: make_lengths("table", limit=6, coupling="maximal", surface=SURFACE)),
+    "auto": (lambda: Markov(table(1), 2), lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE)),
+    "lookup": (lambda: "lookup", lambda: Bass(limit=12)),
+    "lookup, auto": (lambda: "lookup", lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE)),
+}
+SURFACE = make_surface((1, 4), (0, 6), verify=[[1.0, 1.1], [1.0, 1.6]], draft=[[0.0, 0.6], [0.0, 0.6]])
+
+
+@pytest.mark.parametrize("rows", [None, 2, 7])
+@pytest.mark.parametrize("name", MAXIMAL)
+def test_under_maximal_coupling_a_budget_ends_samples_and_changes_none(name, rows):
+    """Whatever the machine does, what is written is the beginning of what no clock has ended: draft lengths are part of the
+    samples there, so neither does the clock cut them, nor does one prompt's time reach the next one's."""
+    def drawn(budget, seed, **costs):
+        draft, lengths = (make() for make in MAXIMAL[name])
+        work = Work(seed, stalls=costs.pop("stalls", None))
+        found = run(work, ["abcabcab", "a", "bcdbcdb", "fgh"] * 2, budget=budget, n=4, rows=rows, draft=draft,
+                    lengths=lengths, coupling="maximal", jitter=0.5, **costs)
+        return {(c.id, c.sample): c for c in found}, max(work.pieces)
+
+    whole, _ = drawn(1e6, 0)
+    ended = set()
+    for seed, (budget, more) in enumerate([(0.2, {}), (0.35, {"token": 0.02}), (0.5, {"stalls": {9: 0.4, 30: 0.7}})]):
+        found, longest = drawn(budget, seed, **more)
+        for key, sample in found.items():
+            assert sample.token_ids == whole[key].token_ids[: sample.tokens]
+            ended.add((sample.finish_reason, sample.tokens > 0))
+        assert max(sample.seconds for sample in found.values()) <= budget + longest
+    assert {("budget", True), ("eos", True)} <= ended, "this showed little"
+
+
+def test_under_maximal_coupling_a_round_that_would_be_late_is_not_started():
+    """It cannot be shortened: 0.01 s and 0.01 more for each token of a row, so with 4 drafts two fit into 0.155 s."""
+    seen = []
+    found = run(Work(), ["a", "b", "c", "d"], budget=0.155, n=1, coupling="maximal", each=0.01, token=0.01, seen=seen)
+    ended = [c for c in found if c.finish_reason == "budget"]
+    assert [c.rounds for c in ended] == [2] * len(ended) != []
+    assert max(c.seconds for c in ended) <= 0.155
+    assert {done.width for done in seen} == {4}

@@ -64,6 +64,18 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
     assert sum(row["drafted"] for row in rows) > 0
 
 
+def test_another_draft_behind_the_same_name_is_another_run_under_maximal_coupling(place: Path) -> None:
+    """There the samples depend on its drafts; under shared coupling they do not, and the run goes on."""
+    flags = (*FLAGS, "--limit", "2", "--coupling")
+    for coupling in ("shared", "maximal"):
+        assert bass("p.txt", *flags, coupling, "--n", "1", "--out", f"{coupling}.jsonl").exit_code == 0
+    write_checkpoint("llama", place / "draft", seed=2, shards=False)
+    refused = bass("p.txt", *flags, "maximal", "--out", "maximal.jsonl")
+    assert refused.exit_code == 2
+    assert "\n  draft_files: " in refused.stderr
+    assert bass("p.txt", *flags, "shared", "--out", "shared.jsonl").exit_code == 0
+
+
 def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
     flags = (*FLAGS, "--temperature", "0", "--limit", "3")
     whole = bass("p.txt", *flags, "--out", "whole.jsonl")

@@ -135,7 +135,7 @@ def test_warming_up_captures_all_that_rounds_with_a_deadline_need(coupling, leng
     warm_up(loop, plan)
     assert loop.lengths is lengths
     loop.graphs.done.clear()
-    for row in [Row("0", s, 5, [1, 2], 150, temperature=1.0) for s in range(3)]:
+    for row in [Row("0", s, 5, [1, 2], 330, temperature=1.0) for s in range(3)]:
         if not row.sample:
             loop.open("0", row.tokens, deadline=1e9)
         loop.admit(row)

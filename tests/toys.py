@@ -36,7 +36,8 @@ class Markov:
         self._bases += [self._prompts[key]] * count
 
     def detach(self, row):
-        pass
+        if row == len(self._bases) - 1:
+            self._bases.pop()
 
     def move(self, source, target, length):
         self._bases[target] = self._bases.pop()
@@ -66,7 +67,7 @@ class Guess:
     def open(self, *_):
         return True
 
-    close = attach = detach = move = catch_up = open
+    close = attach = detach = move = catch_up = forget = open
 
     def prepare(self, batch, length):
         return 0

@@ -62,6 +62,9 @@ class Drafter(Protocol):
         """Drafts from the host for every live row, with counts, before anything of the round runs; None: `propose` has to
         say, with what was found here. If `offers`, called before each round that may draft; past tokens decide."""
 
+    def forget(self) -> None:
+        """Nothing is known any more of how well drafts stand."""
+
     def learn(self, batch: Batch) -> None:
         """If `offers`: take in what the live rows have become. Called once a round: before `offer`, or, where a device
         would wait for it, while the round runs; then what is offered next does not know of that round's tokens."""
@@ -100,6 +103,9 @@ class NoDrafter:
 
     def offer(self, batch: Batch, length: int) -> Proposal | None:
         return None
+
+    def forget(self) -> None:
+        pass
 
     def learn(self, batch: Batch) -> None:
         pass

@@ -73,6 +73,10 @@ class CombinedDrafter:
         self._alone = {row: len(row.tokens) for row, count in zip(batch.hosts, counts, strict=True) if not count}
         return None
 
+    def forget(self) -> None:
+        self._lookup.forget()
+        self._chance = _BEFORE
+
     def learn(self, batch: Batch) -> None:
         self._lookup.learn(batch)
 

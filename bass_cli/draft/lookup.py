@@ -122,6 +122,9 @@ class LookupDrafter:
 
     propose = offer
 
+    def forget(self) -> None:
+        self._trust = Trust()
+
     def learn(self, batch: Batch) -> None:
         """Of all rows, before any of them is looked up: samples see each other's."""
         for sample, row in zip(self._samples, batch.hosts, strict=True):

@@ -55,6 +55,9 @@ class ModelDrafter:
     def close(self, key: str) -> None:
         self._runner.close(key)
 
+    def forget(self) -> None:
+        pass
+
     def attach(self, row: int, key: str, count: int = 1) -> None:
         self._runner.attach(row, key, count)
         assert row == len(self._fed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,22 +24,12 @@ from .graphs import Graphs, Running, cover, step_down, step_up, synchronise
 from .imposed import Imposed
 from .ladder import Fit, Shape, Step, kinds
 from .lengths import Lengths, Outlook, Round
-from .offers import Offers
+from .offers import Asked, Offers
 from .packed import pack, unpack
 from .stopping import Stoppable, Stopping
 from .target import Target
 
 _ALL = 2**31 - 1  # more drafts than any round has
-
-
-class Asked(NamedTuple):
-    """What a round is to be: its draft length, drafts of the host's, the seconds in which it looked for them, and whether
-    it did."""
-
-    width: int
-    offered: Proposal | None
-    asking: float
-    looked: bool
 
 
 class Loop:
@@ -68,6 +57,7 @@ class Loop:
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
         self._catching = CatchingUp(batch, drafter, clock, self._captured)
         self._offers = Offers(batch, drafter)
+        self._due: Asked | None = None  # the next round, if it has been asked for already
         self._flight: Flight | None = None  # a round that was launched, and that no call has returned yet
         self._worth = Worth()
         self._landed: float | None = None  # when the last one was over
@@ -102,11 +92,13 @@ class Loop:
             index = self.batch.admit(*group)
             for part in self._parts:
                 part.attach(index.start, key, len(index))
+        self._due = None
 
     @torch.inference_mode()
     def retire(self, index: int) -> None:
         """End row `index`; the last row takes its place."""
         moved = self.batch.retire(index)
+        self._due = None
         self._worth.row_ended()
         unseen = 0 if self._flight is None else self._flight.width + 1  # tokens that the device may be ahead of the host
         for part in self._parts:
@@ -125,7 +117,8 @@ class Loop:
             self._captured.renew(self._version)
         (flight, self._flight), late = (self._flight, None), False
         if flight is None or not set(flight.rows) & set(self.batch.hosts):
-            flight = self._launch(self._ask(deadline), deadline)
+            asked, self._due = self._due or self._ask(deadline), None
+            flight = self._launch(asked, deadline)
             if self._landed is not None:
                 self._worth.waited(flight.began - self._landed)
             self._reflect()
@@ -145,6 +138,23 @@ class Loop:
             self._flight = self._launch(asked, None)
         self._reflect()
         return done
+
+    @torch.inference_mode()
+    def shortest(self, deadline: float) -> float:
+        """Seconds that the next round of the live rows is likely to take at the least: those of a plain one, or under
+        maximal coupling, where no deadline cuts drafts, those of the length that is due."""
+        if self._coupling == "shared":
+            return self.clock.predict(0)
+        asked = self._due = self._due or self._ask(deadline)
+        if self._captured is None:
+            return self.clock.predict(asked.width if asked.offered is None else asked.offered.tokens.shape[1])
+        _, step = self._plan(asked, deadline)
+        return self.clock.predict(step.shape.width) + self._captured.delay(step)
+
+    def restart(self, lengths: Lengths) -> None:
+        """From now on this controller, and whatever rounds have taught the drafter is forgotten."""
+        self.lengths = lengths
+        self.drafter.forget()
 
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may begin before it is over. Under maximal coupling it must not: there a draft
@@ -267,9 +277,11 @@ class Loop:
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
         other row decides), and by `deadline`, capturing included; with graphs one that they are made for, unless it must be
-        the very length."""
+        the very length. Under maximal coupling the clock does not decide: a length is part of what the samples will be."""
         captured, wanted = self._captured, self.lengths.next(len(rooms), outlook)
         wanted = max(0, min(wanted, self.drafter.longest, max(rooms) - 1))
+        if self._coupling == "maximal":
+            return wanted
         if captured is None:
             return self.clock.longest_in_time(wanted, deadline)
         usual: Callable[[int], int] = int if self.exact else step_down

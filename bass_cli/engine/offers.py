@@ -5,11 +5,23 @@ Not here: who drafts (draft/), what is done with them (loop.py).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from bass_cli.draft import Drafter, Proposal
 
 from .batch import Batch
 from .graphs import LONGEST
 from .lengths import Lengths, Outlook
+
+
+class Asked(NamedTuple):
+    """What a round is to be: its draft length, drafts of the host's, the seconds in which it looked for them, and whether
+    it did."""
+
+    width: int
+    offered: Proposal | None
+    asking: float
+    looked: bool
 
 
 class Offers:
