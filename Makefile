@@ -1,13 +1,13 @@
 # make setup   a virtual environment in .venv with bass and its embedded default model
 # make demo    draw 8 samples for each of a few prompts, and show some of them
-# make test    all tests;  make test-gpu: those of kernels and engine on a CUDA device
+# make test    all tests but those of minutes (make test-slow);  make test-gpu: those of kernels and engine on a CUDA device
 # make lint    ruff and mypy;  make bench: speed on this CPU against transformers
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup demo test test-gpu lint bench clean
+.PHONY: setup demo test test-slow test-gpu lint bench clean
 
 setup: $(STAMP)
 
@@ -23,11 +23,14 @@ demo: setup
 	$(BIN)/python examples/show.py out/demo.jsonl
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow"
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_ragged.py tests/test_narrow.py tests/test_rejection.py \
-		tests/test_truncation.py tests/test_gpu.py
+		tests/test_truncation.py tests/test_unsound.py tests/test_gpu.py
 	$(BIN)/python bench/plain.py
 
 lint: setup

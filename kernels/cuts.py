@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
 import triton
+from torch import Tensor
 
-from .launch import processors
+from .launch import SPARE, card, fitting, processors
 
 MOST_TOKENS = 16
 
@@ -28,13 +29,33 @@ class Cut(NamedTuple):
     def grid(self, lines: int) -> tuple[int, int]:
         return self.tiles(lines), self.splits
 
+    def smaller(self) -> Iterator[Cut]:
+        """This cut, then others that take ever less shared memory."""
+        cut = self
+        while True:
+            yield cut
+            if cut.deep > 128 or (cut.stages == 2 and cut.deep > 16):
+                cut = cut._replace(deep=cut.deep // 2)
+            elif cut.stages > 2:
+                cut = cut._replace(stages=cut.stages - 1)
+            else:
+                return
 
-def cut_for(lines: int, depth: int, device: torch.device, *, pair: bool = False, split: bool = False) -> Cut:
-    """From measurements on an H200: at most 32 columns a program, dealt out evenly. Where sums may be completed later
-    (`split`), the depth is split too: every program has to read all of the tokens' input to its part of the depth."""
+
+def cut_for(lines: int, depth: int, weight: Tensor, *, pair: bool = False, split: bool = False) -> Cut:
+    """The cut for a weight's dtype and device: the one that measured best on an H200, or as much of it as fits."""
+    lots = MOST_TOKENS + (2 if pair else 1) * 32  # lines of both matrices that a program holds
+    lot = lots * weight.element_size()
+    return fitting(_measured(lines, depth, weight, pair=pair, split=split).smaller(),
+                   lambda cut: lot * cut.deep * (cut.stages - 1) + SPARE, card(weight.device).shared)
+
+
+def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool) -> Cut:
+    """At most 32 columns a program, dealt out evenly. Where sums may be completed later (`split`), the depth is split too:
+    every program has to read all of the tokens' input to its part of the depth."""
     if split:
         return Cut(32, 32, max(1, min(4, depth // 128)), 128, 4, 5)
-    programs = processors(device) * (2 if pair else 1)
+    programs = processors(weight.device) * (2 if pair else 1)
     each = triton.cdiv(lines, programs * triton.cdiv(lines, programs * 32))
     block = max(16, triton.next_power_of_2(each))
     if pair:

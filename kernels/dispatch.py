@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 SCHEDULES = ("ragged", "pad", "split")
 _override: str | None = None
 _schedule = "ragged"
+_too_large: set[str] = set()  # ops of which it was said that they do not fit the device
 
 
 def use(kind: str | None) -> None:
@@ -50,13 +52,27 @@ def kind_for(tensor: Tensor) -> str:
 
 
 def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """An op that is `reference`, or the function of that name in the Triton `module`, by its first tensor."""
+    """An op that is `reference`, or the function of that name in the Triton `module`, by its first tensor; `reference` too,
+    with one warning, where a launch does not fit the device."""
 
     @functools.wraps(reference)
     def op(*arguments: Any, **options: Any) -> Any:
         first = next(a for a in arguments if isinstance(a, Tensor))
         if kind_for(first) == "reference":
             return reference(*arguments, **options)
-        return getattr(importlib.import_module(module), reference.__name__)(*arguments, **options)
+        kernels = importlib.import_module(module)
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            return getattr(kernels, reference.__name__)(*arguments, **options)
+        except OutOfResources as error:
+            _warn(reference.__name__, error)
+            return reference(*arguments, **options)
 
     return op
+
+
+def _warn(name: str, error: Exception) -> None:
+    if name not in _too_large:
+        _too_large.add(name)
+        logging.getLogger("bass").warning("%s does not fit this device and is done without a kernel: %s", name, error)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+Option = TypeVar("Option")
 _COUNTERS: dict[torch.device, list[Tensor]] = {}
 
 
@@ -55,6 +58,45 @@ def begin_chain(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+class Card(NamedTuple):
+    """What a launch must fit: compute capability, and bytes of shared memory that one program may take."""
+
+    capability: tuple[int, int]
+    shared: int
+
+    @property
+    def reads_shared(self) -> bool:
+        """Whether products of matrices read both of them from shared memory, of Hopper and data-centre Blackwell: what
+        they read cannot be overwritten meanwhile, so pipelines take one buffer more."""
+        return self.capability[0] in (9, 10)
+
+
+HOPPER = Card((9, 0), 227 * 1024)
+SPARE = 2048
+"""Bytes that a program takes beyond its buffers, at most: what its reductions exchange."""
+
+
+@functools.cache
+def card(device: torch.device) -> Card:
+    """What this device offers; for the interpreter a Hopper GPU, on which everything was measured."""
+    if device.type != "cuda":
+        return HOPPER
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    return Card(torch.cuda.get_device_capability(index), shared)
+
+
+def fitting(options: Iterable[Option], needs: Callable[[Option], int], shared: int) -> Option:
+    """The first option that needs no more than so many bytes of shared memory; Triton's OutOfResources if there is none."""
+    least = None
+    for option in options:
+        need = needs(option)
+        if need <= shared:
+            return option
+        least = need if least is None else min(least, need)
+    raise OutOfResources(least, shared, "shared memory")
 
 
 @functools.cache

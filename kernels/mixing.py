@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
-from .launch import after, counters, overlap, processors
+from .launch import SPARE, after, card, counters, fitting, overlap, processors
 from .pointwise import finite
 from .reference import Segments
 
@@ -18,7 +19,7 @@ _NEW = 16  # the most new tokens of a row
 
 def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segments: Segments, own: tuple[Tensor, Tensor],
         prompt: tuple[Tensor, Tensor], *, heads: int, eps: float, scale: float, window: int = 0,
-        splits: int | None = None, keys: int = 64, warps: int = 4, early: bool = False) -> Tensor:
+        splits: int | None = None, keys: int | None = None, warps: int = 4, early: bool = False) -> Tensor:
     """Attention's output [B W, H D] for qkv [B W, (H + 2K) D] as a product leaves it and angles [2, B W, half] of rope.
 
     segments.positions [B, W], contiguous, must rise by one from place to place, or repeat where the same token is fed
@@ -29,8 +30,8 @@ def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segmen
     units = rows * kv_heads
     if splits is None:
         splits = max(1, min(8, processors(qkv.device) // units))
-    block_q = max(16, triton.next_power_of_2(wide * heads // kv_heads))
-    block_d = max(16, triton.next_power_of_2(size))
+    block_q, block_d = _block(wide * heads // kv_heads), _block(size)
+    keys, stages = loads(qkv, block_q, block_d) if keys is None else (keys, 3)
     assert wide <= _NEW
     out = qkv.new_empty(rows * wide, heads * size)
     parts, peaks, arrived = out, out, out
@@ -46,8 +47,33 @@ def mix(qkv: Tensor, angles: Tensor, norms: tuple[Tensor, Tensor] | None, segmen
         wide, rows, window, eps, scale * 1.4426950408889634, own[0].stride(0), own[0].stride(1), own[0].stride(2),
         prompt[0].stride(0), prompt[0].stride(1), H=heads, K=kv_heads, D=size, HALF=angles.shape[2],
         NORMS=norms is not None, NEW=_NEW, BLOCK_Q=block_q, BLOCK_D=block_d, KEYS=keys, SPLITS=splits,
-        WIDE="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps, **overlap(early, qkv.device))
+        WIDE="ieee" if qkv.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
+        **overlap(early, qkv.device))
     return out
+
+
+def fits(like: Tensor, lines: int, size: int) -> bool:
+    """Whether a device can do this at all (see `loads`)."""
+    try:
+        return bool(loads(like, lines, size))
+    except OutOfResources:
+        return False
+
+
+def _block(count: int) -> int:
+    return max(16, triton.next_power_of_2(count))
+
+
+def loads(like: Tensor, lines: int, size: int) -> tuple[int, int]:
+    """How many keys at a time, in how many stages, for so many lines of queries of heads of this size: 64 in 3, or what
+    fits; Triton's OutOfResources if nothing does."""
+    lines, size = _block(lines), _block(size)
+
+    def needs(option: tuple[int, int]) -> int:
+        keys, stages = option
+        return like.element_size() * (2 * (stages - 1) * keys * size + lines * (size + keys)) + SPARE
+
+    return fitting(((keys, stages) for keys in (64, 32, 16) for stages in (3, 2)), needs, card(like.device).shared)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def project(stream: Stream, weight: Tensor, bias: Tensor | None, *, eps: float, 
     """norm(stream) W^T + bias: [N, lines] for weight [lines, width]."""
     count, depth = stream.x.shape
     lines = len(weight)
-    cut = cut or cut_for(lines, depth, weight.device)
+    cut = cut or cut_for(lines, depth, weight)
     out = stream.x.new_empty(count, lines)
     _project[cut.grid(lines)](
         stream.x, weight, weight if bias is None else bias, stream.squares, out, *_pieces(cut, lines, out), count, eps,
@@ -60,7 +60,7 @@ def add(x: Tensor, weight: Tensor, stream: Stream, norm: Tensor, *, cut: Cut | N
     """The stream plus x W^T, before the norm with weight `norm`: x [N, depth], weight [width, depth]."""
     count, depth = x.shape
     lines = len(weight)
-    cut = cut or cut_for(lines, depth, weight.device, split=True)
+    cut = cut or cut_for(lines, depth, weight, split=True)
     out = _stream(count, lines, cut, weight)
     _add[cut.grid(lines)](x, weight, norm, stream.residual, *out, *_pieces(cut, lines, x), count,
                           **_shape(cut, lines, depth, x, early))
@@ -72,7 +72,7 @@ def gate_up(stream: Stream, weight: Tensor, *, eps: float, activation: str, cut:
     """activation(norm(stream) G^T) * (norm(stream) U^T): [N, lines] for weight [2 lines, width], G over U."""
     count, depth = stream.x.shape
     lines = len(weight) // 2
-    cut = cut or cut_for(lines, depth, weight.device, pair=True)
+    cut = cut or cut_for(lines, depth, weight, pair=True)
     out = stream.x.new_empty(count, lines)
     shape = _shape(cut, lines, depth, out, early)
     del shape["SPLITS"]

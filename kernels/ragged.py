@@ -6,6 +6,7 @@ team's queries are stacked too, and the prompt's keys are read once for all of t
 on the device, so a captured launch serves any lengths. Here: shapes, launches, schedules; the kernel: ragged_kernel.py.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 from torch import Tensor
 
 from . import dispatch
-from .launch import counters, processors
+from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
 from .reference import Segments
 
@@ -46,9 +47,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
         members = 1
     elif members is None:
         members = _members(lines, rows)
-    block_m = max(16, triton.next_power_of_2(lines * members))
-    if members == 1:
-        block_m = min(_BLOCK_M, block_m)
+    members, block_m, fitted = _fitted(lines, members, size, q)
     tiles = triton.cdiv(lines, block_m)
     units, team_units, teamed, table, team = rows * kv_heads * tiles, 0, segments.base, segments.base, Cut(0, 0)
     cut = _cut(splits, units, device) if splits is not None or members == 1 else Cut(1, 2)
@@ -58,7 +57,7 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
         team_units = len(table) * kv_heads
         pieces = max(4, min(8, 2 * processors(device) // (triton.cdiv(rows, members) * kv_heads)))
         team = _cut(pieces if team_splits is None else team_splits, 1, device)
-    block_n, warps, stages = tile or _tile(block_m, size, teams=members > 1)
+    block_n, warps, stages = tile or fitted
     out = q.new_empty(rows, width, heads * size)
     parts, peaks, masses, arrived = out, out, out, out
     pieces = cut.most + team.most
@@ -98,6 +97,27 @@ def _cut(wanted: int | Cut | None, units: int, device: torch.device) -> Cut:
         return wanted if isinstance(wanted, Cut) else Cut(wanted, wanted)
     few = max(1, min(8 if units <= 16 else 4, 2 * processors(device) // units))
     return Cut(few, few)
+
+
+def _fitted(lines: int, members: int, size: int, like: Tensor) -> tuple[int, int, tuple[int, int, int]]:
+    """Rows in a team (`members`, or 1 where that is too much), lines a program, and its `_tile`: what was measured to be
+    best, or as much of it as fits; Triton's OutOfResources if nothing does."""
+    here, width = card(like.device), max(16, triton.next_power_of_2(size))
+    spare = 0 if here.reads_shared and like.element_size() == 2 else 1  # stages that take no buffer
+
+    def options() -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+        for rows in dict.fromkeys((members, 1)):
+            most = max(16, triton.next_power_of_2(lines * rows))
+            for block_m in (most,) if rows > 1 else (m for m in (64, 32, 16) if m <= max(16, min(most, _BLOCK_M))):
+                block_n, warps, stages = _tile(block_m, size, teams=rows > 1)
+                yield from ((rows, block_m, (n, warps, s)) for n in (64, 32, 16) if n <= block_n
+                            for s in range(stages, 1, -1))
+
+    def needs(option: tuple[int, int, tuple[int, int, int]]) -> int:
+        _rows, block_m, (block_n, _warps, stages) = option
+        return like.element_size() * (2 * (stages - spare) * block_n * width + block_m * (width + block_n)) + SPARE
+
+    return fitting(options(), needs, here.shared)
 
 
 def _tile(block_m: int, size: int, *, teams: bool) -> tuple[int, int, int]:

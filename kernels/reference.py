@@ -44,16 +44,16 @@ class Segments(NamedTuple):
 
     positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the length of its prompt
     span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
-    rows by prompt span, and an upper bound of own slots in use. Slots at positions beyond a query's are not seen:
-    what lies there, rejected drafts included, needs no erasing. extent 0 and no groups: the queries stand in their prompt's
-    span themselves, the host does not know where (a captured prefill). teams: the rows by prompt span as the Triton
-    kernels take them, or None.
+    rows by prompt span (None: the host does not know), and an upper bound of own slots in use. Slots at positions beyond a
+    query's are not seen: what lies there, rejected drafts included, needs no erasing. extent 0 and no groups: the queries
+    stand in their prompt's span themselves, the host does not know where (a captured prefill). teams: the rows by prompt
+    span as the Triton kernels take them, or None.
     """
 
     positions: Tensor
     base: Tensor
     start: Tensor
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] | None
     extent: int
     teams: Teams | None = None
 
@@ -132,14 +132,16 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
     q = q.float() * scale
     # [B, K, W, H / K, D]: one matrix of queries per key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
+    everywhere = prompt[0].shape[1]
     if not segments.extent:
-        total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
+        total, _, mass = _gathered(q, prompt, segments, window, width, everywhere)
         return _finish(total / mass, width, keys.dtype)
     places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
     total, peak, mass = _partial(q, keys[:, :, : segments.extent], values[:, :, : segments.extent],
                                  _visible(segments.positions, places, window), width)
-    if _many_short(segments):
-        part = _gathered(q, prompt, segments, window, width, max(group.length for group in segments.groups))
+    if segments.groups is None or _many_short(segments.groups, rows):
+        longest = everywhere if segments.groups is None else max(group.length for group in segments.groups)
+        part = _gathered(q, prompt, segments, window, width, longest)
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
         return _finish(total / mass, width, keys.dtype)
     for group in segments.groups:
@@ -160,11 +162,11 @@ def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     return out.reshape(rows, width, -1).to(dtype)
 
 
-def _many_short(segments: Segments) -> bool:
+def _many_short(groups: tuple[Group, ...], rows: int) -> bool:
     """Whether to copy the prompts' spans into one padded block: many short ones cost more in launches than in bytes."""
-    if len(segments.groups) <= 2:
+    if len(groups) <= 2:
         return False
-    return len(segments.base) * max(group.length for group in segments.groups) <= _GATHERED
+    return rows * max(group.length for group in groups) <= _GATHERED
 
 
 def _gathered(q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int,

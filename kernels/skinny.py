@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import counters
+from .launch import SPARE, card, counters, fitting
 
 MOST_ROWS = 16
 _COLUMNS, _DEPTH = 16, 256  # a tile of weights
@@ -30,8 +30,14 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
         x.contiguous(), weight, weight if bias is None else bias, residual.contiguous(), out, parts, arrived, rows, columns,
         depth, share, BIAS=bias is not None, SPLITS=splits, BLOCK_M=MOST_ROWS, BLOCK_N=_COLUMNS, BLOCK_K=_DEPTH,
         EVEN=depth % _DEPTH == 0 and columns % _COLUMNS == 0, WIDE="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=2, num_stages=5)
+        num_warps=2, num_stages=_stages(weight))
     return out
+
+
+def _stages(weight: Tensor) -> int:
+    """Five, or as many as fit."""
+    tile = (MOST_ROWS + _COLUMNS) * _DEPTH * weight.element_size()
+    return fitting(range(5, 1, -1), lambda stages: tile * (stages - 1) + SPARE, card(weight.device).shared)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -23,7 +23,7 @@ from bass_cli.model import prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
-from bass_kernels import choice, launch, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation
+from bass_kernels import choice, launch, mixing, pointwise, products, ragged, ragged_kernel, rejection, skinny, truncation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 CUDA = torch.device("cuda")
@@ -225,7 +225,7 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
 
 
 def forget_kernels():
-    for module in (choice, mixing, pointwise, products, ragged_kernel, rejection, skinny, truncation):
+    for module in (choice, mixing, pointwise, products, ragged, ragged_kernel, rejection, skinny, truncation):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.device_caches.clear()
@@ -392,3 +392,14 @@ def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
     others = [torch.full((size,), 7, dtype=torch.int32, device=CUDA) for _ in range(8)]
     assert all(other.data_ptr() != place for other in others), "the memory of the counters was given away"
     assert drive(loop, rows()) == due
+
+
+def test_a_kernel_that_does_not_fit_leaves_captured_rounds_to_plain_torch(decoders, monkeypatch):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    small = launch.card(CUDA)._replace(shared=1024)
+    for module in (mixing, ragged):
+        monkeypatch.setattr(module, "card", lambda device: small)
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    assert drive(loop, rows()) == due
+    assert loop.graphs.captures > 0

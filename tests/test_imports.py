@@ -231,7 +231,7 @@ TABLE: dict[str, set[str]] = {
     "kernels/sampling.py": {"torch", "bass_kernels.noise"},
     "kernels/acceptance.py": {"torch", "bass_kernels.noise", "bass_kernels.sampling"},
     "kernels/linear.py": {"torch", "bass_kernels.dispatch"},
-    "kernels/dispatch.py": {"torch"},
+    "kernels/dispatch.py": {"torch", "triton"},
     "kernels/fused.py": {
         "torch", "bass_kernels.dispatch", "bass_kernels.linear", "bass_kernels.reference", "bass_kernels.skinny",
     },

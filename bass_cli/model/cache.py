@@ -159,7 +159,7 @@ class KVCache:
         host is not to take part (a captured graph): the kernels then go by what is on the device alone."""
         rows = len(positions)
         assert not any(self._of_row[rows:]), "a pass takes all rows"
-        groups: tuple[Group, ...] = ()
+        groups: tuple[Group, ...] | None = None
         extent = self.span
         if ends is not None:
             extent = max(end - self.base(row) for row, end in enumerate(ends))

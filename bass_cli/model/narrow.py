@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
 
 def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
-    """Whether `run` takes these tokens [B, W]: few of them, no prefill, and a family without exceptions."""
+    """Whether `run` takes these tokens [B, W]: few of them, no prefill, a family without exceptions, and
+    queries and keys that fit the device."""
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may not fit
-    from bass_kernels import cuts, dispatch
+    from bass_kernels import cuts, dispatch, mixing
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
     rope = spec.rope is not None and spec.local_rope is None
     few = step.prefill is None and tokens.numel() <= cuts.MOST_TOKENS and dispatch.schedule() == "ragged"
-    return few and plain and rope and spec.biases <= {"qkv"}
+    lines = tokens.shape[1] * spec.heads // spec.kv_heads
+    return few and plain and rope and spec.biases <= {"qkv"} and mixing.fits(like, lines, spec.head_size)
 
 
 def run(spec: Spec, weights: dict[str, Tensor], layers: tuple[int, ...], frequencies: Tensor, tokens: Tensor,
