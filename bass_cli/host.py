@@ -135,23 +135,27 @@ def _figures(path: Path) -> dict[str, int]:
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
     """Limit and what is left of it, for each control group of this process that limits memory (both versions). What files
     were read into and not touched lately is given back when memory is short, so it is left."""
+    for folder, version in control_groups(root, "memory"):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        limit, used = (_number(folder / file) for file in names)
+        if limit is not None and used is not None and limit < _UNLIMITED:
+            stat = _figures(folder / "memory.stat")
+            yield limit, limit - used + stat.get("total_inactive_file", stat.get("inactive_file", 0))
+
+
+def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of this process's control groups that may limit "cpu" or "memory", with the version (1 or 2). A group's
+    limit holds for those within it, so those around it come too; in a container its own folder may be out of sight."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for _, controllers, name in (line.split(":", 2) for line in lines if line.count(":") >= 2):
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        base = root / "sys/fs/cgroup" / (controller if controllers else "")
         place = base / name.lstrip("/")
-        for folder in [place, *place.parents]:  # a group's limit holds for those within it
-            limit, used = (_number(folder / file) for file in names)
-            if limit is not None and used is not None and limit < _UNLIMITED:
-                stat = _figures(folder / "memory.stat")
-                yield limit, limit - used + stat.get("total_inactive_file", stat.get("inactive_file", 0))
-            if folder == base:
-                break
+        yield from ((folder, 1 if controllers else 2) for folder in (place, *place.parents) if folder.is_relative_to(base))
 
 
 def _number(path: Path) -> int | None:

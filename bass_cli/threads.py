@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from bass_cli.host import control_groups
+
 Note = Callable[[str], None]
 _ROOT = Path("/")
 _MOST = 1024
@@ -34,12 +36,13 @@ class Cores(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """How many threads, `why` in words, whether they were asked for (`fixed`), and whether fewer than there could be."""
+    """How many threads, `why` in words, whether they were asked for (`fixed`), and whether others use the cores too
+    (`shared`), so that threads should wait asleep."""
 
     number: int
     why: str
     fixed: bool
-    fewer: bool
+    shared: bool
 
 
 def usable_cores(root: Path = _ROOT) -> Cores:
@@ -60,19 +63,11 @@ def usable_cores(root: Path = _ROOT) -> Cores:
 def _quota(root: Path) -> float | None:
     """CPUs' worth of time that the control group and those around it allow, None for no limit. Versions 1 and 2."""
     found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        for mount in (controllers, "cpu") if controllers else ("", "unified"):
-            place = root / "sys/fs/cgroup" / mount / path.strip("/")
-            for folder in (place, *place.parents):  # in a container the path may be the host's: only the top is there then
-                if not folder.is_relative_to(root / "sys/fs/cgroup"):
-                    break
-                quota, period = (_read(folder / "cpu.max").split() or
-                                 [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
-                if quota.isdigit() and period.isdigit():
-                    found.append(int(quota) / int(period))
+    for folder, version in control_groups(root, "cpu"):
+        texts = (_read(folder / "cpu.max").split() if version == 2 else
+                 [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+        if len(texts) == 2 and all(text.isdigit() for text in texts):  # no limit is "max", or -1
+            found.append(int(texts[0]) / int(texts[1]))
     return min(found, default=None)
 
 
@@ -113,10 +108,10 @@ class Idle:
         return found
 
 
-def fitting(free: float | None, most: int) -> int:
-    """As many threads as cores are free; never under half of what there could be, since a machine that is always busy
-    gives every thread its share."""
-    return most if free is None else max(1, -(-most // 2), min(most, int(free + 0.5)))
+def fitting(free: float, most: int) -> int:
+    """As many threads as cores are free, or all there could be where that is less than half of them: on a machine that is
+    busy all over every thread has its share."""
+    return most if free < most / 2 else max(1, min(most, int(free + 0.5)))
 
 
 def asked_for(wanted: int | None, environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
@@ -144,15 +139,15 @@ def choose(wanted: int | None, *, environment: Mapping[str, str] = os.environ, r
     free = idle.free()
     if free is None and hasattr(os, "getloadavg"):
         free = max(0.0, len(cores.cores) - os.getloadavg()[0])
+    free = float(len(cores.cores)) if free is None else free
     count = fitting(free, cores.most) if asked is None else asked[0]
-    fewer = asked is None and count < cores.most
-    shared = fewer or (free is not None and count > int(free + 0.5))
-    reasons = [f"{free if free is not None else len(cores.cores):.1f} of {len(cores.cores)} physical cores are free"]
+    shared = (cores.most if asked is None else count) > int(free + 0.5)
+    reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
     reasons += [cores.limits] if cores.limits else []
     reasons += ["waiting threads sleep at once" if shared else "waiting threads spin briefly, then sleep"]
     why = "; ".join(reasons if asked is None else [asked[1], *reasons])
     kept = any(name in environment for name in (*_FREE, *_SHARED))
-    return Threads(count, why, asked is not None, fewer), {} if kept else _SHARED if shared else _FREE
+    return Threads(count, why, asked is not None, shared), {} if kept else _SHARED if shared else _FREE
 
 
 def settle(wanted: int | None, note: Note) -> Threads:
@@ -168,17 +163,19 @@ def settle(wanted: int | None, note: Note) -> Threads:
     import torch
 
     torch.set_num_threads(chosen.number)
-    if chosen.fewer:
-        note(f"computing with {chosen.number} of {most_threads()} threads: {chosen.why} (--threads N decides otherwise)")
+    if chosen.shared:
+        note(f"computing with {chosen.number} of {most_threads(wanted)} threads: {chosen.why}")
     return chosen
 
 
 class Company:
-    """Follows, while a job runs, how many cores others leave to it, unless the number of threads was asked for."""
+    """Follows, while a job runs, how many cores others leave to it, unless the number of threads was asked for: more of
+    them when others go, and fewer when they come to threads that wait awake."""
 
     def __init__(self, wanted: int | None, *, now: Callable[[], float] = time.monotonic,
                  used: Callable[[], float] = time.process_time, root: Path = _ROOT):
         self._fixed, self._now, self._used = asked_for(wanted) is not None, now, used
+        self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         self._cores = usable_cores(root)
         self._idle, self._then, self._used_then = Idle(self._cores, root), now(), used()
 
@@ -192,6 +189,7 @@ class Company:
         if free is not None:
             import torch
 
-            count = fitting(free + ours, self._cores.most)
-            if count != torch.get_num_threads():
+            most, before = self._cores.most, torch.get_num_threads()
+            count = max(before if self._asleep else -(-most // 2), min(most, int(free + ours + 0.5)))
+            if count != before:
                 torch.set_num_threads(count)
