@@ -1,5 +1,5 @@
 # make setup   a virtual environment in .venv with bass and its embedded default model
-# make demo    draw 8 samples for each of a few prompts, and show some of them
+# make demo    a small model edits code, by plain decoding and with drafts looked up, side by side
 # make test    all tests but those of minutes (make test-slow);  make test-gpu: those of kernels and engine on a CUDA device
 # make lint    ruff and mypy;  make bench: speed on this CPU against transformers
 
@@ -18,9 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup
-	mkdir -p out
-	$(BIN)/bass generate examples/prompts.jsonl --n 8 --out out/demo.jsonl --overwrite
-	$(BIN)/python examples/show.py out/demo.jsonl
+	$(BIN)/python examples/demo.py
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow"

