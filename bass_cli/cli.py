@@ -125,6 +125,7 @@ def bench(
     new_tokens: options.NewTokens = None,
     samples_per_prompt: options.SamplesPerPrompt = None,
     repeats: options.Repeats = None,
+    time_limit: options.TimeLimit = None,
     temperature: options.Temperature = None,
     top_p: options.TopP = None,
     top_k: options.TopK = None,

@@ -170,12 +170,13 @@ Scale = Annotated[
     _option("--scale", "Scales what the other layers add: 0 accepts every draft", RANDOM, takes="NUMBER"),
 ]
 BatchSizes = Annotated[
-    str | None, _option("--batch-sizes", "Rows decoded at once", MEASURED, takes="N,...", default="1,2,4,8,16")
+    str | None,
+    _option("--batch-sizes", "Rows decoded at once", MEASURED, takes="N,...", default="1,2,4,8; on a GPU 16 too"),
 ]
 Methods = Annotated[
     str | None,
     _option("--methods", "Out of plain, draft lengths, bass, table, bass+table, auto", MEASURED, takes="METHOD,...",
-            default="plain,2,4,6,8,bass,auto"),
+            default="plain,2,4,8,auto; on a GPU 6 and bass too"),
 ]
 ProfileBatchSizes = Annotated[
     str | None,
@@ -187,15 +188,22 @@ PromptFile = Annotated[
 ]
 PromptTokens = Annotated[
     int | None,
-    _option("--prompt-tokens", "Built-in prompts have N to twice as many tokens", MEASURED, takes="N", default="300"),
+    _option("--prompt-tokens", "Built-in prompts have N to twice as many tokens", MEASURED, takes="N",
+            default="64; on a GPU 300"),
 ]
-NewTokens = Annotated[int | None, _option("--new-tokens", "Tokens every row gets", MEASURED, takes="N", default="128")]
+NewTokens = Annotated[int | None, _option("--new-tokens", "Tokens every row gets", MEASURED, takes="N",
+                                            default="128, fewer where time is limited")]
 SamplesPerPrompt = Annotated[
     int | None, _option("--samples-per-prompt", "Rows that share a prompt", MEASURED, takes="N", default="1")
 ]
 Repeats = Annotated[
     int | None,
-    _option("--repeats", "Runs of every batch size and method", MEASURED, takes="N", default="5"),
+    _option("--repeats", "Runs of every batch size and method", MEASURED, takes="N", default="5, as far as there is time"),
+]
+TimeLimit = Annotated[
+    str | None,
+    _option("--time-limit", "End after this time of measuring, like 5m, with what there is then", MEASURED, takes="TIME",
+            default="80s on a CPU, if --repeats is not given; else none"),
 ]
 Rivals = Annotated[
     str | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +17,13 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.bench import drive, gate, grid, plot, report
+from bass_cli.bench import cells, drive, gate, grid, plot, report
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
 from bass_cli.bench.drive import decode, fill
 from bass_cli.bench.figures import Run, Step, counts, finish_times, latency, round_seconds, spread, tokens_per_second
 from bass_cli.bench.pairs import Models, build_loops, build_models
-from bass_cli.bench.parts import _for_all_rows, measure_parts
+from bass_cli.bench.parts import Parts, _for_all_rows, measure_parts
 from bass_cli.bench.settings import ATTENTION, make_settings
 from bass_cli.bench.shapes import SHAPES, count_parameters, spec_of
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
@@ -36,7 +37,7 @@ from bass_kernels.dispatch import schedule
 
 KEYS = ("pair", "model", "draft", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods",
         "prompts", "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
-        "coupling", "device", "dtype", "threads", "rivals", "attention", "controllers")  # fmt: skip
+        "coupling", "device", "dtype", "threads", "time_limit", "rivals", "attention", "controllers")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
@@ -307,7 +308,9 @@ def test_the_document() -> None:
                    "--methods", "2,bass,auto", *SMALL)
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert list(document) == ["machine", "pair", "settings", "gate", "captures", "cells", "controllers", "failures"]
+    assert list(document) == ["machine", "pair", "settings", "gate", "captures", "cells", "controllers", "repeats",
+                              "failures"]
+    assert [document["repeats"][key] for key in ("done", "missing", "missing_seconds")] == [2, [], 0]
     assert document["pair"]["kind"] == "acceptance set"
     assert "acceptance set to 0.6" in document["pair"]["label"]
     assert document["gate"] == {"finite": True, "strict": True, "rows": None, "rows_equal": None, "tokens": None,
@@ -323,7 +326,8 @@ def test_the_document() -> None:
             assert least <= ms[key] <= most
         assert set(cell["parts_ms"]) == {"draft", "draft_step", "verify", "accept", "verify_and_accept", "device", "host",
                                            "round"}
-        assert cell["shares"] is None or sum(cell["shares"].values()) == pytest.approx(1.0)
+        shares = cell["shares"] or {"": 1.0}
+        assert (min(shares.values()) >= 0, sum(shares.values())) == (True, pytest.approx(1.0))
         assert cell["method"] != "plain" or cell["speedup"] == 1.0
         assert cell["captures_while_measured"] == 0
     assert "repeat 2 of 2" in result.stderr
@@ -347,13 +351,44 @@ def test_a_table_for_people_and_variables(monkeypatch: pytest.MonkeyPatch) -> No
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert "random weights, no draft" in lines[0]
-    assert lines[2].split()[:2] == ["batch", "method"]
-    assert [line.split()[:2] for line in lines[3:]] == [["2", "plain"]]
+    assert [line.split()[:2] for line in lines if "method" in line] == [["rows", "method"]] * 2
+    assert [line.split()[:2] for line in lines if line.strip().startswith("2 ")] == [["2", "plain"]] * 2
+    assert lines[-1].startswith("plain ")
+    assert lines[-1].endswith(" ms a token at 2 rows")
+
+
+def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
+    result = bench("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.9", "--batch-sizes", "1,16", "--methods",
+                   "4,bass+table,auto", *SMALL[:-1])
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.split()[1:2] == ["bass+table"] for line in lines) == 4
+    assert re.fullmatch(r"auto \d+\.\d\dx plain at 1 row, \d+\.\d\dx plain at 16 rows; best fixed length "
+                        r"(4 \(\d\.\d\dx\)|0, plain,) at 1 row, (4 \(\d\.\d\dx\)|0, plain,) at 16 rows",
+                        " ".join(lines[-2:]).split("be chance ")[-1]), lines[-2:]
+
+
+def test_the_closing_sentence() -> None:
+    def cell(batch: int, method: str, ms: float) -> dict[str, Any]:
+        return {"batch": batch, "method": method, "ms_per_token": {"mean": ms}, "speedup": 8.0 / ms}
+
+    found = [cell(8, "plain", 8.0), cell(8, "2", 6.0), cell(8, "5", 5.0), cell(8, "auto", 4.9), cell(8, "vllm", 1.0)]
+    assert report.verdict(found) == "auto 1.63x plain at 8 rows; best fixed length 5 (1.60x) at 8 rows"
+    assert report.verdict([cell(1, "plain", 8.0), cell(1, "2", 9.0)]) == "best fixed length 0, plain, at 1 row"
+
+
+def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() -> None:
+    parts = Parts(4, draft=0.2, verify=0.5, accept=0.1, device=0.8)
+    due = {"draft": 0.25, "verify": 0.625, "accept": 0.125, "other": 0, "host": 0}
+    assert cells._shares(parts, 400.0) == pytest.approx(due)
+    assert cells._shares(parts, 1000.0)["host"] == pytest.approx(0.2)
+    assert cells._parts_ms(parts, 400.0)["host"] == 0.0
+    assert cells._shares(parts, None) is None
 
 
 def test_texts_of_a_cell() -> None:
     assert [report._number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == ["-", "0.0123", "3", "1234", "12.3"]
-    assert [report._percent(value) for value in (None, 0.034, 0.5)] == ["-", "3.4%", "50%"]
 
 
 # What goes wrong

@@ -31,7 +31,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/job.py": {"pydantic", "yaml", "bass_cli.fields"},
     "bass_cli/fields.py": {"pydantic", "bass_cli.drafts"},
     "bass_cli/drafts.py": set(),
-    "bass_cli/threads.py": {"bass_cli.job", "torch"},
+    "bass_cli/threads.py": {"bass_cli.host", "bass_cli.job", "torch"},
     "bass_cli/capture.py": {"torch"},
     "bass_cli/host.py": {"torch"},
     "bass_cli/footprint.py": {
@@ -90,7 +90,8 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.generation", "bass_cli.job", "bass_cli.outputs", "bass_cli.prompts", "bass_cli.screen", f"{BENCH}.grid",
         f"{BENCH}.plot", f"{BENCH}.report", f"{BENCH}.settings", "bass_cli.threads", "torch",
     },
-    "bass_cli/bench/settings.py": {"bass_cli.job", f"{BENCH}.shapes"},
+    "bass_cli/bench/settings.py": {"bass_cli.job", f"{BENCH}.shapes", "torch"},
+    "bass_cli/bench/turns.py": {f"{BENCH}.figures"},
     "bass_cli/bench/shapes.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.specs"},
     "bass_cli/bench/weights.py": {f"{MODEL}.decoder", "torch"},
     "bass_cli/bench/pairs.py": {
@@ -114,10 +115,10 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/bench/cells.py": {f"{BENCH}.ceilings", f"{BENCH}.costs", f"{BENCH}.figures", f"{BENCH}.parts"},
     "bass_cli/bench/grid.py": {
         "bass_cli", "bass_cli.job", "bass_cli.plan", "bass_kernels", BENCH, "bass_cli.engine", f"{PROFILING}.command",
-        f"{PROFILING}.measure", "torch",
+        f"{PROFILING}.measure", "bass_cli.progress", "torch",
     },
     "bass_cli/bench/rivals.py": {BENCH, "bass_cli.engine", "bass_cli.plan", "torch", "transformers", "vllm"},
-    "bass_cli/bench/report.py": {"rich"},
+    "bass_cli/bench/report.py": set(),
     "bass_cli/bench/plot.py": {"bass_cli.job", "matplotlib"},
     "bass_cli/eval/command.py": {
         "typer", "bass_cli.options", "bass_cli.exits", "bass_cli.screen", f"{EVAL}.evaluation", f"{EVAL}.sweep",

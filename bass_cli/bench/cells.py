@@ -28,20 +28,21 @@ class Costs(NamedTuple):
     ceilings: Ceilings
 
 
-def cell(batch: int, method: str, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts,
+def cell(batch: int, method: str, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts | None,
          costs: Costs) -> dict[str, Any]:
-    """The figures of a method's runs beside plain decoding's in the same repeats."""
+    """The figures of a method's runs beside plain decoding's in the same repeats; `parts` None if they were not timed."""
     found = [counts(run) for run in runs]
-    round_ms = _round_ms(runs, parts.width)
+    length = draft_length(runs)
+    round_ms = _round_ms(runs, length if parts is None else parts.width)
     return EMPTY | timing(batch, method, [latency(run) for run in runs], [tokens_per_second(run) for run in runs],
                           [latency(run).mean for run in plain]) | {
-        "draft_length": parts.width,
+        "draft_length": length if parts is None else parts.width,
         "rounds": statistics.median(c.rounds for c in found),
         "acceptance_rate": _mean([c.rate for c in found]),
         "acceptance_per_trial": _mean([c.trials for c in found]),
         "mean_accepted": _mean([c.mean for c in found]),
-        "parts_ms": _parts_ms(parts, round_ms),
-        "shares": _shares(parts, round_ms),
+        "parts_ms": None if parts is None else _parts_ms(parts, round_ms),
+        "shares": None if parts is None else _shares(parts, round_ms),
         **_against_floor(runs, costs),
         "prefill_seconds": statistics.median(run.prefill for run in runs),
         "captures_while_measured": sum(run.captures for run in runs),
@@ -86,17 +87,21 @@ def _parts_ms(parts: Parts, round_ms: float | None) -> dict[str, float | None]:
         "accept": parts.accept * 1000.0,
         "verify_and_accept": (parts.verify + parts.accept) * 1000.0,
         "device": parts.device * 1000.0,
-        "host": None if round_ms is None else round_ms - parts.device * 1000.0,
+        "host": None if round_ms is None else max(0.0, round_ms - parts.device * 1000.0),
         "round": round_ms,
     }
 
 
 def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
+    """Of their own sum: parts are timed alone, and on a machine that others use together they can take longer, or less,
+    than the rounds of the runs did."""
     if round_ms is None:
         return None
-    shares = {key: getattr(parts, key) * 1000.0 / round_ms for key in ("draft", "verify", "accept")}
-    device = parts.device * 1000.0 / round_ms
-    return shares | {"other": device - sum(shares.values()), "host": 1.0 - device}
+    found = {key: getattr(parts, key) * 1000.0 for key in ("draft", "verify", "accept")}
+    found["other"] = max(0.0, parts.device * 1000.0 - sum(found.values()))
+    found["host"] = max(0.0, round_ms - parts.device * 1000.0)
+    whole = sum(found.values())
+    return {key: part / whole for key, part in found.items()}
 
 
 def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:

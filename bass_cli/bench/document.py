@@ -22,7 +22,7 @@ def document(models: pairs.Models, settings: Settings, ceilings: Ceilings, passe
     return {
         "machine": _machine(models.target.device, ceilings), "pair": pairs.describe(models, settings, acceptance),
         "settings": _describe(settings), "gate": passed.report(), "captures": [], "cells": [], "controllers": [],
-        "failures": [],
+        "repeats": None, "failures": [],
     }
 
 

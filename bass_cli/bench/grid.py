@@ -6,6 +6,7 @@ run (drive.py), what its figures mean (figures.py, cells.py), rivals (rivals.py)
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from bass_cli.bench.figures import Run, latency
 from bass_cli.bench.parts import Parts, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for, rows_for
+from bass_cli.bench.turns import Turns
 from bass_cli.engine.batch import Row
 from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
 from bass_cli.engine.surface import Surface
@@ -32,8 +34,10 @@ from bass_cli.job import CONTROLLERS, MachineError
 from bass_cli.plan import Plan, device_of
 from bass_cli.profiling.command import LIMITS
 from bass_cli.profiling.measure import measure as profile
+from bass_cli.progress import clock
 
 _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
+_ROUNDS = 4  # before parts are timed
 Note = Callable[[str], None]
 
 
@@ -123,17 +127,25 @@ def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Pl
     settings = bench.settings
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
+    turns = Turns(list(itertools.product(settings.batch_sizes, settings.methods)), repeats=settings.repeats,
+                  limit=settings.time_limit)
+    began = time.perf_counter()
     for batch in settings.batch_sizes:
         captures += _capture(bench, batch)
-        runs = _run_batch(bench, batch)
-        cells += [_cell(bench, batch, method, runs) for method in settings.methods]
-        batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
+    turns.exempt(time.perf_counter() - began)
+    bench = _warm_up(bench, turns)
+    _run(bench, turns)
+    for batch in settings.batch_sizes:
+        runs = {method: turns.runs[batch, method] for method in settings.methods if turns.runs[batch, method]}
+        cells += [_cell(bench, batch, method, runs, turns) for method in runs]
+        if runs:
+            batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
     if plan is not None:
         bench.phase("running other engines", live=False)
-        cells += rivals.measure(plan, settings, batches, bench.note)
+        cells += rivals.measure(plan, bench.settings, batches, bench.note)
     return _document(bench, passed, acceptance) | {
         "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
-        "controllers": compare(cells) if settings.controllers else [],
+        "controllers": compare(cells) if settings.controllers else [], "repeats": turns.report(),
     }
 
 
@@ -199,23 +211,33 @@ def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
     return found
 
 
-def _run_batch(bench: Bench, batch: int) -> dict[str, list[Run]]:
-    """Every method's runs, in turn."""
+def _warm_up(bench: Bench, turns: Turns) -> Bench:
+    """A short run of every cell. With a time limit the bench that is returned may have fewer new tokens."""
+    settings, warm, batches = bench.settings, {}, set[int]()
+    for batch, method in turns.runs:
+        if batch not in batches:
+            bench.phase(f"batch {batch}: warming up")
+        batches.add(batch)
+        warm[batch, method] = bench.run(method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens)))
+    tokens = turns.tokens(warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0)
+    return replace(bench, settings=replace(settings, new_tokens=tokens))
+
+
+def _run(bench: Bench, turns: Turns) -> None:
+    """Every method's runs, in turn, until all are done or time is up."""
     settings = bench.settings
-    bench.phase(f"batch {batch}: warming up")
-    for method in settings.methods:
-        bench.run(method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens)))
-    runs: dict[str, list[Run]] = {method: [] for method in settings.methods}
-    for repeat in range(settings.repeats):
-        for method in settings.methods:
-            bench.phase(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: {method}", live=False)
-            runs[method].append(bench.run(method, bench.rows(batch, repeat=repeat)))
-        figures = ", ".join(f"{method} {latency(found[-1]).mean:.3g}" for method, found in runs.items())
-        bench.note(f"batch {batch}, repeat {repeat + 1} of {settings.repeats}: ms per token {figures}")
-    return runs
+    while (turn := turns.next()) is not None:
+        repeat, (batch, method) = turn
+        name = f"batch {batch}, repeat {repeat + 1} of {settings.repeats}"
+        bench.phase(f"{name}: {method}, about {clock(turns.seconds_left())} left", live=False)
+        began = time.perf_counter()
+        turns.add((batch, method), bench.run(method, bench.rows(batch, repeat=repeat)), time.perf_counter() - began)
+        if method == settings.methods[-1]:
+            figures = ", ".join(f"{one} {latency(turns.runs[batch, one][-1]).mean:.3g}" for one in settings.methods)
+            bench.note(f"{name}, about {clock(turns.seconds_left())} left: ms per token {figures}")
 
 
-def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]]) -> dict[str, Any]:
+def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]], turns: Turns) -> dict[str, Any]:
     drafting = bench.models.drafting if method != PLAIN else None
     costs = Costs(cost_of(bench.models.target), None if drafting is None else cost_of(drafting),
                   bench.settings.samples_per_prompt, bench.ceilings)
@@ -223,21 +245,23 @@ def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]]) -> 
     if captures:
         bench.failures.append(f"batch {batch}, {method}: {captures} graphs were captured while it was measured; "
                               "its times are wrong")
-    return cell(batch, method, runs[method], runs[PLAIN], parts=_parts(bench, batch, method, draft_length(runs[method])),
-                costs=costs)
+    parts = _parts(bench, batch, method, draft_length(runs[method]), turns)
+    return cell(batch, method, runs[method], runs[PLAIN][: len(runs[method])], parts=parts, costs=costs)
 
 
-def _parts(bench: Bench, batch: int, method: str, width: int) -> Parts:
-    """The parts of a round in the middle of a run. They are the same for all methods of a draft length."""
+def _parts(bench: Bench, batch: int, method: str, width: int, turns: Turns) -> Parts | None:
+    """The parts of a round near the beginning of a run, the same for all methods of a draft length; None if there is no
+    time for them."""
     loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
-    if key in bench.parts:
-        return bench.parts[key]
+    if key in bench.parts or not turns.in_time():
+        return bench.parts.get(key)
     bench.phase(f"batch {batch}: timing the parts of a round of {width} drafts", live=False)
     rows = bench.rows(batch)
     loop.lengths = Fixed(width)
     fill(loop, rows)
-    while min(row.room for row in rows) > max(bench.settings.new_tokens // 2, width + 1):
-        loop.round()
+    for _ in range(_ROUNDS):
+        if min(row.room for row in rows) > width + 1:
+            loop.round()
     bench.parts[key] = measure_parts(loop, width, coupling=bench.settings.job.speculation.coupling)
     empty(loop)
     return bench.parts[key]

@@ -62,7 +62,7 @@ def _cell(name: str, generate: Generate, settings: Settings, rows: list[Row], de
     tokens = max(settings.new_tokens, 2)
     seconds(2)
     each, prefills = [], []
-    for _ in range(settings.repeats):
+    for _ in plain:  # as many repeats as our own methods had
         prefills.append(seconds(1))
         each.append((seconds(tokens) - prefills[-1]) / (tokens - 1))
     latencies = [Latency(second * 1000.0, second * 1000.0, second * 1000.0) for second in each]

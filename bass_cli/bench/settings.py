@@ -9,14 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from bass_cli.bench.shapes import spec_of
-from bass_cli.job import CONTROLLERS, Job, Pair, UserError, chosen_pair, make_job, nearest
+from bass_cli.job import CONTROLLERS, Job, Pair, UserError, chosen_pair, make_job, nearest, parse_duration
 
 PLAIN = "plain"
 _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
-_BATCH_SIZES, _METHODS = "1,2,4,8,16", "plain,2,4,6,8,bass,auto"
+_GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prompt_tokens": 300}
+# On two cores reading 300 tokens takes as long as 30 rounds; what is measured without being asked for ends in two minutes.
+_CPU = {"batch_sizes": "1,2,4,8", "methods": "plain,2,4,8,auto", "prompt_tokens": 64}
+_TIME_LIMIT = 80.0  # seconds, on a CPU
 _JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype", "threads")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
@@ -26,7 +31,8 @@ class Settings:
     """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair. `methods`: plain first,
     then draft lengths as text, or controllers. `acceptances`, each of them chances that rows take in turn, or `depth` and
     `scale`, say what a random pair's draft is; there is a document for each of the `acceptances`. `controllers`: all are
-    held against the fixed lengths."""
+    held against the fixed lengths. `time_limit`: seconds of measuring, after which nothing is repeated; unless they were
+    `tokens_asked_for`, new tokens may be fewer then."""
 
     job: Job
     shape: str | None
@@ -44,6 +50,8 @@ class Settings:
     prompts: str | None
     attention: str
     controllers: bool = False
+    time_limit: float | None = None
+    tokens_asked_for: bool = True
 
     @property
     def longest(self) -> int:
@@ -57,12 +65,17 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
     given = {**given, "acceptance": given["acceptance"] or None}  # of an option that may be repeated there is always a list
     acceptances = tuple(map(_acceptance, given["acceptance"] or ()))
     _check_combination(given)
+    time_limit = given["time_limit"] and parse_duration(given["time_limit"], _option("time_limit"))
+    on_cpu = given["device"] == "cpu" or not torch.cuda.is_available()
+    default: dict[str, Any] = _CPU if on_cpu else _GPU
+    if on_cpu and given["time_limit"] is None and given["repeats"] is None and not given["controllers"]:
+        time_limit = _TIME_LIMIT
     pair = chosen_pair(given) if given["shape"] is None else _random_pair(given)
     rivals = _words(given["rivals"] or "", RIVALS, "rivals")
     if rivals and given["shape"] is not None:
         raise UserError("--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape")
     batch_sizes = tuple(sorted({_count(word, "batch_sizes", 1, most=1024)
-                                for word in _split(given["batch_sizes"] or _BATCH_SIZES)}))
+                                for word in _split(given["batch_sizes"] or default["batch_sizes"])}))
     if not batch_sizes:
         raise UserError(f"{_option('batch_sizes')}: name at least one")
     job = make_job(pair, {key: given[key] for key in _JOB_FLAGS} | {
@@ -71,12 +84,14 @@ def make_settings(given: Mapping[str, Any]) -> Settings:
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
     return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptances=acceptances,
                     depth=given["depth"], scale=given["scale"], controllers=given["controllers"],
-                    batch_sizes=batch_sizes, methods=_methods(given, has_draft=job.pair.draft != "none"),
-                    rivals=rivals, prompts=given["prompts"], attention=_attention(given["attention"]),
+                    batch_sizes=batch_sizes, rivals=rivals,
+                    methods=_methods(given, default["methods"], has_draft=job.pair.draft != "none"),
+                    prompts=given["prompts"], attention=_attention(given["attention"]),
                     new_tokens=job.sampling.max_new_tokens,
-                    prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", 300),
+                    prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", default["prompt_tokens"]),
                     samples_per_prompt=_count(given["samples_per_prompt"], "samples_per_prompt", 1),
-                    repeats=_count(given["repeats"], "repeats", 5))
+                    repeats=_count(given["repeats"], "repeats", 5), time_limit=time_limit,
+                    tokens_asked_for=given["new_tokens"] is not None)
 
 
 def _check_combination(given: Mapping[str, Any]) -> None:
@@ -131,11 +146,11 @@ def _random_pair(given: Mapping[str, Any]) -> Pair:
     return Pair(name=name, target=given["shape"], draft=draft)
 
 
-def _methods(given: Mapping[str, Any], *, has_draft: bool) -> tuple[str, ...]:
+def _methods(given: Mapping[str, Any], default: str, *, has_draft: bool) -> tuple[str, ...]:
     """Plain and the others in the order given, each once. Without a draft only plain is possible."""
     if given["controllers"] and not has_draft:
         raise UserError("--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair has no draft")
-    default = PLAIN if not has_draft else _CONTROLLED if given["controllers"] else _METHODS
+    default = PLAIN if not has_draft else _CONTROLLED if given["controllers"] else default
     words = _split(default if given["methods"] is None else given["methods"])
     for word in words:
         number = int(word) if word.isdecimal() and word.isascii() else None

@@ -1,0 +1,112 @@
+"""`bass bench` within a time limit: cells in turn, fewer tokens where time is short, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_bench import SCALED, bench, settings
+
+from bass_cli.bench import grid, report
+from bass_cli.bench.figures import Run, Step
+from bass_cli.bench.turns import LEAST_TOKENS, Turns
+
+KEYS = [(1, "plain"), (1, "auto"), (2, "plain"), (2, "auto")]
+
+
+def run(tokens: int = 8, *, second: float = 1.0, prefill: float = 1.0) -> Run:
+    """One row, a round a token of so many seconds."""
+    return Run(tuple(Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)), (10,), tokens, prefill)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(turns: Turns, clock: Clock, seconds: float) -> list[Any]:
+    """The order in which cells were run, each of them for so long."""
+    order = []
+    while (turn := turns.next()) is not None:
+        order.append(turn)
+        clock.now += seconds
+        turns.add(turn[1], run(), seconds)
+    return order
+
+
+def test_every_cell_has_its_turn_before_any_is_repeated() -> None:
+    turns = Turns(KEYS, repeats=2, limit=None, now=Clock())
+    assert turns.tokens(dict.fromkeys(KEYS, run()), 128, least=0) == 128
+    assert drive(turns, Clock(), 1.0) == [(repeat, key) for repeat in (0, 1) for key in KEYS]
+    assert (turns.report()["done"], turns.report()["missing"], turns.report()["missing_seconds"]) == (2, [], 0)
+
+
+def test_the_time_decides_how_many_tokens_there_are() -> None:
+    clock = Clock()
+    turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
+    warm = dict.fromkeys(KEYS, run(second=0.25, prefill=2.0))
+    assert turns.tokens(warm, 128, least=0) == 72  # 80 s for runs, 8 of them for prompts: 72 s of four cells
+    assert turns.seconds_left() == pytest.approx(80.0)
+    assert turns.tokens(warm, 60, least=0) == 60
+    assert turns.tokens(warm, 128, least=128) == 128
+    clock.now = 79.0
+    assert turns.tokens(warm, 128, least=0) == LEAST_TOKENS
+    turns.exempt(40.0)
+    assert turns.tokens(warm, 128, least=0) == 33
+
+
+def test_no_run_begins_that_would_end_late() -> None:
+    clock = Clock()
+    turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
+    turns.tokens(dict.fromkeys(KEYS, run(second=0.25, prefill=2.0)), 40, least=40)
+    order = drive(turns, clock, 12.0)
+    assert order == [*((0, key) for key in KEYS), (1, KEYS[0]), (1, KEYS[1])]
+    about = turns.report()
+    assert (about["done"], about["repeats"], about["missing"], about["widest_spread"]) == (1, 5, [], 0.0)
+    assert about["missing_seconds"] == pytest.approx(14 * 12.0)
+    assert turns.in_time()
+    clock.now = 100.0
+    assert not turns.in_time()
+
+
+def test_cells_that_there_was_no_time_for_are_named_and_the_first_is_always_there() -> None:
+    clock = Clock()
+    turns = Turns(KEYS, repeats=5, limit=10.0, now=clock)
+    turns.tokens(dict.fromkeys(KEYS, run(second=9.0)), 128, least=0)
+    assert drive(turns, clock, 60.0) == [(0, KEYS[0])]
+    assert turns.report()["missing"] == [[1, "auto"], [2, "plain"], [2, "auto"]]
+
+
+def test_a_bench_with_a_limit_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = settings(**SCALED, methods="2,auto", batch_sizes="1,2", repeats="4", new_tokens=None, time_limit="10s")
+    assert (wanted.time_limit, wanted.tokens_asked_for, wanted.repeats) == (10.0, False, 4)
+    clock = Clock()
+    monkeypatch.setattr(grid, "Turns", lambda keys, **given: Turns(keys, **given, now=clock))
+    monkeypatch.setattr(Turns, "add", lambda self, key, run, seconds, add=Turns.add: (
+        setattr(clock, "now", clock.now + 1.0), add(self, key, run, 1.0)))
+    notes: list[str] = []
+    [document] = grid.measure(wanted, notes.append)
+    assert document["repeats"]["done"] == 1
+    assert {cell["method"] for cell in document["cells"]} == {"plain", "2", "auto"}
+    assert any("left: ms per token plain" in note for note in notes)
+    text = " ".join(report.closing(document))
+    assert "1 of 4 repeats" in text
+    assert "--time-limit 1m" in text
+
+
+def test_what_is_measured_unasked_on_a_cpu_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = {"repeats": None, "methods": None, "batch_sizes": None, "prompt_tokens": None, "new_tokens": None}
+    default = settings(**SCALED | nothing)
+    assert default.time_limit is not None
+    assert default.time_limit < 120
+    assert (default.tokens_asked_for, default.methods[-1]) == (False, "auto")
+    assert settings(**SCALED | nothing, time_limit="5m").time_limit == 300.0
+    assert settings(**SCALED | nothing | {"repeats": "3"}).time_limit is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    on_gpu = settings(**SCALED | nothing, device="auto")
+    assert (on_gpu.time_limit, on_gpu.prompt_tokens) == (None, 300)
+    result = bench("--shape", "tiny", "--time-limit", "soon")
+    assert (result.exit_code, "--time-limit (or BASS_TIME_LIMIT)" in result.stderr) == (2, True)
