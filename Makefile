@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

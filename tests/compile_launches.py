@@ -15,7 +15,7 @@ from compile_ahead import Absent
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 
-from bass_kernels import choice, cuts, launch, mixing, pointwise, products, ragged, rejection, skinny
+from bass_kernels import choice, cuts, launch, mixing, pointwise, products, ragged, rejection, skinny, truncation
 from bass_kernels.reference import Segments, Teams
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical specifications by capability).
@@ -88,6 +88,7 @@ def laws(dtype):
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
     choice.sample_scored(logits, floats, whole, floats, keys, whole)
+    truncation.process(logits, floats, whole, floats)
     _, law = rejection.draft_sample(logits, floats, whole, floats, keys, whole, whole)
     rejection.rejection_sample(empty(8, 1, dtype=torch.int64), type(law)(law.values[:, None], law.edges[:, None]),
                                empty(8, 2, 152064, dtype=dtype), floats, whole, floats, keys, whole)
