@@ -32,8 +32,8 @@ def test_without_the_hub_two_lines_name_cause_and_remedy(
 ) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"} | setting
-    done = subprocess.run([sys.executable, "-m", "bass_cli.cli", *arguments], cwd=tmp_path, env=environment, text=True,
-                          capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "bass_cli", *arguments, "--quiet"], cwd=tmp_path, env=environment,
+                          text=True, capture_output=True)
     assert (done.returncode, done.stdout) == (3, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr
@@ -67,7 +67,7 @@ def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(monk
 
     monkeypatch.setattr(huggingface_hub, "dataset_info", refuse)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: iter([{"prompt": "a"}]))
-    assert check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None) is None
+    assert check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None).count is None
 
 
 def test_files_are_looked_for_without_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

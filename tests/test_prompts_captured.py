@@ -49,7 +49,7 @@ def small(monkeypatch):
         monkeypatch.setattr(place, "SIZES", (16, 32))
     monkeypatch.setattr(runner_module, "_CHUNK", 32)
     monkeypatch.setattr(runner_module, "_TIMED_CHUNK", {})
-    monkeypatch.setattr(cache, "_ARENA", {"cpu": 64})
+    monkeypatch.setattr(cache, "ARENA", {"cpu": 64})
 
 
 def text(length, seed=0):
@@ -74,7 +74,7 @@ def runners(decoder, lag, rows=2):
 @pytest.mark.parametrize(("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)])
 def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeypatch):
     """Twice each length: captured, then replayed at another place and with other tokens, a neighbour on either side."""
-    monkeypatch.setattr(cache, "_ARENA", {"cpu": 128})
+    monkeypatch.setattr(cache, "ARENA", {"cpu": 128})
     eager, graphed = runners(decoders(family), lag, rows=3)
     for turn in range(2):
         for length in LENGTHS if turn else (3, 35):
