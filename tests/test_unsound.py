@@ -71,7 +71,8 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
     assert scores.isfinite().tolist() == [True, False] * len(bad)
     alone = ops.sample_scored(good, *columns, keys, positions)
     assert tokens[::2].tolist() == alone[0].tolist()
-    assert scores[::2].tolist() == alone[1].tolist()
+    # A device may sum other shapes in another order.
+    torch.testing.assert_close(scores[::2], alone[1], rtol=1e-6, atol=1e-6)
     assert not ((tokens[::2] >= 5) & (tokens[::2] < 40)).any()
 
 
@@ -174,6 +175,8 @@ def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples():
 
 
 def test_a_draft_that_is_not_finite_changes_nothing_under_shared_coupling(kind):
+    if kind == "triton" and DEVICE.type == "cuda":
+        pytest.skip("the toys live on the CPU: only the interpreter can run kernels there")
     n, tokens = (3, 8) if kind == "reference" else (1, 4)  # the interpreter takes its time
     settings, given = job(n=n, max_new_tokens=tokens, top_p=0.9), prompts("abc", "dd")
     ops.use("reference")
