@@ -95,6 +95,15 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
     fast.save_pretrained(folder)
 
 
+def write_pair(folder: Path, *, prompts: int, **overrides: Any) -> None:
+    """A target, a draft, pair.yaml and p.txt with so many prompts. `overrides`: of both models' configuration."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", folder / name, seed=seed, shards=False, **overrides)
+        write_tokenizer(folder / name)
+    (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
+    (folder / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(prompts)))
+
+
 def write_sentencepiece(folder: Path) -> None:
     """Save a tokenizer in the form of Llama 2's tokenizer.json: "▁" for spaces and one before the text, bytes for what has
     no piece (a newline too), <s> before a prompt, and a decoder that drops the space at the beginning; eos is id 2."""

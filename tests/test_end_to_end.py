@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_pair
 from test_tokenizer import edited
 from typer.testing import CliRunner
 
@@ -25,11 +25,7 @@ FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "40", "--token-i
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
-    for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(14)))
+    write_pair(tmp_path, prompts=14)
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

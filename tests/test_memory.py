@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_pair
 from test_cache import store
 from typer.testing import CliRunner
 
@@ -32,11 +32,7 @@ FLAGS = ("p.txt", "--pair", "pair.yaml", "--device", "cpu", "--out", "o.jsonl")
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
-    for name, seed in (("target", 0), ("draft", 1)):
-        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False, max_position_embeddings=CONTEXT)
-        write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(3)))
+    write_pair(tmp_path, prompts=3, max_position_embeddings=CONTEXT)
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)

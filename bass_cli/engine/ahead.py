@@ -1,4 +1,5 @@
-"""Rounds that are launched before the last one's tokens are known, so that a device never waits for its host.
+"""Asynchronous scheduling: rounds that are launched before the last one's tokens are known, so that a device never waits
+for its host.
 
 Not here: what a round is and when one is launched (loop.py), graphs (captured.py).
 """
