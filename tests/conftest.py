@@ -1,6 +1,8 @@
 """Without a CUDA device, Triton kernels run through its interpreter: chosen before anything imports triton."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,3 +16,14 @@ def no_profiles(tmp_path_factory, monkeypatch):
     """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
     place = tmp_path_factory.mktemp("profiles")
     monkeypatch.setattr("bass_cli.profiling.store.folder", lambda: place)
+
+
+@pytest.fixture(scope="module")
+def sandbox_folders(tmp_path_factory):
+    """Where a module's sandboxes make their folders: every user may, and nobody else does at the same time."""
+    tmp_path_factory.getbasetemp()  # lies where temporary files do when it is first asked for, and shall outlive this
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        Path(place).chmod(0o1777)
+        patch.setenv("TMPDIR", place)
+        patch.setattr(tempfile, "tempdir", place)
+        yield Path(place)

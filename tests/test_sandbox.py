@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import LIMITS, MARK, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
+from hostile import LIMITS, MARK, MARK_VARIABLE, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
 
 from bass_cli.eval.isolation import LAYERS, choose_users
 from bass_cli.eval.sandbox import Sandbox, Verdict
@@ -89,43 +89,22 @@ def target() -> Iterator[Target]:
 
 
 def survivors() -> list[str]:
-    """Processes that wardens of this checkout, or the sleepers of hostile programs, have left behind; without those that
-    another worker of the same test run is at."""
-    parents = _parents()
-    workers = {pid for pid, parent in parents.items() if parent == os.getppid()} - {os.getpid()}
+    """Wardens, and programs and sleepers in them, that this test process and its supervisors have left behind."""
     found = []
-    for process in Path("/proc").iterdir():
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if workers & _ancestors(process.name, parents):
-                continue
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if f"sleep {MARK}" in command or (str(TESTS.parent / "bass_cli" / "eval") in command and "warden" in command):
+            if f"# {MARK}" in command or f"sleep {MARK}" in command:
                 found.append(f"{process.name}: {command}")
     return found
 
 
-def _parents() -> dict[int, int]:
-    found = {}
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            found[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def _ancestors(name: str, parents: dict[int, int]) -> set[int]:
-    found: set[int] = set()
-    pid = int(name) if name.isdigit() else 0
-    while pid := parents.get(pid, 0):
-        found.add(pid)
-    return found
-
-
-def leftovers() -> list[Path]:
-    return list(Path("/tmp").glob("bass-program-*")) + list(Path("/tmp").glob("bass-removed-*"))
+def leftovers(folders: Path) -> list[Path]:
+    return list(folders.glob("bass-*"))
 
 
 @pytest.fixture(scope="module")
-def verdicts(target: Target) -> dict[str, Verdict]:
+def verdicts(target: Target, sandbox_folders: Path) -> dict[str, Verdict]:
     """Of all attacks, by this user, with every layer that there is."""
     os.environ[SECRET] = "x"
     with Sandbox(workers=WORKERS, limits=LIMITS) as sandbox:
@@ -141,11 +120,11 @@ def test_attacks_fail(verdicts: dict[str, Verdict], name: str) -> None:
     assert verdicts[name].detail
 
 
-def test_attacks_leave_nothing_behind(verdicts: dict[str, Verdict], target: Target) -> None:
+def test_attacks_leave_nothing_behind(verdicts: dict[str, Verdict], target: Target, sandbox_folders: Path) -> None:
     assert len(verdicts) == len(PROGRAMS)
     assert target.harm() == []
     assert survivors() == []
-    assert leftovers() == []
+    assert leftovers(sandbox_folders) == []
 
 
 def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
@@ -157,7 +136,7 @@ def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
 
 
 def as_user(user: int) -> dict[str, Any]:
-    environment = {SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1", MARK_VARIABLE: MARK, "TMPDIR": tempfile.gettempdir()}
     return {"user": user, "group": user, "extra_groups": [], "cwd": "/", "env": environment}
 
 
@@ -165,9 +144,9 @@ def other_interpreter(user: int) -> list[str]:
     """A command that starts Python with this one's packages as another user, or skip."""
     if os.geteuid():
         pytest.skip("only root can try other users")
-    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    packages = [path for path in sys.path if path.endswith("site-packages")]
     ours = [str(TESTS), str(TESTS.parent)]
-    start = f"import sys; sys.path[:1] = {ours}; sys.path.append({packages!r}); import hostile"
+    start = f"import sys; sys.path[:1] = {ours}; sys.path += {packages}; import hostile"
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info[1]}"):
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             subprocess.run([python, "-c", start], check=True, capture_output=True, **as_user(user))
@@ -197,14 +176,14 @@ WEAK = {
 
 
 @pytest.mark.parametrize("layers", WEAK)
-def test_another_user_is_as_safe_with_what_layers_there_are(target: Target, layers: str) -> None:
+def test_another_user_is_as_safe_with_what_layers_there_are(target: Target, sandbox_folders: Path, layers: str) -> None:
     target.restore()
     verdicts = attack_as(choose_users(1)[0], layers, target)
     breaches = {name for name, (status, _) in verdicts.items() if status not in PROGRAMS[name][1]}
     assert breaches <= WEAK[layers]
     assert set(verdicts) == {name for name in PROGRAMS if layers or not name.startswith(REACHES_PROCESSES)}
     assert survivors() == []
-    assert leftovers() == []
+    assert leftovers(sandbox_folders) == []
     if not WEAK[layers] & set(OUTSIDE):
         assert target.harm() == []
     target.restore()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hostile import SLEEPER
+from hostile import MARK, MARK_VARIABLE, SLEEPER
 from test_sandbox import leftovers, survivors
 
 from bass_cli.eval import cell
@@ -55,7 +55,7 @@ HARMLESS = {
 
 
 @pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
+def sandbox(sandbox_folders: Path) -> Iterator[Sandbox]:
     with Sandbox(workers=2) as made:
         yield made
 
@@ -77,10 +77,10 @@ def test_harmless_programs_pass(verdicts: dict[str, Verdict], name: str) -> None
     assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
 
 
-def test_nothing_outlives_a_pass(verdicts: dict[str, Verdict]) -> None:
+def test_nothing_outlives_a_pass(verdicts: dict[str, Verdict], sandbox_folders: Path) -> None:
     assert verdicts["a background child"].passed
     assert survivors() == []
-    assert leftovers() == []
+    assert leftovers(sandbox_folders) == []
 
 
 def test_a_program_is_the_same_in_every_run(sandbox: Sandbox) -> None:
@@ -116,21 +116,22 @@ def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
 
 
 @pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
-def test_programs_die_with_their_supervisor(sandbox: Sandbox, layers: str | None) -> None:
+def test_programs_die_with_their_supervisor(sandbox: Sandbox, sandbox_folders: Path, layers: str | None) -> None:
     need_namespaces(sandbox)
-    code = ("import sys; from bass_cli.eval.sandbox import Sandbox; layers = sys.argv[1:] and sys.argv[1].split(',')\n"
+    code = ("import sys, hostile; from bass_cli.eval.sandbox import Sandbox\n"
+            "layers = sys.argv[1:] and sys.argv[1].split(',')\n"
             "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
             f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in range(2)))")  # fmt: skip
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", code, *([layers] if layers else [])],
-        env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": paths, MARK_VARIABLE: MARK}, stdout=subprocess.PIPE,
     )  # fmt: skip
     with process:
         assert process.stdout
         assert process.stdout.readline() == b"up\n"
         deadline = time.monotonic() + 8
-        while len([one for one in survivors() if "sleep" in one]) < 2:
+        while len([one for one in survivors() if f"sleep {MARK}" in one]) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
@@ -138,7 +139,7 @@ def test_programs_die_with_their_supervisor(sandbox: Sandbox, layers: str | None
     while survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert survivors() == []
-    for path in leftovers():  # nobody was left to remove it
+    for path in leftovers(sandbox_folders):  # nobody was left to remove it
         remove_tree(path)
 
 
@@ -262,7 +263,7 @@ def test_the_filter_of_each_processor(name: str) -> None:
     assert max(len(in_namespace), len(alone)) < 4096
 
 
-def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path) -> None:
+def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path, sandbox_folders: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").touch()
@@ -282,4 +283,4 @@ def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path) -> None:
         Path(path).chmod(0)
     assert not Path(path).exists()
     assert (outside / "kept").exists()
-    assert leftovers() == []
+    assert leftovers(sandbox_folders) == []
