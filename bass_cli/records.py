@@ -117,8 +117,10 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
 
     _reach_hub(source, name)
     try:
-        found = datasets.load_dataset(name, config, split=split, streaming=True)
-    except (datasets.exceptions.DatasetsError, ValueError, FileNotFoundError) as error:
+        # Versions before 4 would run a data set's own script, and ask standard input whether they may; others raise a
+        # RuntimeError that names it.
+        found = datasets.load_dataset(name, config, split=split, streaming=True, trust_remote_code=False)
+    except (datasets.exceptions.DatasetsError, ValueError, FileNotFoundError, RuntimeError) as error:
         raise UserError(f"{source}: cannot open the dataset: {_first_line(error)}") from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None

@@ -188,8 +188,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:
     import datasets
     import huggingface_hub
 
-    def load(name: str, config: str | None, *, split: str | None, streaming: bool) -> Any:
+    def load(name: str, config: str | None, *, split: str | None, streaming: bool, trust_remote_code: bool) -> Any:
         calls.append((name, config, split, streaming))
+        assert not trust_remote_code
         if isinstance(found, Exception):
             raise found
         return found if split else {"train": found, "test": []}
@@ -225,6 +226,18 @@ def test_faults_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     hub(monkeypatch, [], ValueError("no such\nconfig"))
     with pytest.raises(UserError, match=r"hf:o/n:zz: cannot open the dataset: no such$"):
         check_prompts(open_source("hf:o/n:zz"), column="prompt", limit=None)
+
+
+def test_a_script_of_a_dataset_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, answers = tmp_path / "data", io.StringIO("y\n" * 10)
+    folder.mkdir()
+    (folder / "data.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    (folder / "data.jsonl").write_text('{"prompt": "a"}\n')
+    monkeypatch.setattr(sys, "stdin", answers)
+    with pytest.raises(UserError, match=r"cannot open the dataset: .*script.*data\.py"):
+        check_prompts(open_source(f"hf:{folder}"), column="prompt", limit=None)
+    assert not (tmp_path / "ran").exists()
+    assert answers.tell() == 0
 
 
 def test_the_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Sequence
@@ -78,6 +79,58 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="no tokenizer can be read there"):
         Tokenizer.load(tmp_path)
+
+
+CODE = ["own.Own", "own.OwnFast"]
+FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] = [  # tokenizer_config, config, what is said
+    ("a map", {"auto_map": {"AutoTokenizer": CODE}}, {}, 'tokenizer_config.json: key "auto_map": .*own.Own'),
+    ("of old", {"auto_map": ["own.Own", None], "tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "auto_map"'),
+    ("in the other file", {}, {"auto_map": {"AutoTokenizer": CODE}}, '/config.json: key "auto_map": .*own.Own'),
+    ("unknown", {"tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "tokenizer_class": .*no tokenizer class .Own'),
+    ("unknown there", {}, {"tokenizer_class": "Own"}, '/config.json: key "tokenizer_class": .*Own'),
+    ("not a name", {"tokenizer_class": 3}, {}, 'tokenizer_config.json: key "tokenizer_class": .* 3'),
+    # A class of transformers, and no tokenizer: it reads the map of the model's code without asking us.
+    ("a model", {"tokenizer_class": "AutoModelForCausalLM"},
+     {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings", "AutoModelForCausalLM": "own.Own"}},
+     'tokenizer_config.json: key "tokenizer_class": .*AutoModelForCausalLM'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "model", "said"), [row[1:] for row in FOLDERS_WITH_CODE],
+                         ids=[row[0] for row in FOLDERS_WITH_CODE])
+def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: dict[str, object],
+                                      model: dict[str, object], said: str) -> None:
+    folder_with_code(tmp_path, tokens, model)
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    with pytest.raises(UserError, match=said):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match=said):  # transformers reads what lies beside such a file too
+        Tokenizer.load(tmp_path / "model.gguf")
+    assert not (tmp_path / "ran").exists()
+    assert answers.tell() == 0
+
+
+def test_a_tokenizer_that_is_data_needs_no_code_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_with_code(tmp_path, {}, {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings"}})
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    assert Tokenizer.load(tmp_path).decode([2, 40]) != ""
+    assert not (tmp_path / "ran").exists()
+    assert answers.tell() == 0
+
+
+def folder_with_code(folder: Path, tokens: dict[str, object], model: dict[str, object]) -> None:
+    """A tokenizer whose two configurations say this too, beside code that leaves the file "ran"."""
+    write_tokenizer(folder)
+    (folder / "own.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nimport transformers\n"
+        "class Own(transformers.PreTrainedTokenizerFast): pass\nclass OwnFast(Own): pass\n"
+        "class Settings(transformers.GPT2Config): pass\n")
+    for name, more in (("tokenizer_config.json", tokens), ("config.json", model)):
+        file = folder / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | more))
 
 
 def edited(folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:

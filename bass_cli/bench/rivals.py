@@ -77,7 +77,8 @@ def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Gener
     transformers.logging.set_verbosity_error()
     path, sampling = plan.target.path, settings.job.sampling
     where, options = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(where, dtype=plan.dtype, **options).to(plan.device).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        where, dtype=plan.dtype, trust_remote_code=False, **options).to(plan.device).eval()
     law = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 
     def generate(rows: Sequence[Row], tokens: int) -> None:
@@ -98,7 +99,8 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
 
     free, total = torch.cuda.mem_get_info(plan.device)
     sampling = settings.job.sampling
-    engine = vllm.LLM(model=str(plan.target.path), tokenizer=str(plan.tokenizer.path), seed=sampling.seed,
+    engine = vllm.LLM(model=str(plan.target.path), tokenizer=str(plan.tokenizer.path), trust_remote_code=False,
+                      seed=sampling.seed,
                       dtype=str(plan.dtype).removeprefix("torch."), max_num_seqs=max(settings.batch_sizes),
                       max_model_len=max(len(row.tokens) for row in every) + settings.new_tokens + 1,
                       gpu_memory_utilization=round(0.8 * free / total, 2), enable_prefix_caching=False)

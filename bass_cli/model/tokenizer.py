@@ -26,6 +26,8 @@ _PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a to
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
 _CONTROL = 3  # the kind of a GGUF token that has no text
+_NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
+_OTHER_TOKENIZER = 'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}  # transformers' name to GGUF's
 
 
@@ -40,13 +42,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """From a model's folder or .gguf file; UserError if there is none that transformers can read."""
+        """From a model's folder or .gguf file; UserError if there is none that transformers can read, or if it is code of
+        the folder's own, which is never run."""
         import transformers
+
+        _refuse_code(path if path.is_dir() else path.parent)
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         try:
-            inner = _from_gguf(path) if path.suffix == ".gguf" else transformers.AutoTokenizer.from_pretrained(path)
+            inner = _from_gguf(path) if path.suffix == ".gguf" else _read(path)
         except UserError:
             raise
         except Exception as error:  # transformers raises many kinds for a file that is missing, broken or unknown
@@ -94,6 +99,42 @@ class Tokenizer:
         return digest.hexdigest()[:32]
 
 
+def _refuse_code(folder: Path) -> None:
+    """UserError where a folder's files name a tokenizer class that is none of transformers'. Other classes there count too:
+    it would take AutoModel for a tokenizer, whose `auto_map` then says which code to run."""
+    import transformers
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    for name in _NAMING:
+        try:
+            content = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            continue  # not there, or broken: reading it will say so
+        if not isinstance(content, dict):
+            continue
+        code = content.get("auto_map")
+        if names := _named(code.get("AutoTokenizer") if isinstance(code, dict) else code):
+            raise UserError(f'{folder / name}: key "auto_map": the tokenizer is code of the model\'s own ({names}), which '
+                            f"is never run; {_OTHER_TOKENIZER}")
+        kind = content.get("tokenizer_class")
+        found = tokenizer_class_from_name(kind) if isinstance(kind, str) else None
+        if kind is not None and not (isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)):
+            raise UserError(f'{folder / name}: key "tokenizer_class": transformers {transformers.__version__} has no '
+                            f"tokenizer class {_named(kind)} here; {_OTHER_TOKENIZER}")
+
+
+def _named(value: Any) -> str:
+    """The names in an entry of a configuration: a text, or a list with some."""
+    return ", ".join(repr(one) for one in (value if isinstance(value, list) else [value]) if one is not None)
+
+
+def _read(folder: Path, **options: Any) -> Any:
+    """What transformers makes of a folder's files. Code among them is never run, and nobody is asked whether it may be."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **options)
+
+
 def _from_gguf(path: Path) -> Any:
     """The converted tokenizer, from the cache if it is there and whole."""
     import transformers
@@ -103,7 +144,7 @@ def _from_gguf(path: Path) -> Any:
     base = cache_folder() / "tokenizers"
     name = f"{path.stem}-{path.stat().st_size}-{head}-{transformers.__version__}-{_CONVERSION}"
     try:
-        return transformers.AutoTokenizer.from_pretrained(base / name)
+        return _read(base / name)
     except Exception:  # not there, or broken: whatever the reason, it is made anew
         shutil.rmtree(base / name, ignore_errors=True)
     inner = _convert(path)
@@ -121,11 +162,10 @@ def _from_gguf(path: Path) -> Any:
 
 
 def _convert(path: Path) -> Any:
-    import transformers
     from tokenizers import pre_tokenizers
 
     metadata, entries = read_gguf(path)
-    inner = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    inner = _read(path.parent, gguf_file=path.name)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # Unknown to transformers. It cuts off every digit first, so that spaces before a number stay together.
         digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
