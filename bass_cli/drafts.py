@@ -6,10 +6,12 @@ Not here: whether the model is there (plan.py), who drafts (draft/).
 from __future__ import annotations
 
 import difflib
+import re
 from typing import NamedTuple
 
 SOURCES = ("own", "siblings", "prompt", "reference")
-_LOOKUP = "lookup"
+_LOOKUP, _SKIP = "lookup", "skip:"
+_RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class Draft(NamedTuple):
@@ -26,11 +28,25 @@ def parse_draft(text: str) -> Draft:
     if text == "none":
         return Draft((), None)
     if not _is_lookup(text):
+        parse_layers(text)
         return Draft((), text)
     words, plus, model = text.removeprefix(_LOOKUP).partition("+")
     if plus and (not model or model == "none" or _is_lookup(model)):
         raise ValueError(f'"{text}" needs a model after the plus, as in lookup+Qwen/Qwen2.5-0.5B or lookup+skip:4-9')
+    parse_layers(model)
     return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, model or None)
+
+
+def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
+    """The first and last of each run of layers in skip:LAYERS, like skip:4-9,12; none if the text is no such draft.
+    ValueError says how they are written."""
+    if not text.startswith(_SKIP):
+        return ()
+    found = [_RUN.fullmatch(part.strip()) for part in text.removeprefix(_SKIP).split(",")]
+    runs = tuple((int(run[1]), int(run[2] or run[1])) for run in found if run is not None)
+    if len(runs) < len(found) or any(last < first for first, last in runs):
+        raise ValueError(f'"{text}": write the layers to skip like skip:4-9,12')
+    return runs
 
 
 def check_draft(text: str) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bass_cli.drafts import check_draft
+from bass_cli.reading import LARGEST, shown
 
 CONTROLLERS = ("auto", "bass", "table", "bass+table")
 
@@ -30,13 +31,13 @@ def _stops(value: Any) -> Any:
 
 def _number_or(value: Any, words: tuple[str, ...], least: int, most: int | None = None) -> Any:
     """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value):
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
         value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value in words or (whole and least <= value and (most is None or value <= most)):
         return value
     bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{value!r} is not valid; use {', '.join(words)} or a whole number {bounds}")
+    raise ValueError(f"{shown(value)} is not valid; use {', '.join(words)} or a whole number {bounds}")
 
 
 def _draft_length(value: Any) -> Any:
@@ -47,8 +48,8 @@ def _batch_size(value: Any) -> Any:
     return _number_or(value, ("auto",), 1)
 
 
-Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, lt=2**63)]
-Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=LARGEST)]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Length = Annotated[Literal["auto", "bass", "table", "bass+table"] | int, BeforeValidator(_draft_length)]
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]

@@ -18,6 +18,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from bass_cli.fields import CONTROLLERS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
+from bass_cli.reading import read_bytes, shown
+from bass_cli.yaml_file import MOST_BYTES, BrokenYamlError, parse_yaml
 
 DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
@@ -114,7 +116,7 @@ class Job(Strict):
 
 def parse_duration(text: str, key: str = "duration") -> float:
     """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0."""
-    match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d*|\.\d+))\s*(ms|s|m|)\s*", text)
+    match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII)
     seconds = float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
     if seconds <= 0:
         raise UserError(f'{key}: "{text}" is not a time above 0; write it like 2s, 500ms or 1.5m')
@@ -162,7 +164,7 @@ def load_pair(name_or_file: str) -> Pair:
             raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model is given with '
                             "--model)")
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, MOST_BYTES)
     except OSError as error:
         raise UserError(f"{name_or_file}: cannot read the pair file: {error.strerror}") from None
     return _parse_pair(content, name_or_file, path.parent.absolute())
@@ -176,15 +178,9 @@ def _is_model(text: str) -> bool:
 
 def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
     try:
-        node = yaml.compose(content.decode("utf-8-sig"), Loader=yaml.SafeLoader)
-        data = yaml.safe_load(content.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{place}:{line}: the file is not valid UTF-8") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        raise UserError(f"{place}:{line}: broken YAML: {getattr(error, 'problem', None) or error}") from None
+        node, data = parse_yaml(content)
+    except BrokenYamlError as error:
+        raise UserError(f"{place}:{error.line}: {error}") from None
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f'{place}:1: a pair file is a mapping with at least the key "target"')
     lines = _check_keys(node, Pair, place, ())
@@ -201,13 +197,14 @@ def _check_keys(node: yaml.MappingNode, model: type[Strict], place: str, path: t
     lines: dict[Any, int] = {}
     known = {name: field.annotation for name, field in model.model_fields.items() if name != "folder"}
     for key, value in node.value:
-        here, line = (*path, str(key.value)), key.start_mark.line + 1
-        if here[-1] not in known:
-            raise UserError(f'{place}:{line}: unknown key "{".".join(here)}"; {nearest(here[-1], known)}')
+        word = str(key.value)
+        here, line = (*path, word), key.start_mark.line + 1
+        if word not in known or not key.tag.endswith(":str"):
+            raise UserError(f'{place}:{line}: unknown key "{shown(".".join(here))[1:-1]}"; {nearest(word, known)}')
         if here in lines:
             raise UserError(f'{place}:{line}: key "{".".join(here)}" is given twice, first in line {lines[here]}')
         lines[here] = line
-        inner = known[here[-1]]
+        inner = known[word]
         if isinstance(value, yaml.MappingNode) and isinstance(inner, type) and issubclass(inner, Strict):
             lines |= _check_keys(value, inner, place, here)
     return lines
@@ -221,7 +218,7 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
     reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     reason = "it is missing" if fault["type"] == "missing" else reason[:1].lower() + reason[1:]
     plain = isinstance(fault["input"], (str, int, float)) and fault["type"] != "value_error"
-    return path, f"{reason} (got {fault['input']!r})" if plain else reason
+    return path, f"{reason} (got {shown(fault['input'])})" if plain else reason
 
 
 def make_job(pair: Pair, flags: Mapping[str, Any]) -> Job:

@@ -111,7 +111,7 @@ def weight_bytes(pair: Pair, device: str) -> int | None:
 
 def parameters_in(name: str) -> int | None:
     """The number of parameters that a model's name tells: 7B, 0.5b, 350M; None if it tells none."""
-    found = re.findall(r"(?<![\w.])(\d+(?:\.\d+)?)([bBmM])(?![a-zA-Z0-9])", name)
+    found = re.findall(r"(?<![\w.])(\d{1,9}(?:\.\d{1,9})?)([bBmM])(?![a-zA-Z0-9])", name)
     return int(float(found[-1][0]) * (1e9 if found[-1][1] in "bB" else 1e6)) if found else None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bass_cli import __version__
-from bass_cli.drafts import parse_draft
+from bass_cli.drafts import parse_draft, parse_layers
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.surface import Surface
 from bass_cli.footprint import Footprint, Need, footprint, usable
@@ -196,14 +196,9 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 def _skipped(draft: str, layers: int) -> frozenset[int]:
     """The layers in skip:LAYERS, like skip:4-9,12; UserError unless they are some but not all of the target's."""
-    if not draft.startswith("skip:"):
-        return frozenset()
-    found: set[int] = set()
-    for part in draft.removeprefix("skip:").split(","):
-        first, _, last = part.strip().partition("-")
-        if not first.isdigit() or not (last.isdigit() or part.strip() == first):
-            raise UserError(f'draft "{draft}": write the layers to skip like skip:4-9,12')
-        found |= set(range(int(first), int(last or first) + 1))
-    if not found or max(found) >= layers or len(found) == layers:
+    runs = parse_layers(draft)
+    inside = all(last < layers for _, last in runs)
+    found = {layer for first, last in runs for layer in range(first, last + 1)} if inside else set[int]()
+    if not inside or len(found) == layers:
         raise UserError(f'draft "{draft}": the target has layers 0 to {layers - 1}; skip at least one and not all')
     return frozenset(found)

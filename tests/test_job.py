@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from bass_cli.drafts import Draft, parse_draft
+from bass_cli.eval.score_command import parse_ks
 from bass_cli.job import Job, MachineError, Pair, UserError, load_pair, make_job, packaged_pairs, parse_duration
+from bass_cli.machine import parameters_in
+from bass_cli.profiling.command import batch_sizes_of
 
 PAIR = Pair(name="p", target="t")
 
@@ -60,6 +64,38 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
         ("target: x\nspeculation: {coupling: tight}\n", ['pair.yaml:2: key "speculation.coupling"', "'maximal'"]),
         ("target: x\nspeculation:\n  draft_temperature: -1\n", ['pair.yaml:3: key "speculation.draft_temperature"']),
         ("target: x\nsampling: 3\n", ['pair.yaml:2: key "sampling"']),
+        ("target: x\nname: 2001-99-99\n", ["pair.yaml:2: broken YAML", "type timestamp"]),
+        ("target: x\nname: 2001-09-09\n", ['pair.yaml:2: key "name"', "string"]),
+        ("target: x\nsampling: {seed: !!int abc}\n", ["pair.yaml:2: broken YAML", "type int"]),
+        ("target: x\nsampling: {top_p: !!float abc}\n", ["pair.yaml:2: broken YAML", "type float"]),
+        (f"target: x\nsampling: {{seed: {'9' * 6000}}}\n", ["pair.yaml:2: broken YAML", "type int"]),
+        (f"target: x\nsampling: {{seed: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "sampling.seed"', "thousands of digits"]),
+        (f"target: x\nsampling: {{top_p: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "sampling.top_p"']),
+        (f"target: x\nspeculation: {{length: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "speculation.length"', "thousands"]),
+        ("target: x\nspeculation: {length: ٣}\n", ['pair.yaml:2: key "speculation.length"', "'٣' is not valid"]),
+        ("target: x\nname: !!python/object/apply:os.system [ls]\n", ["pair.yaml:2: broken YAML"]),
+        ("target: x\nname: !!binary é\n", ["pair.yaml:2: broken YAML"]),
+        ("target: x\nname: \0\n", ["pair.yaml:2: broken YAML: the character U+0000 is not allowed"]),
+        ("target: x\n\tname: y\n", ["pair.yaml:2: broken YAML"]),
+        ("target: x\nname: " + "[" * 10000, ["pair.yaml:2: broken YAML: more than 20 levels"]),
+        ("target: x\n" + "- " * 10000, ["pair.yaml:2: broken YAML"]),
+        ("target: x\nname: " + "{a: " * 10000, ["pair.yaml:2: broken YAML: more than 20 levels"]),
+        ("target: x\nname: *a\n", ["pair.yaml:2: broken YAML", "undefined alias"]),
+        ("target: &a [*a]\n", ["pair.yaml:1: broken YAML"]),
+        ("a: &a [x]\nb: &b [*a, *a]\n", ["pair.yaml:2: broken YAML: an alias may only stand for a single value"]),
+        ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", ["pair.yaml:2: broken YAML: an alias may only"]),
+        ("target: x\n? [a, b]\n: 1\n", ["pair.yaml:2: broken YAML"]),
+        ("target: x\n!!binary name: 1\n", ['pair.yaml:2: unknown key "name"']),
+        ("target: x\n!!binary bmFtZQ==: 1\n", ['pair.yaml:2: unknown key "bmFtZQ=="']),
+        ("target: x\n!!int 1: 1\n", ['pair.yaml:2: unknown key "1"']),
+        ("target: x\n--- \ntarget: y\n", ["pair.yaml:2: broken YAML"]),
+        ("12\n", ["pair.yaml:1: a pair file is a mapping"]),
+        ("target: x\n".encode("utf-16"), ["pair.yaml:1: the file is not valid UTF-8"]),
+        (b"\x00\xfe\x12" * 1000, ["pair.yaml:1: "]),
+        (b"target: x\n" * 10000, ["pair.yaml: cannot read the pair file: it has 100000 bytes"]),
+        *[(f"target: x\ndraft: '{draft}'\n", ['pair.yaml:2: key "draft"', "like skip:4-9,12"]) for draft in (
+            "skip:²", "skip:٣", "skip:", "skip:a", "skip:4-", "skip:-4", "skip:9-4", "skip:1,", "skip:1--3", "skip:1-2-3",
+            "skip:0-99999999999", "skip:99999999999", "lookup+skip:²", "lookup:own+skip:9-4")],
     ],
 )
 def test_a_mistake_in_a_pair_file_is_named(tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
@@ -67,6 +103,35 @@ def test_a_mistake_in_a_pair_file_is_named(tmp_path: Path, content: str | bytes,
     assert message.startswith(expected[0])
     assert [part for part in expected if part not in message] == []
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    """Nobody writes to the pipe, and the device has no end."""
+    file = tmp_path / "pair.yaml"
+    {"pipe": lambda: os.mkfifo(file), "device": lambda: file.symlink_to("/dev/zero"), "folder": file.mkdir}[kind]()
+    with pytest.raises(UserError, match=r"pair\.yaml: cannot read the pair file: a file is needed, not a folder, a pipe"):
+        load_pair(str(file))
+
+
+@pytest.mark.parametrize("text", [
+    "٣", "²", "9" * 6000, "0", "-1", "1,,2", "1.5", "0x3", "", "1e3", "1_0",
+])  # fmt: skip
+def test_numbers_in_options_are_written_in_ascii_digits(text: str) -> None:
+    """Not what Python's int would take beside, nor so many of them that it refuses them."""
+    for read in (parse_ks, batch_sizes_of):
+        if read is batch_sizes_of and text == "1,,2":
+            continue  # it leaves blanks out
+        with pytest.raises(UserError, match=r"--(k|batch-sizes) "):
+            read(text)
+    if text not in ("0", "1,,2", "1.5"):
+        with pytest.raises(UserError, match=r"--budget: .* is not a time above 0"):
+            parse_duration(text, "--budget")
+
+
+def test_what_a_name_says_of_its_parameters_is_no_number_of_any_size() -> None:
+    assert parameters_in("model-7B") == 7_000_000_000
+    assert parameters_in("9" * 400 + "B") is None
 
 
 def test_a_pair_file_is_read_with_its_folder_and_defaults(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Not here: what the models are (pairs.py), what the figures mean (figures.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prom
 _CPU = {"batch_sizes": "1,2,4,8", "methods": "plain,2,4,8,auto", "prompt_tokens": 64}
 _TIME_LIMIT = 80.0  # seconds, on a CPU
 _JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype", "threads")
+_NUMBER = re.compile("[0-9]{1,9}")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
 
@@ -153,7 +155,7 @@ def _methods(given: Mapping[str, Any], default: str, *, has_draft: bool) -> tupl
     default = PLAIN if not has_draft else _CONTROLLED if given["controllers"] else default
     words = _split(default if given["methods"] is None else given["methods"])
     for word in words:
-        number = int(word) if word.isdecimal() and word.isascii() else None
+        number = int(word) if _NUMBER.fullmatch(word) else None
         if number is None and word not in (PLAIN, *CONTROLLERS):
             raise UserError(f'{_option("methods")}: there is no method "{word}"; '
                             f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}")
@@ -184,7 +186,7 @@ def _split(text: str) -> list[str]:
 
 def _count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
     value = default if value is None else value
-    if isinstance(value, str) and value.isdecimal() and value.isascii():
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or not 1 <= value <= most:
         raise UserError(f"{_option(key)}: it should be a whole number from 1 to {most} (got {value!r})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,7 @@ def parse_ks(text: str) -> list[int]:
     from bass_cli.job import UserError
 
     parts = [part.strip() for part in text.split(",")]
-    bad = next((part for part in parts if not (part.isascii() and part.isdigit() and 0 < int(part) < 10**6)), None)
+    bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
     if bad is not None:
         raise UserError(f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10')
     return sorted({int(part) for part in parts})

@@ -6,6 +6,7 @@ Nothing heavy is imported before the command runs. Not here: the measuring (meas
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
     from bass_cli.job import UserError
 
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isdecimal() and word.isascii() and 1 <= int(word) <= 1024 for word in words):
+    if not words or not all(re.fullmatch("[0-9]{1,4}", word) and 1 <= int(word) <= 1024 for word in words):
         raise UserError(f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" should be numbers from 1 to 1024, like 1,2,8')
     return tuple(sorted({int(word) for word in words}))
 

@@ -1,0 +1,99 @@
+"""What others wrote, read with care: regular files of bounded size, JSON of bounded depth, single values of known types.
+
+What is wrong is an OSError or a ValueError whose text says what would be right; file, line and key are known to the caller,
+who makes a UserError of it (or a note). Nothing here waits for a pipe, or takes more memory than a file's size justifies.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+LARGEST = 2**63 - 1  # of a whole number: what a tensor and most other readers of such files can hold
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = 80
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """The file, open to read. OSError if it is none: a pipe would be waited for, and a device may have no end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "a file is needed, not a folder, a pipe or a device")
+
+
+def read_bytes(path: str | Path, most: int) -> bytes:
+    """All of a regular file; OSError if it has more than `most` bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are the most that such a file may have")
+        return file.read(size)
+
+
+def parse_json(raw: str | bytes) -> Any:
+    """The JSON value. ValueError in one line for all that is none, or that Python cannot hold."""
+    try:
+        return json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"broken JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except UnicodeDecodeError:
+        raise ValueError("broken JSON: the text is not valid UTF-8") from None
+    except RecursionError:
+        raise ValueError("broken JSON: it is nested too deep") from None
+    except ValueError:  # the one that is left: Python limits the digits of an integer
+        raise ValueError("broken JSON: a number has too many digits") from None
+
+
+def parse_object(raw: str | bytes) -> dict[str, Any]:
+    """The JSON object; ValueError as in `parse_json`, or if it is another value."""
+    value = parse_json(raw)
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object is needed")
+    return value
+
+
+def whole(value: Any, *, least: int = 0, most: int = LARGEST) -> int:
+    """The value if it is a whole number within the bounds, and not true or false."""
+    if type(value) is not int or not least <= value <= most:
+        bounds = f"from {least} on" if most == LARGEST else f"from {least} to {most}"
+        raise ValueError(f"a whole number {bounds} is needed, not {shown(value)}")
+    return value
+
+
+def number(value: Any, *, least: float = -math.inf) -> float:
+    """The value if it is a finite number, at least `least`, and not true or false."""
+    bounds = "" if least == -math.inf else f" from {least:g} on"
+    known = type(value) is float or (type(value) is int and abs(value) <= LARGEST)
+    if not known or not math.isfinite(value) or value < least:
+        raise ValueError(f"a finite number{bounds} is needed, not {shown(value)}")
+    return float(value)
+
+
+def text(value: Any) -> str:
+    """The value if it is a text."""
+    if not isinstance(value, str):
+        raise ValueError(f"a text is needed, not {shown(value)}")
+    return value
+
+
+def truth(value: Any) -> bool:
+    """The value if it is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"true or false is needed, not {shown(value)}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut to a length that can be read."""
+    try:
+        return _BRIEF.repr(value)
+    except ValueError:  # Python limits the digits of an integer here too
+        return "a number of thousands of digits"
