@@ -6,6 +6,7 @@ Not here: how samples are drawn (run.py), files (outputs.py), what an evaluation
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -51,11 +52,11 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = prepare(job, longest_prompt=checked.longest)
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
-    with open_output(out, manifest | {"source": source.name}, resume=given["resume"],
-                     overwrite=given["overwrite"]) as writer:
+    prompts = functools.partial(read_prompts, source, column=job.prompt_column, limit=job.limit)
+    with open_output(out, manifest | {"source": source.name}, resume=given["resume"], overwrite=given["overwrite"],
+                     prompt_ids=lambda: {prompt.id for prompt in prompts()}) as writer:
         tell(plan, screen, plain=checked.plain)
-        prompts = read_prompts(source, column=job.prompt_column, limit=job.limit)
-        summary = write_samples(writer, plan, prompts, count=checked.count, screen=screen)
+        summary = write_samples(writer, plan, prompts(), count=checked.count, screen=screen)
     if given["json_summary"]:
         print(json.dumps(summary | {"file": writer.totals}))
     return finished(writer)

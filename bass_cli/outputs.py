@@ -2,6 +2,7 @@
 
 It knows no model and no job: the manifest is a dict whose "results" part is compared, key by key, before a run goes on.
 Nothing in a file is changed before the first new line (or the end of the run): a run that fails early leaves it alone.
+A line is the kernel's when `write` returns, so no kill loses it, and on the disk within SYNC_SECONDS, or at the end.
 """
 
 from __future__ import annotations
@@ -13,15 +14,31 @@ import math
 import os
 import stat
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
-from bass_cli.resume import COUNTED, Past, check_manifest, known_seconds, read_past, rewrite_without_failed, write_manifest
+from bass_cli.resume import (
+    COUNTED,
+    DamagedManifestError,
+    Past,
+    check_manifest,
+    is_marked,
+    known_seconds,
+    line_check,
+    manifest_path,
+    mark,
+    read_past,
+    rewrite_without_failed,
+    write_manifest,
+)
+from bass_cli.saving import remove_drafts, sync_folder
 
+SYNC_SECONDS = 5.0  # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
 _FORMATS = {".json", ".csv", ".tsv", ".yaml", ".yml", ".xlsx", ".parquet", ".arrow", ".feather", ".gz", ".bz2", ".xz",
@@ -92,11 +109,13 @@ class Writer:
     """Appends completions, one write and one flush a line; `done` and `notes` say what was there before."""
 
     def __init__(
-        self, name: str, stream: IO[bytes], *, manifest: dict[str, Any] | None, past: Past, created: bool
+        self, name: str, stream: IO[bytes], *, manifest: dict[str, Any] | None, past: Past, created: bool,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.done, self.totals = name, frozenset(past.done), past.totals
         self.notes: list[str] = []
         self._stream, self._manifest, self._past, self._created, self._begun = stream, manifest, past, created, False
+        self._now, self._synced = now, now()
 
     def __enter__(self) -> Writer:
         return self
@@ -108,13 +127,11 @@ class Writer:
         """Append one line; it is in the file when this returns. MachineError if the disk refuses it."""
         if not self._begun:
             self._begin()
-        try:
+        with self._refusals():
             self._stream.write(completion.to_line().encode("utf-8") + b"\n")
             self._stream.flush()
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            raise MachineError(f"{self.name}: cannot write the results: {error.strerror}") from None
+            if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
+                self._sync()
         self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in ("copy_of", *COUNTED)})
 
     def add_seconds(self, seconds: float) -> None:
@@ -124,34 +141,63 @@ class Writer:
 
     def close(self, *, finished: bool) -> None:
         """Write the manifest with the totals and let go of the file; an output that never began is left as it was."""
-        if finished and not self._begun:
-            self._begin()
-        if self._begun and self._manifest is not None:
-            with contextlib.suppress(*([] if finished else [MachineError])):
-                write_manifest(self.name, self._manifest | {"finished": finished, "totals": self.totals})
-        if self._created and not self._begun:
-            os.unlink(self.name)
-        if self._stream is not sys.stdout.buffer:
+        try:
+            if finished and not self._begun:
+                self._begin()
+            if self._begun and self._manifest is not None:
+                with contextlib.suppress(*([] if finished else [MachineError])):
+                    with self._refusals():
+                        self._sync()
+                    write_manifest(self.name, self._manifest | {"finished": finished, "totals": self.totals})
+        finally:
             with contextlib.suppress(OSError):
-                self._stream.close()
+                if self._created and not self._begun:
+                    os.unlink(self.name)
+            if self._stream is not sys.stdout.buffer:
+                with contextlib.suppress(OSError):
+                    self._stream.close()
 
     def _begin(self) -> None:
-        """Cut off what is not to stay, then say in the manifest what the file is going to hold."""
+        """Cut off what is not to stay, then say in the manifest what the file is going to hold. Each is on the disk before
+        the next begins: old lines never lie under a new manifest, nor new ones under none."""
         self._begun = True
         if self._manifest is None:
             return
-        if self._past.failed:
-            self._stream = rewrite_without_failed(self._stream, self.name)
-        else:
-            self._stream.truncate(self._past.end)
+        with self._refusals():
+            for path in (self.name, manifest_path(self.name)):
+                remove_drafts(path)
+            if self._past.failed or self._past.holes:
+                self._stream = rewrite_without_failed(self._stream, self.name)
+            else:
+                self._stream.truncate(self._past.end)
+            mark(self._stream, self._manifest["results"])
+            self._sync()
+            sync_folder(Path(os.path.realpath(self.name)).parent)
         write_manifest(self.name, self._manifest | {"finished": False, "totals": self.totals})
 
+    def _sync(self) -> None:
+        os.fsync(self._stream.fileno())
+        self._synced = self._now()
 
-def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = None, overwrite: bool = False) -> Writer:
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """MachineError where the disk refuses what is done here."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            kept = "" if self._manifest is None else "; the lines before are kept, and the same command goes on from there"
+            raise MachineError(f"{self.name}: cannot write the results: {error.strerror}{kept}") from None
+
+
+def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = None, overwrite: bool = False,
+                prompt_ids: Callable[[], Collection[str]] | None = None) -> Writer:
     """Open, check and lock an output; every refusal is a UserError and leaves the file as it was.
 
-    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow). `resume=True` insists
-    on an existing file, `overwrite` starts anew. "-" and devices are plain streams: no manifest, no resuming.
+    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow), or, where its manifest is
+    damaged and `prompt_ids` are given, if its lines fit. `resume=True` insists on an existing file, `overwrite` starts
+    anew. "-" and devices are plain streams: no manifest, no resuming.
     """
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
@@ -168,16 +214,36 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     stream = _open_locked(target)
     try:
         fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
-        growth = [] if fresh else check_manifest(path, manifest["results"])
-        past = Past() if fresh else read_past(stream, path)
+        past, notes = (Past(), []) if fresh else _read_before(stream, path, manifest["results"], prompt_ids)
         if past.done:
             past.totals["seconds"] = known_seconds(path, past.totals["samples"])
     except BaseException:
         stream.close()
         raise
     writer = Writer(path, stream, manifest=manifest, past=past, created=created)
-    writer.notes = growth + ([] if fresh else past.describe(path))
+    writer.notes = notes
     return writer
+
+
+def _read_before(stream: IO[bytes], path: str, results: dict[str, Any],
+                 prompt_ids: Callable[[], Collection[str]] | None) -> tuple[Past, list[str]]:
+    """What the file holds, with notes; UserError where this run may not go on with it."""
+    try:
+        growth = check_manifest(path, results)
+        past = read_past(stream, path)
+    except DamagedManifestError as damaged:
+        marked = is_marked(stream, results)
+        if marked is False:
+            raise UserError(f"{damaged}, or another --out: it was begun with other settings") from None
+        if prompt_ids is None:
+            raise
+        past = read_past(stream, path, line_check(results, prompt_ids()))
+        if not (marked or past.done or past.failed):  # nothing says that this is a file of bass
+            raise damaged from None
+        told = ("the file's attributes and lines" if marked else
+                "its lines (prompts, seed, sample numbers, lengths; they do not tell target and sampling)")
+        growth = [f"{manifest_path(path)}: it is damaged and written anew; by {told}, {path} is this command's"]
+    return past, growth + past.describe(path)
 
 
 def check_format(option: str, path: str, *, suffix: str, written: str) -> None:

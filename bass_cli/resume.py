@@ -1,23 +1,28 @@
 """What an output file holds already and whether a run may go on with it: result lines, torn ends, the manifest.
 
-It reads and repairs files; writing results is outputs.py.
+It reads and repairs files; writing results is outputs.py, replacing a file in one step saving.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
+from bass_cli.saving import replace_file, write_file
 
 GROWING = ("n", "limit")
+ATTRIBUTE = "user.bass.results"  # of the output, where its file system keeps such: what its results depend on
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 Key = tuple[str, int]
+Check = Callable[[dict[str, Any]], str | None]  # of a result line: why it cannot be one of this run
 
 
 def _no_totals() -> dict[str, Any]:
@@ -26,7 +31,8 @@ def _no_totals() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Past:
-    """What a file held when it was opened: finished samples, where they end, lines of failed prompts, torn bytes.
+    """What a file held when it was opened: finished samples, where they end, lines of failed prompts, torn bytes, and
+    bytes of lines with a hole, which a power cut leaves where a block was never written.
 
     `totals` goes on counting what is written afterwards.
     """
@@ -36,6 +42,7 @@ class Past:
     end: int = 0
     failed: int = 0
     torn: int = 0
+    holes: int = 0
 
     def count(self, reason: str, numbers: dict[str, Any]) -> None:
         """Add one result line to the totals; a copy is a sample, and its tokens were drawn with another."""
@@ -49,6 +56,8 @@ class Past:
         notes = []
         if self.torn:
             notes.append(f"{name}: dropping a torn last line of {self.torn} bytes")
+        if self.holes:
+            notes.append(f"{name}: dropping {self.holes} bytes of lines torn by a power cut; their samples are drawn again")
         if self.failed:
             notes.append(f"{name}: trying {self.failed} failed prompts again")
         return notes
@@ -72,13 +81,14 @@ def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
     try:
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()
-        draft = target.with_name(f".{target.name}.new")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, target)
+        else:
+            write_file(path, text.encode("utf-8"))
     except OSError as error:
         raise MachineError(f"{fault}: {error.strerror}") from None
+
+
+class DamagedManifestError(UserError):
+    """The manifest is there and cannot be read."""
 
 
 def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
@@ -86,11 +96,13 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
     path = manifest_path(output)
     try:
         before = json.loads(path.read_text(encoding="utf-8"))["results"]
+        if not isinstance(before, dict):
+            raise TypeError
     except FileNotFoundError:
         reason = "it exists and has no manifest, so it cannot be continued"
         raise UserError(f"{output}: {reason}; use --overwrite to start anew, or another --out") from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise DamagedManifestError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
     now = json.loads(json.dumps(results, default=str))
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     grown = [key for key in differing if key in GROWING and _grows(before.get(key), now.get(key))]
@@ -99,6 +111,49 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
     return [f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown]
+
+
+def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
+    """What can be told of a result line without a manifest: whether a run with these settings, over the prompts with the
+    `known` ids, could have written it. Its target and sampling cannot."""
+
+    def check(row: dict[str, Any]) -> str | None:
+        n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
+        tokens, ids, reason = row.get("tokens"), row.get("token_ids"), row["finish_reason"]
+        if row["id"] not in known:
+            return f'there is no prompt "{row["id"]}"'
+        if row.get("seed") != seed:
+            return f"seed: {_show(row, 'seed')} there, {seed} now"
+        if n is not None and not 0 <= row["sample"] < n:
+            return f"sample: {row['sample']} there, --n {n} now"
+        if reason == "error" and not row.get("prompt_tokens"):  # the line of a prompt that could not be run
+            return None
+        if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
+            return f"tokens: {_show(row, 'tokens')} there, --max-new-tokens {most} now"
+        if (ids is not None) != bool(results.get("token_ids")):
+            return f"token_ids: {'not given there, given' if ids is None else 'given there, not given'} now"
+        return "budget: one there, none now" if reason == "budget" and results.get("budget") is None else None
+
+    return check
+
+
+def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
+    """Note at the file itself what its lines depend on, where that can be."""
+    with contextlib.suppress(OSError, AttributeError):  # no such attributes in this file system, or on this system
+        os.setxattr(stream.fileno(), ATTRIBUTE, _digest(results))
+
+
+def is_marked(stream: IO[bytes], results: dict[str, Any]) -> bool | None:
+    """Whether the file was begun with these settings (but n and limit); None where nobody noted it."""
+    try:
+        return os.getxattr(stream.fileno(), ATTRIBUTE) == _digest(results)
+    except (OSError, AttributeError):
+        return None
+
+
+def _digest(results: dict[str, Any]) -> bytes:
+    fixed = {key: value for key, value in results.items() if key not in GROWING}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest().encode()
 
 
 def known_seconds(output: str, samples: int) -> float | None:
@@ -124,6 +179,9 @@ def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes
     broken = 0
     for number, line in enumerate(stream, 1):
         row = _parse(line) if line.endswith(b"\n") else None
+        if b"\0" in line:  # JSON has none
+            past.holes += len(line)
+            continue
         if broken:
             raise UserError(f"{name}:{broken}: the line is broken, and it is not the last one; mend or remove it")
         if row is None:
@@ -143,11 +201,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def read_past(stream: IO[bytes], name: str) -> Past:
-    """Read the result lines that are there; UserError at a broken line (but the last) and at a sample given twice."""
+def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
+    """Read the result lines that are there; UserError at a broken line (but the last), at a sample given twice and at what
+    `check` finds."""
     past = Past()
     for number, _, row in _rows(stream, name, past):
         key = (row["id"], row["sample"])
+        if check is not None and (fault := check(row)) is not None:
+            reason = "the manifest is damaged, and this line was written with other settings"
+            raise UserError(f"{name}:{number}: {reason} ({fault}); use --overwrite to start anew, or another --out")
         if row["finish_reason"] == "error":
             past.failed += 1
             continue
@@ -159,18 +221,15 @@ def read_past(stream: IO[bytes], name: str) -> Past:
 
 
 def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
-    """Replace the file in one step by one without the lines of failed prompts; the new stream holds its lock."""
-    target = Path(name).resolve()
-    draft = target.with_name(f".{target.name}.new")
-    draft.unlink(missing_ok=True)
-    fresh = open(draft, "a+b")  # noqa: SIM115 - the Writer closes it
-    os.fchmod(fresh.fileno(), os.fstat(stream.fileno()).st_mode & 0o777)
-    fcntl.flock(fresh, fcntl.LOCK_EX)
-    for _, line, row in _rows(stream, name, Past()):
-        if row["finish_reason"] != "error":
-            fresh.write(line)
-    fresh.flush()
-    os.fsync(fresh.fileno())
-    os.replace(draft, target)
+    """Replace the file in one step by one of its whole lines, without those of failed prompts; the new stream holds its
+    lock."""
+
+    def copy(fresh: IO[bytes]) -> None:
+        fcntl.flock(fresh, fcntl.LOCK_EX)
+        for _, line, row in _rows(stream, name, Past()):
+            if row["finish_reason"] != "error":
+                fresh.write(line)
+
+    fresh = replace_file(name, copy)
     stream.close()
     return fresh

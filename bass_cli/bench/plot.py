@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
 from bass_cli.job import MachineError, UserError
+from bass_cli.saving import write_file
 
 
 def check(file: str) -> None:
@@ -35,8 +37,18 @@ def draw(document: dict[str, Any], file: str) -> None:
         axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
     _label(axes, document)
     figure.tight_layout()
-    figure.savefig(file, dpi=144)
+    save(figure, file)
     pyplot.close(figure)
+
+
+def save(figure: Any, file: str) -> None:
+    """Replace the PNG by the figure in one step. MachineError where that cannot be."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=144)
+    try:
+        write_file(file, picture.getvalue())
+    except OSError as error:
+        raise MachineError(f"--plot {file}: cannot write the chart: {error.strerror}") from None
 
 
 def by_method(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bass_cli.bench.plot import save
+
 _NAMES = {"plain": "plain decoding", "single": "single-sequence speculation", "batched": "batched speculation"}
 
 
@@ -32,7 +34,7 @@ def draw(document: dict[str, Any], file: str) -> None:
     axes[0].legend(fontsize="small")
     figure.suptitle(f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium")
     figure.tight_layout()
-    figure.savefig(file, dpi=144)
+    save(figure, file)
     pyplot.close(figure)
 
 

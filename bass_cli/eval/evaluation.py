@@ -93,7 +93,8 @@ class Evaluation:
     def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
         """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
         manifest = describe(plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()})
-        with open_output(out, manifest, resume=self._given["resume"], overwrite=self._given["overwrite"]) as writer:
+        with open_output(out, manifest, resume=self._given["resume"], overwrite=self._given["overwrite"],
+                         prompt_ids=lambda: {problem.task_id for problem in self.problems}) as writer:
             write_samples(writer, plan, self.prompts(), count=len(self.problems), screen=self._screen, loop=loop,
                           shape=self._shape)
         self.failed |= "error" in writer.totals["finish_reasons"]

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -77,18 +78,34 @@ class Ledger:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._stream.close()
+        """Put the lines on the disk; a power cut before costs verdicts, which are judged again."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            if kind is None:
+                with self._refusals():
+                    os.fsync(self._stream.fileno())
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # it tries once more to write what it could not
+            self._stream.close()
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """MachineError where the disk refuses what is done here."""
+        try:
+            yield
+        except OSError as error:
+            raise MachineError(f"{self.path}: cannot write the verdicts: {error.strerror}; those before are kept, and the "
+                               "same command goes on from there") from None
 
     def add(self, ruling: Ruling) -> None:
         """Append the line unless it is there; it is in the file when this returns. MachineError if the disk refuses it."""
         place = (ruling.task_id, ruling.sample, ruling.sha256)
         if place in self._written:
             return
-        try:
+        with self._refusals():
             self._stream.write(json.dumps(ruling._asdict()).encode("ascii") + b"\n")
             self._stream.flush()
-        except OSError as error:
-            raise MachineError(f"{self.path}: cannot write the verdicts: {error.strerror}") from None
         self._written.add(place)
         self.rulings[ruling.sha256] = ruling
 
@@ -96,6 +113,9 @@ class Ledger:
         end, broken = 0, 0
         self._stream.seek(0)
         for number, line in enumerate([] if anew else self._stream, 1):
+            if b"\0" in line:  # a power cut left a hole here
+                end += len(line) if line.endswith(b"\n") else 0
+                continue
             if broken:
                 raise UserError(f"{self.path}:{broken}: this is not a verdict; --rejudge runs all programs again")
             ruling = _parse(line)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +20,7 @@ from bass_cli import __version__
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.surface import Surface, read_surface
 from bass_cli.host import cache_folder
+from bass_cli.saving import write_file
 from bass_cli.threads import most_threads
 
 if TYPE_CHECKING:
@@ -58,15 +57,7 @@ def save_surface(path: Path, surface: Surface, note: Note) -> bool:
     """Keep it there, whole or not at all; False, after a note, where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(surface.to_json() + "\n")
-            os.replace(name, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_file(path, f"{surface.to_json()}\n".encode())
     except OSError as error:
         note(f"{path}: the profile could not be kept: {error.strerror}")
         return False

@@ -1,0 +1,74 @@
+"""Files that are replaced in one step: after a kill or a power cut a reader finds the old content or the new one, whole.
+
+Not here: files that grow line by line (outputs.py, eval/judging.py), nor whether a file may be replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+# What a file system answers that cannot sync a folder; the rename stands, and is as durable there as it can be.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EBADF}
+
+
+def write_file(path: str | Path, content: bytes) -> None:
+    """Replace the file, or the one that a link names, by one with this content. OSError leaves it as it was."""
+    replace_file(path, lambda stream: stream.write(content)).close()
+
+
+def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
+    """The same for what `write` puts into a stream; returns that stream, open to read and append, under the file's name.
+
+    The draft lies in the same folder, under a name that nobody can guess and that is opened exclusively, so no link is
+    ever followed there. It is on the disk before it gets the name, and the name before this returns.
+    """
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
+    stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.fchmod(stream.fileno(), os.stat(target).st_mode & 0o777)
+        write(stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+        os.replace(draft, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
+        with contextlib.suppress(OSError):
+            stream.close()  # tries once more to write what it could not
+        raise
+    sync_folder(target.parent)
+    return stream
+
+
+def _open_here(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_APPEND, 0o666)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def remove_drafts(path: str | Path) -> None:
+    """Remove what a killed process left of replacing this file; for one who knows that no other is doing so."""
+    target = Path(os.path.realpath(path))
+    for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.new"):
+        with contextlib.suppress(OSError):
+            draft.unlink()
