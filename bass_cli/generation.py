@@ -122,6 +122,7 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
     finally:
         summary = screen.summary(writer.name)
         writer.add_seconds(summary["decoding_seconds"])
+    writer.confirm()  # before anybody is told that the samples are there
     screen.close(None if rest is None else summary)
     if failed:
         many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"

@@ -36,7 +36,7 @@ from bass_cli.resume import (
     rewrite_without_failed,
     write_manifest,
 )
-from bass_cli.saving import remove_drafts, sync_folder
+from bass_cli.saving import copy_aside, is_at, present_name, remove_drafts, sync_folder
 
 SYNC_SECONDS = 5.0  # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
 STANDARD_OUTPUT = "standard output"  # the name of its writer
@@ -115,7 +115,7 @@ class Writer:
         self.name, self.done, self.totals = name, frozenset(past.done), past.totals
         self.notes: list[str] = []
         self._stream, self._manifest, self._past, self._created, self._begun = stream, manifest, past, created, False
-        self._now, self._synced = now, now()
+        self._now, self._synced, self._end, self._gone = now, now(), 0, False
 
     def __enter__(self) -> Writer:
         return self
@@ -127,12 +127,38 @@ class Writer:
         """Append one line; it is in the file when this returns. MachineError if the disk refuses it."""
         if not self._begun:
             self._begin()
+        line = completion.to_line().encode("utf-8") + b"\n"
         with self._refusals():
-            self._stream.write(completion.to_line().encode("utf-8") + b"\n")
+            self._stream.write(line)
             self._stream.flush()
             if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
                 self._sync()
         self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in ("copy_of", *COUNTED)})
+        self._end += len(line)
+        self.confirm()
+
+    def confirm(self) -> None:
+        """MachineError where the file under the output's name is not the one that is written to, or was cut short by
+        somebody else. What was written is saved, and the message says where."""
+        if self._manifest is None or self._gone:
+            return
+        size = os.fstat(self._stream.fileno()).st_size
+        if is_at(self._stream, self.name):
+            if size < self._end:
+                self._gone = True
+                raise MachineError(f"{self.name}: another program cut it short while samples were written to it; give the "
+                                   "same command again, and what is missing is drawn again")
+            return
+        self._gone = True  # what has this name now is not ours, nor is its manifest
+        fault = f"{self.name}: it was deleted, renamed or replaced while samples were written to it"
+        try:
+            where = present_name(self._stream) or (str(copy_aside(self._stream, self.name)) if size else None)
+            if where is not None and not manifest_path(where).exists():
+                write_manifest(where, self._manifest | {"finished": False, "totals": self.totals})
+        except (OSError, MachineError) as error:
+            raise MachineError(f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}") from None
+        saved = "" if where is None else f"; they are in {where}, and the same command with --out {where} goes on"
+        raise MachineError(f"{fault}{saved}")
 
     def add_seconds(self, seconds: float) -> None:
         """What was written since the file was opened took so long to generate; only known for a file if for all of it."""
@@ -144,14 +170,16 @@ class Writer:
         try:
             if finished and not self._begun:
                 self._begin()
-            if self._begun and self._manifest is not None:
+            if self._begun:
+                self.confirm()
+            if self._begun and self._manifest is not None and not self._gone:
                 with contextlib.suppress(*([] if finished else [MachineError])):
                     with self._refusals():
                         self._sync()
                     write_manifest(self.name, self._manifest | {"finished": finished, "totals": self.totals})
         finally:
             with contextlib.suppress(OSError):
-                if self._created and not self._begun:
+                if self._created and not self._begun and is_at(self._stream, self.name):
                     os.unlink(self.name)
             if self._stream is not sys.stdout.buffer:
                 with contextlib.suppress(OSError):
@@ -163,6 +191,7 @@ class Writer:
         self._begun = True
         if self._manifest is None:
             return
+        self.confirm()
         with self._refusals():
             for path in (self.name, manifest_path(self.name)):
                 remove_drafts(path)
@@ -172,6 +201,7 @@ class Writer:
                 self._stream.truncate(self._past.end)
             mark(self._stream, self._manifest["results"])
             self._sync()
+            self._end = os.fstat(self._stream.fileno()).st_size
             sync_folder(Path(os.path.realpath(self.name)).parent)
         write_manifest(self.name, self._manifest | {"finished": False, "totals": self.totals})
 
@@ -302,7 +332,7 @@ def _open_locked(path: Path) -> IO[bytes]:
             except BlockingIOError:
                 stream.close()
                 raise UserError(f"{path}: another process is writing to this file") from None
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+            if is_at(stream, path):
                 return stream
             stream.close()
     except OSError as error:

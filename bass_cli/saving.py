@@ -1,6 +1,7 @@
 """Files that are replaced in one step: after a kill or a power cut a reader finds the old content or the new one, whole.
 
-Not here: files that grow line by line (outputs.py, eval/judging.py), nor whether a file may be replaced.
+Files that grow line by line (outputs.py, eval/judging.py) are only looked after here when they lose their name. Not here:
+whether a file may be replaced.
 """
 
 from __future__ import annotations
@@ -8,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import itertools
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -72,3 +76,47 @@ def remove_drafts(path: str | Path) -> None:
     for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.new"):
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def is_at(stream: IO[bytes], path: str | Path) -> bool:
+    """Whether the file under this name is the one that the stream was opened on."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
+    except OSError:
+        return False
+
+
+def present_name(stream: IO[bytes]) -> str | None:
+    """The name that an open file has now, if the system says; None where it has none."""
+    try:
+        name = os.readlink(f"/proc/self/fd/{stream.fileno()}")
+    except OSError:
+        return None
+    return name if is_at(stream, name) else None
+
+
+def copy_aside(stream: IO[bytes], path: str | Path) -> Path:
+    """A new file beside `path`, or in the temporary folder if that one is gone, with all that the stream's file holds: its
+    name is NAME.saved.jsonl, or has the first .saved-N that is free."""
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
+        place = Path(tempfile.gettempdir(), place.name)
+    for number in itertools.count(1):
+        name = place.with_name(f"{place.stem}.saved{'' if number == 1 else f'-{number}'}{place.suffix}")
+        try:
+            copy = open(name, "xb", opener=_open_here)  # noqa: SIM115 - the next statement has it
+        except FileExistsError:
+            continue
+        try:
+            with copy:
+                stream.seek(0)
+                shutil.copyfileobj(stream, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            sync_folder(name.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+        return name
+    raise AssertionError

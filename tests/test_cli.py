@@ -263,3 +263,23 @@ def test_version_and_wrong_commands(cli: Any) -> None:
     assert cli("--version").stdout == f"bass {bass_cli.__version__}\n"
     assert cli("generat", "p.jsonl").exit_code == 2
     assert cli("generate").exit_code == 2
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_samples_are_never_said_to_be_in_a_file_that_is_gone(cli: Any, tmp_path: Path, after: int) -> None:
+    drawn = sys.modules["bass_cli.run"].generate
+
+    def generate(*arguments: Any, **named: Any) -> Any:
+        for number, completion in enumerate(drawn(*arguments, **named)):
+            if number == after:
+                (tmp_path / "o.jsonl").unlink()
+            yield completion
+        if after == 4:
+            (tmp_path / "o.jsonl").unlink()
+
+    sys.modules["bass_cli.run"].generate = generate  # type: ignore[attr-defined]
+    result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
+    assert result.exit_code == 3
+    assert "samples (" not in result.stderr
+    assert f"the same command with --out {tmp_path / 'o.saved.jsonl'} goes on" in result.stderr
+    assert len(rows((tmp_path / "o.saved.jsonl").read_text())) == min(after + 1, 4)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,94 @@ def test_another_process_cannot_write_to_the_same_file(tmp_path: Path) -> None:
         other = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
         assert "another process is writing to this file" in other.stderr
     assert keys(path) == [("a", 0, "eos")]
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced", "link deleted", "folder renamed", "folder deleted"])
+@pytest.mark.parametrize("when", ["meanwhile", "at the end"])
+def test_an_output_that_loses_its_name_is_saved_and_the_run_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, when: str
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "out.jsonl"
+    if how == "link deleted":
+        path.symlink_to("real.jsonl")
+
+    def displace() -> None:
+        if how in ("deleted", "link deleted"):
+            path.unlink()
+        elif how == "renamed":
+            path.rename(folder / "other.jsonl")
+        elif how == "replaced":
+            (folder / "new").write_text("another's\n")
+            (folder / "new").rename(path)
+        elif how == "folder renamed":
+            folder.rename(tmp_path / "other")
+        else:
+            shutil.rmtree(folder)
+
+    def write() -> None:
+        with open_output(str(path), MANIFEST) as writer:
+            writer.write(sample("a", 0))
+            if when == "meanwhile":
+                displace()
+            writer.write(sample("a", 1))
+            if when == "at the end":
+                displace()
+
+    with pytest.raises(MachineError, match=r"deleted, renamed or replaced while .* they are in ") as caught:
+        write()
+    saved = Path(str(caught.value).partition("they are in ")[2].partition(", and ")[0])
+    assert saved.name == {"deleted": "out.saved.jsonl", "replaced": "out.saved.jsonl", "renamed": "other.jsonl",
+                          "link deleted": "real.jsonl", "folder renamed": "out.jsonl",
+                          "folder deleted": "out.saved.jsonl"}[how]  # fmt: skip
+    assert keys(saved) == [("a", 0, "eos"), ("a", 1, "eos")]
+    assert how != "replaced" or path.read_text() == "another's\n"
+    with open_output(str(saved), MANIFEST) as writer:
+        assert writer.done == {("a", 0), ("a", 1)}
+
+
+def test_nothing_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    (tmp_path / "out.saved.jsonl").symlink_to("nowhere")
+
+    def write() -> None:
+        with open_output(str(path), MANIFEST) as writer:
+            writer.write(sample("a", 0))
+            path.unlink()
+
+    for number in (2, 3):
+        with pytest.raises(MachineError, match=rf"out\.saved-{number}\.jsonl"):
+            write()
+        assert keys(tmp_path / f"out.saved-{number}.jsonl") == [("a", 0, "eos")]
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_cannot_be_saved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with open_output(str(path), MANIFEST) as writer:
+            writer.write(sample("a", 0))
+            path.unlink()
+            monkeypatch.setattr(shutil, "copyfileobj", lambda *_: os.close(-1))
+
+    with pytest.raises(MachineError, match="they could not be saved"):
+        write()
+    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
+
+
+def test_an_output_that_another_program_cuts_short_is_not_called_done(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with open_output(str(path), MANIFEST) as writer:
+            writer.write(sample("a", 0))
+            path.write_text("")
+            writer.write(sample("a", 1))
+
+    with pytest.raises(MachineError, match="another program cut it short"):
+        write()
+    with open_output(str(path), MANIFEST) as writer:
+        assert writer.done == {("a", 1)}
