@@ -20,7 +20,7 @@ MARK_VARIABLE = "BASS_TEST_MARK"
 MARK = os.environ.get(MARK_VARIABLE) or f"31337.{secrets.randbelow(10**9):09}"
 cell.START = (*cell.START[:-1], f"{cell.START[-1]}  # {MARK}")
 SECRET = "BASS_TEST_SECRET"
-REACHES_PROCESSES = ("kills", "traces")
+REACHES_PROCESSES = ("kills", "traces", "limits", "owns", "slows", "moves")
 LIMITS = Limits(seconds=2.5, cpu_seconds=1, memory_bytes=256 << 20)
 WORKERS = 6  # most attacks that take long sleep
 ANY = {"failed", "timed out", "out of memory"}
@@ -98,6 +98,43 @@ os.chmod("a/b", 0)
 os.chmod(".", 0)
 assert 0
 """
+EVERYBODY = """
+import os, resource
+hit = 0
+for pid in [*range(1, os.getpid() + 100), {supervisor}]:
+    try:
+        resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+        hit += pid != os.getpid()
+    except OSError:
+        pass
+assert hit
+"""
+OWNER = """
+import fcntl, os, struct
+ends = os.pipe()
+fcntl.fcntl(ends[0], {0})
+"""
+# Takes from the pipes on which it speaks itself, so that who looks into them finds nothing or waits; fills the other.
+THEFT = """
+import os
+for fd in range(3, 20):
+    for way in (os.O_RDONLY, os.O_WRONLY):
+        try:
+            twin = os.open(f"/proc/self/fd/{fd}", way | os.O_NONBLOCK)
+            while way == os.O_WRONLY and os.write(twin, bytes(4096)):
+                pass
+            os.read(twin, 4096)
+        except OSError:
+            pass
+"""
+FLOOD = """
+import os
+taken = os.open("/proc/self/fd/1", os.O_RDONLY)
+for number in range(15):
+    if os.fork() == 0:
+        while True:
+            os.write(1, b"x" * 65536) if number % 4 else os.read(taken, 1)
+"""
 CALL = "import ctypes\nlibc = ctypes.CDLL(None)\n"
 
 PROGRAMS: dict[str, tuple[str, set[str]]] = {
@@ -118,6 +155,20 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "kills its parent": ("import os\nos.kill(os.getppid(), 9)", {"failed"}),
     "kills the supervisor": ("import os\nos.kill({supervisor}, 9)", {"failed"}),
     "kills by descriptor": ("import os, signal\nsignal.pidfd_send_signal(os.pidfd_open({supervisor}), 9)", {"failed"}),
+    "kills its parent by descriptor": ("import os, signal, time\nsignal.pidfd_send_signal(os.pidfd_open(os.getppid()), 2)\n"
+                                       "time.sleep(0.3)", {"failed"}),
+    "limits its parent": ("import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\n"
+                          "time.sleep(0.3)", {"failed"}),
+    "limits everybody": (EVERYBODY, {"failed"}),
+    "owns a pipe for its parent": (OWNER.replace("{0}", "fcntl.F_SETOWN, os.getppid()"), {"failed"}),
+    "owns it in the new way": (OWNER.replace("{0}", "15, struct.pack('ii', 1, os.getppid())"), {"failed"}),
+    "owns a socket for its parent": ("import fcntl, os, socket, struct\nends = socket.socketpair()\n"
+                                     "fcntl.ioctl(ends[0], 0x8902, struct.pack('i', os.getppid()))", {"failed"}),
+    "slows its parent": ("import os\nos.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", {"failed"}),
+    "slows its user": ("import os\nos.setpriority(os.PRIO_USER, 0, 19)", {"failed"}),
+    "slows its parent by a policy": ("import os\nos.sched_setscheduler(os.getppid(), os.SCHED_IDLE, os.sched_param(0))",
+                                     {"failed"}),
+    "moves its parent": ("import os\nos.sched_setaffinity(os.getppid(), os.sched_getaffinity(0))", {"failed"}),
     "kills everybody": ("import os\nos.kill(-1, 9)", {"failed"}),
     "kills its group": ("import os\nos.kill(0, 9)", {"failed"}),
     "connects": ("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)", {"failed"}),
@@ -142,6 +193,11 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "patches builtins": (PATCHES, {"failed"}),
     "an exception that cannot be shown": ("class E(Exception):\n    def __str__(self): raise self\nraise E()", {"failed"}),
     "an exception that ends": ("import os\nclass E(Exception):\n    def __str__(self): os._exit(0)\nraise E()", {"failed"}),
+    "floods and ends": (FLOOD + "assert 0", {"failed"}),
+    "floods and takes it back": (FLOOD + "os.wait()", {"timed out", "failed"}),
+    "floods an error": ("raise Exception('x' * (1 << 25))", {"failed"}),
+    "takes from its pipes": (THEFT + "os._exit(0)", {"failed"}),
+    "takes from its pipes and says refused": (THEFT + FORGERY.replace('b"+"', 'b"#pid: no"'), {"failed"}),
     "writes to every pipe": (FORGERY, {"failed"}),
     "searches the frames": (FRAMES, {"failed"}),
     "ends in a fork": ("import os\nif os.fork():\n    os.wait()\n    assert 0", {"failed"}),

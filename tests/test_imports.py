@@ -71,7 +71,7 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.job", f"{EVAL}.cell", f"{EVAL}.folder", f"{EVAL}.isolation", f"{EVAL}.jail.order",
     },
     "bass_cli/eval/isolation.py": {"bass_cli.job", f"{EVAL}.cell", f"{EVAL}.jail.landlock"},
-    "bass_cli/eval/cell.py": {f"{EVAL}.jail.order"},
+    "bass_cli/eval/cell.py": {f"{EVAL}.jail.descendants", f"{EVAL}.jail.order"},
     "bass_cli/eval/folder.py": {"bass_cli.job"},
     "bass_cli/eval/jail/__init__.py": set(),
     "bass_cli/eval/jail/order.py": set(),

@@ -21,6 +21,7 @@ from bass_cli.eval.cell import Report
 from bass_cli.eval.folder import remove_tree, work_folder
 from bass_cli.eval.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.eval.jail import seccomp
+from bass_cli.eval.jail.order import Order
 from bass_cli.eval.sandbox import Limits, Sandbox, Verdict
 from bass_cli.job import MachineError
 
@@ -50,6 +51,12 @@ HARMLESS = {
     "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
     "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
     "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
+    "limits of its own": "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (20, 20))\n"
+                         "assert r.prlimit(0, r.RLIMIT_NOFILE, (9, 9)) == (20, 20)",
+    "priorities of its own": "import os\nos.nice(1)\nos.setpriority(os.PRIO_PROCESS, 0, 9)\n"
+                             "os.sched_setaffinity(0, os.sched_getaffinity(0))",
+    "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, fcntl.F_GETFD))\nos.isatty(1)\n"
+                          "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
 }  # fmt: skip
 
@@ -197,17 +204,78 @@ def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
-    reports = iter([cell.LOST, refused, good, cell.LOST, cell.LOST, refused])
+    reports = iter([cell.LOST, refused, good, refused, cell.LOST, refused])
     monkeypatch.setattr(cell.Crew, "run", lambda *_: next(reports))
     assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
     with pytest.raises(MachineError, match="not the program's: pid: full"):
         list(sandbox.run([(0, "")]))
 
 
-def test_a_warden_that_says_nothing_is_ended(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
-    with pytest.raises(MachineError):
-        list(sandbox.run([(0, SLEEPER + "while True: pass")]))
+def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itself(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: set[str] = set()
+    company: list[tuple[str, str, int]] = []
+    real = cell.Crew.run
+
+    def run(crew: cell.Crew, order: Order) -> Report:
+        running.add(order["text"])
+        report = real(crew, order)
+        company.append((order["text"], report.status, len(running)))
+        running.remove(order["text"])
+        return report
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
+    programs |= {f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)}
+    with Sandbox(workers=3, layers=[]) as weak:
+        verdicts = dict(weak.run(programs.items()))
+    assert {name for name, verdict in verdicts.items() if not verdict.passed} == {"end"}
+    assert verdicts["end"][:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    (first, _), (second, beside) = [found[1:] for found in company if found[0] == programs["end"]]
+    assert (first, second, beside) == ("lost", "lost", 1)
+    assert survivors() == []
+
+
+def test_a_warden_that_stands_still_costs_only_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox(workers=1, layers=[], limits=Limits(seconds=0.5)) as weak:
+        monkeypatch.setattr(cell, "GRACE", 0.2)
+        stop = "import os, time\nos.kill(os.getppid(), 19)\n" + SLEEPER + "time.sleep(99)"
+        ((_, verdict),) = weak.run([(0, stop)])
+    assert verdict[:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    until = time.monotonic() + 10.0
+    while survivors() and time.monotonic() < until:  # they are dying
+        time.sleep(0.05)
+    assert survivors() == []
+
+
+def test_a_fault_of_a_warden_while_the_program_runs_is_a_loss() -> None:
+    blind = "import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\ntime.sleep(1)"
+    with Sandbox(workers=2, layers=[]) as weak:
+        verdicts = dict(weak.run([("bad", blind), ("good", "x = 1")]))
+    assert verdicts["good"].passed
+    assert verdicts["bad"].status == "failed"
+    assert verdicts["bad"].detail.startswith("the process that watches the program has failed: OSError")
+
+
+def test_a_report_is_no_longer_than_a_warden_s() -> None:
+    inlet, outlet = os.pipe()
+    os.write(outlet, b"passed\n0.1\n0\n" + b"x" * 100)
+    os.close(outlet)
+    later = time.monotonic() + 60
+    assert cell._parse(cell._read(inlet, later, 50)) == cell.LOST
+    os.close(inlet)
+
+
+@pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
+def test_a_warden_that_says_nothing_is_ended(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
+) -> None:
+    need_namespaces(sandbox)
+    with Sandbox(workers=1, layers=layers and layers.split(",")) as made:
+        monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
+        ((_, verdict),) = made.run([(0, SLEEPER + "while True: pass")])
+    assert verdict.status == "failed"
     until = time.monotonic() + 10.0
     while survivors() and time.monotonic() < until:  # nobody is left to wait for what the warden started
         time.sleep(0.05)
@@ -223,9 +291,11 @@ def test_warnings_say_what_is_not_kept_out() -> None:
     assert [len(describe(["uid"]).warnings()), describe(["uid"]).network] == [2, "none"]
 
 
-def judge(filter_lines: list[seccomp.Instruction], number: int, argument: int, architecture: int) -> int:
+def judge(filter_lines: list[seccomp.Instruction], number: int, arguments: tuple[int, ...], architecture: int) -> int:
     """What the kernel would answer: an interpreter of the four instructions that the filter uses."""
-    words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture, seccomp.ARGUMENT_AT: argument & 0xFFFFFFFF}
+    words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture}
+    for place, argument in enumerate((*arguments, 0, 0)):
+        words[seccomp.ARGUMENT_AT + seccomp.ARGUMENT_BYTES * place] = argument & 0xFFFFFFFF
     place, value = 0, 0
     while True:
         code, yes, no, operand = filter_lines[place]
@@ -244,21 +314,26 @@ def test_the_filter_of_each_processor(name: str) -> None:
     kill, tgkill = seccomp.SIGNALS["kill"][column], seccomp.SIGNALS["tgkill"][column]
     in_namespace, alone = seccomp.filter_for(name, None), seccomp.filter_for(name, 77, attributes=False, forks=False)
 
-    def allowed(lines: list[seccomp.Instruction], number: int | None, argument: int = 0) -> bool:
-        return judge(lines, number or 0, argument, architecture) == seccomp.ALLOW
+    def allowed(lines: list[seccomp.Instruction], number: int | None, *arguments: int) -> bool:
+        return judge(lines, number or 0, arguments, architecture) == seccomp.ALLOW
 
     for numbers in seccomp.FORBIDDEN.values():
         assert not allowed(in_namespace, numbers[column])
         assert not allowed(alone, numbers[column])
     assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, True, True, True]
     assert [allowed(alone, tgkill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, False, False, True]
+    prlimit, setpriority, fcntl = ({"x86_64": x, "aarch64": arm}[name] for x, arm in ((302, 261), (141, 140), (72, 25)))
+    for lines in (in_namespace, alone):
+        assert [allowed(lines, prlimit, pid) for pid in (0, 1, 77, -1)] == [True, False, False, False]
+        assert [allowed(lines, setpriority, *who) for who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [True] + [False] * 3
+        assert [allowed(lines, fcntl, 0, command) for command in (1, 2, 8, 10, 15)] == [True, True, False, False, False]
     fchmod, clone = seccomp.ATTRIBUTES["fchmod"][column], seccomp.CLONE[column]
     assert [allowed(lines, fchmod) for lines in (in_namespace, alone)] == [True, False]
     flags = (17, seccomp.THREAD, seccomp.NEW_USER | 17, seccomp.NEW_USER | seccomp.THREAD)
     assert [allowed(in_namespace, clone, flag) for flag in flags] == [True, True, False, False]
     assert [allowed(alone, clone, flag) for flag in flags] == [False, True, False, False]
-    assert judge(alone, seccomp.CLONE3, 0, architecture) == seccomp.NO_SUCH_CALL
-    assert judge(alone, 0, 0, 1) == seccomp.KILL
+    assert judge(alone, seccomp.CLONE3, (), architecture) == seccomp.NO_SUCH_CALL
+    assert judge(alone, 0, (), 1) == seccomp.KILL
     assert allowed(alone, 63)  # read on one processor, uname on the other
     assert max(len(in_namespace), len(alone)) < 4096
 

@@ -5,11 +5,9 @@ What happens inside is jail/; who decides about layers and workers is isolation.
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +15,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from bass_cli.eval.jail.descendants import kill_tree
 from bass_cli.eval.jail.order import Order
 
 # Not -I: it would ignore PYTHONHASHSEED. The effect is the same: no user folder (-s), no variable but these, and the
@@ -39,6 +38,7 @@ class Report(NamedTuple):
 
 
 LOST = Report("lost", "the process that watches the program has ended", 0.0, b"")
+WORDS_BYTES = 1 << 20  # of a report beside the program's output; more comes from no warden
 
 
 class Cell:
@@ -51,7 +51,7 @@ class Cell:
 
     def run(self, order: Order) -> Report:
         """Run one order to its end; when this returns, every process of it is dead (or just dying, if the warden itself was
-        stuck and had to be killed: what it started ends with it)."""
+        stuck and had to be killed, with what is below it)."""
         inlet, outlet = os.pipe()
         os.set_blocking(outlet, False)
         with self._lock:
@@ -73,7 +73,8 @@ class Cell:
                     self._close()
                 self._send(marshal.dumps(dict(order)))
                 assert warden.stdout
-                data = _read(warden.stdout.fileno(), time.monotonic() + order["seconds"] + GRACE)
+                most = order["output_bytes"] + WORDS_BYTES
+                data = _read(warden.stdout.fileno(), time.monotonic() + order["seconds"] + GRACE, most)
             finally:
                 self._close()
                 self._end(warden)
@@ -110,8 +111,7 @@ class Cell:
         try:
             warden.wait(GRACE)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(warden.pid, signal.SIGKILL)
+            kill_tree(warden.pid)
 
 
 class Crew:
@@ -143,17 +143,18 @@ class Crew:
                 cell.cancel()
 
 
-def _read(descriptor: int, deadline: float) -> bytes:
+def _read(descriptor: int, deadline: float, most: int) -> bytes:
+    """What is written until all have closed the pipe, or until the deadline; nothing if it is more than `most` bytes."""
     data = b""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - time.monotonic()) > 0 and len(data) <= most:
         if poll.poll(1000 * left):
             piece = os.read(descriptor, 1 << 16)
             if not piece:
                 break
             data += piece
-    return data
+    return data if len(data) <= most else b""
 
 
 def _parse(data: bytes) -> Report:

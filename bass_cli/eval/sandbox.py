@@ -10,19 +10,21 @@ import contextlib
 import math
 import os
 import queue
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar, cast
 
 from bass_cli.eval.cell import Crew, Report
 from bass_cli.eval.folder import work_folder
-from bass_cli.eval.isolation import NONE, choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.isolation import Isolation as Isolation
+from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
 from bass_cli.eval.jail.order import Order
 from bass_cli.job import MachineError
 
 K = TypeVar("K")
-ATTEMPTS = 3  # for a warden that could not start or vanished, which says nothing about the program
+ATTEMPTS = 3  # for a warden that could not start, which says nothing about the program
+LOSSES = 2  # of a warden while a program ran, the second without company: then it is the program's doing
 
 
 class Limits(NamedTuple):
@@ -60,6 +62,41 @@ class Verdict(NamedTuple):
         return self.status == "passed"
 
 
+class _Turns:
+    """Programs run together, or one runs alone: who asks for that is waited for by those who come later."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._running = self._asking = 0
+        self._alone = False
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: not self._alone and not self._asking)
+            self._running += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._running -= 1
+                self._change.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._change:
+            self._asking += 1
+            self._change.wait_for(lambda: not self._alone and not self._running)
+            self._asking -= 1
+            self._alone = True
+        try:
+            yield
+        finally:
+            with self._change:
+                self._alone = False
+                self._change.notify_all()
+
+
 class Sandbox:
     """Runs programs, `workers` at a time (default: one for each core this process may use).
 
@@ -77,6 +114,7 @@ class Sandbox:
         for user in users:
             self._users.put(user)
         self._crews: set[Crew] = set()
+        self._turns = _Turns()
         self.layers = find_layers(self._attempt, layers)
         self.isolation: Isolation = describe(self.layers)
 
@@ -117,16 +155,20 @@ class Sandbox:
             self._crews.discard(crew)
 
     def _judge(self, crew: Crew, text: str) -> Verdict:
-        for _ in range(ATTEMPTS):
-            report = self._try(crew, text, self.layers)
-            if report.status not in ("refused", "lost") or crew.dismissed:
+        """A warden that could not start, or was lost, is followed by another while no other program runs: whatever a
+        program has done to it, or to another's, then costs that program alone its verdict."""
+        losses = 0
+        for attempt in range(ATTEMPTS):
+            with self._turns.alone() if attempt else self._turns.together():
+                report = self._try(crew, text, self.layers)
+            losses += report.status == "lost"
+            if crew.dismissed or losses == LOSSES or report.status not in ("refused", "lost"):
                 break
-        # A program that can signal its warden may have ended it; elsewhere only the system can.
-        theirs = report.status == "lost" and (crew.dismissed or self.isolation.processes.startswith(NONE))
-        if report.status in ("refused", "lost") and not theirs:
+        if report.status == "refused" and not crew.dismissed:
             raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
-        status = "failed" if theirs else report.status
-        return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+        if report.status == "lost":
+            return Verdict("failed", f"{report.detail}, also when it ran alone", report.seconds)
+        return Verdict(report.status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(Crew(), "", layers)

@@ -24,14 +24,26 @@ def kill_descendants(process: int = 0) -> None:
             _send(-process, KILL)
         return
     while _collect():
-        stopped: set[int] = set()
-        while found := descendants(os.getpid()) - stopped:  # what is stopped cannot fork while the rest is looked for
-            for one in found:
-                _send(one, STOP)
-            stopped |= found
-        for one in stopped:
-            _send(one, KILL)
+        _kill_below(os.getpid())
         time.sleep(0.001)
+
+
+def kill_tree(process: int) -> None:
+    """Kill a child of this process that does not end by itself, and every process below it."""
+    _send(process, STOP)  # so that it starts and collects nothing meanwhile
+    if os.path.exists("/proc/self/stat"):
+        _kill_below(process)
+    _send(process, KILL)
+
+
+def _kill_below(process: int) -> None:
+    stopped: set[int] = set()
+    while found := descendants(process) - stopped:  # what is stopped cannot fork while the rest is looked for
+        for one in found:
+            _send(one, STOP)
+        stopped |= found
+    for one in stopped:
+        _send(one, KILL)
 
 
 def _collect() -> bool:

@@ -42,6 +42,7 @@ def enter(order: Order, say: int, hear: int, keys: list[bytes]) -> NoReturn:
         os.write(say, b"%s%s: %s" % (REFUSED, error.layer.encode(), error.reason.encode()))
         os._exit(1)
     os.write(say, READY)
+    os.read(hear, len(READY))  # until the warden has heard it: what comes after the text has begun is the program's
     scope = sys.modules["program"].__dict__
     _run([scope, order["text"], _ender(keys.pop(), say, hear)], say)
 

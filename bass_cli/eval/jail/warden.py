@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ORDERS, REPORTS = 0, 1  # standard input stays open as long as the supervisor wants the program to run
 CHUNK, TICK = 65536, 0.05
 KILL, XCPU = 9, 24
+LOST = "the process that watches the program has failed"
 ENDED = "the process ended before the program did: "
 
 
@@ -100,10 +101,16 @@ def _guard(order: Order) -> NoReturn:
         namespaces.build_root(order["places"], order["owner"], order["folder_bytes"])
     start = time.monotonic()
     watch, say, output = _start(order)
-    _watch(watch, say, output, start + order["seconds"])
-    seconds = time.monotonic() - start
-    kill_descendants(watch.process)
-    _report(*(watch.verdict or ("failed", "")), seconds, watch.output)
+    try:
+        _watch(watch, say, output, start + order["seconds"])
+        seconds = time.monotonic() - start
+        kill_descendants(watch.process)
+        _report(*(watch.verdict or ("failed", "")), seconds, watch.output)
+    except BaseException as error:
+        if not watch.ready:
+            raise
+        # The program may have brought it about. The outer process kills what is left: this one may not be able to.
+        _report("lost", f"{LOST}: {type(error).__name__}: {error}", 0.0, b"")
     os._exit(0)
 
 
@@ -126,6 +133,8 @@ def _start(order: Order) -> tuple[Watch, int, int]:
             os._exit(1)
     for unused in (say_in, hear_out, output_in):
         os.close(unused)
+    for own in (say_out, hear_in, output_out):  # a program may take from its pipes, or fill them: nothing waits for them
+        os.set_blocking(own, False)
     return Watch(order, process, key, hear_in), say_out, output_out
 
 
@@ -155,10 +164,20 @@ def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
 
 
 def _take(poll: select.poll, descriptor: int) -> bytes:
-    data = os.read(descriptor, CHUNK)
+    try:
+        data = os.read(descriptor, CHUNK)
+    except BlockingIOError:  # the program was faster
+        return b""
     if not data:
         poll.unregister(descriptor)
     return data
+
+
+def _say(watch: Watch, word: bytes) -> None:
+    try:
+        os.write(watch.answer, word)
+    except OSError:  # the program has closed or filled the pipe: so it does not hear
+        return
 
 
 def _sign_of_end(process: int) -> list[int]:
@@ -171,22 +190,24 @@ def _sign_of_end(process: int) -> list[int]:
 
 def _listen(watch: Watch, data: bytes) -> None:
     """One message of the program's process. Only the key brings the nonce, and only the nonce is a pass."""
-    if not watch.ready and data[:1] == program.REFUSED:
-        watch.verdict = "refused", data[1:].decode()
-        return
     if not watch.ready:
-        watch.ready = True
-        data = data.removeprefix(program.READY)
-    if watch.nonce:
+        if data[:1] == program.REFUSED:
+            watch.verdict = "refused", data[1:].decode()
+        elif data:
+            watch.ready = True
+            _say(watch, program.READY)
+    elif not data:
+        return
+    elif watch.nonce:
         good = data == watch.nonce
         watch.verdict = ("passed", "") if good else ("failed", "a false answer")
     elif data == watch.key:
         watch.nonce = os.urandom(program.WORD)
-        os.write(watch.answer, watch.nonce)
+        _say(watch, watch.nonce)
     elif data[:1] == program.RAISED:
         text = data[1:].decode("utf-8", "replace")
         watch.verdict = ("out of memory" if text == "MemoryError" else "failed"), text
-    elif data:
+    else:
         watch.verdict = "failed", "a false word"
 
 
