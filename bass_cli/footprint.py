@@ -119,7 +119,10 @@ class Need:
         except Exception as error:
             if not is_refused_memory(error):
                 raise
-            free = usable(free_memory(self.device) + held_memory(self.device))
+            try:
+                free = usable(free_memory(self.device) + held_memory(self.device))
+            except RuntimeError:  # a device that refuses memory may refuse that too; then the plan has to do
+                free = self.footprint.bytes(self.rows, self.new_tokens)
             # By the plan it should have fitted: half of it is proposed, or less where others have taken memory meanwhile.
             remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
             raise MachineError(f"memory ran out with {self._batch()}; {remedy}") from None

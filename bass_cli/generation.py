@@ -125,7 +125,8 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
     writer.confirm()  # before anybody is told that the samples are there
     screen.close(None if rest is None else summary)
     if failed:
-        many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
+        prompts_failed = len({completion.id for completion in failed})
+        many = "1 prompt" if prompts_failed == 1 else f"{prompts_failed} prompts"
         screen.error(f'{many} could not be run; the first, "{failed[0].id}": {failed[0].error}')
     return summary
 

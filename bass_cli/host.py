@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 SUPPORTED = ("linux", "darwin")
 _NEEDED = ("fcntl", "pwd", "resource")  # locks on output files, users and limits of the sandbox
 # What torch, CUDA's libraries, Python and the C library say when memory is refused. Not all of them have a type for it.
-_REFUSALS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed", "bad_alloc",
-             "not enough memory")
+_REFUSALS = ("out of memory", "out_of_memory", "can't allocate memory", "cannot allocate memory", "alloc_failed",
+             "allocation_failed", "bad_alloc", "not enough memory")
 _UNLIMITED = 1 << 60  # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
 
 

@@ -142,7 +142,8 @@ def prepare(job: Job, *, longest_prompt: str = "",
                         "make one with bass profile and the same --pair (or --model) and --draft, or use auto or bass")
     plan = Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes),
                 options=options)
-    return _fitted(plan, len(tokenizer.encode(longest_prompt)) if longest_prompt else 0)
+    longest = longest_prompt.encode(errors="replace").decode()  # only its length counts; what cannot be read fails later
+    return _fitted(plan, len(tokenizer.encode(longest)) if longest else 0)
 
 
 def longest_draft(job: Job) -> int:

@@ -23,11 +23,13 @@ from bass_cli.records import BOM, READERS, hub_records
 IN_MEMORY = 64 * 2**20
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list"}
 _KINDS |= {dict: "an object", type(None): "null"}
+_DEPTH = 100  # of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python allows
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta` all other fields."""
+    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta` all other fields. `fault`:
+    why there can be no samples of it, though the file is well formed."""
 
     id: str
     text: str | None
@@ -35,6 +37,7 @@ class Prompt:
     meta: dict[str, Any]
     reference: str | None
     place: str
+    fault: str | None = None
 
     def whole(self) -> str:
         """All of its text; that of messages without what a chat template puts around them."""
@@ -164,7 +167,25 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
-    return Prompt(identity, text, messages, fields, reference, place)
+    fault = None if _is_unicode(identity) else f'{place}: field "id": it holds half of a surrogate pair, which is not text'
+    for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
+        del fields[key]  # it could not be written to the line that says so
+        fault = f'{place}: field "{key}": it is nested more than {_DEPTH} deep'
+    return Prompt(identity, text, messages, fields, reference, place, fault)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it is free of halves of surrogate pairs, which JSON can spell and no encoding has bytes for."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested in each other more than `most` deep."""
+    level = [value] if isinstance(value, (list, dict)) else []
+    for _ in range(most if level else 0):
+        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(inner, (list, dict))]
+    return bool(level)
 
 
 def _kind_of(value: Any) -> str:
@@ -176,8 +197,6 @@ def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = Fals
         _refuse(place, field, f"it must be a string, not {_kind_of(value)}")
     if not value and not may_be_empty:
         _refuse(place, field, "it is empty")
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        _refuse(place, field, "it holds half of a surrogate pair, which is not text")
 
 
 def _check_messages(messages: Any, place: str) -> None:

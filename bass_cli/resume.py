@@ -196,7 +196,7 @@ def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

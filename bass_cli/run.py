@@ -136,7 +136,9 @@ class Conductor:
         clock = self._loop.clock
         began = clock.now()
         try:
-            tokens = self._encode(prompt)
+            if prompt.fault is not None:
+                raise UserError(prompt.fault)
+            tokens, reference = self._encode(prompt), self._reference(prompt)
             if len(tokens) >= self._context:
                 raise UserError(f"the prompt has {len(tokens)} tokens, the model's context {self._context}")
         except UserError as error:
@@ -147,7 +149,7 @@ class Conductor:
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
         task = _Task(prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline)
-        if self._loop.open(prompt.id, tokens, self._reference(prompt), deadline=deadline):
+        if self._loop.open(prompt.id, tokens, reference, deadline=deadline):
             self._tasks.append(task)
         else:
             yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)

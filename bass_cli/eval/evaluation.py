@@ -72,12 +72,12 @@ class Evaluation:
         self.generate(self.plan(), self.out)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
-    def plan(self) -> Plan:
-        """The plan of the job, for every file that is to come of it; says once what may surprise."""
+    def plan(self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
+        """The plan of the job, for every file that is to come of it; says once what may surprise. `options`: see Plan."""
         from bass_cli.plan import prepare
 
         self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        plan = prepare(self.job, longest_prompt=self.longest_prompt())
+        plan = prepare(self.job, longest_prompt=self.longest_prompt(), options=options)
         tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
         return plan
 

@@ -43,7 +43,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
                             *(one for out in samples for one in evaluation.files_of(out))])
     settle(evaluation.job.threads, screen.note)
 
-    plan = evaluation.plan()
+    plan = evaluation.plan(options=("--n", "--max-new-tokens"))  # the methods say how many of them are drawn at once
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())
@@ -124,10 +124,11 @@ def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method:
 
 
 def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
-    """The loop, with a controller that has seen nothing of other budgets."""
+    """The loop, with a controller that has seen nothing of other budgets. MachineError where memory runs out."""
     from bass_cli.assembly import lengths_for
 
-    found = loop()
+    with plan.need.explained():
+        found = loop()
     found.lengths = lengths_for(plan)
     return found
 

@@ -70,12 +70,13 @@ class Tokenizer:
         return () if id_ is None else (id_,)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens that the tokenizer puts around a text."""
-        return self._inner(text)["input_ids"]
+        """Ids of a prompt, with the special tokens that the tokenizer puts around a text. This and the next two: UserError
+        where there is half of a surrogate pair in the text."""
+        return self._inner(_checked(text))["input_ids"]
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text as it may stand inside another, without special tokens."""
-        return self._inner(text, add_special_tokens=False)["input_ids"]
+        return self._inner(_checked(text), add_special_tokens=False)["input_ids"]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation that is the assistant's to go on; UserError if there is no template or it refuses."""
@@ -85,7 +86,7 @@ class Tokenizer:
             text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:  # the template is a program: jinja's errors, or any that it provokes
             raise UserError(f"the chat template refuses the messages: {error}") from None
-        return self._inner(text, add_special_tokens=False)["input_ids"]  # the template has written its own
+        return self.encode_part(text)  # the template has written its own special tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out, spaces as they are."""
@@ -97,6 +98,15 @@ class Tokenizer:
         for part in (sorted(self.texts.items()), self._inner.chat_template, self.encode(_PROBE)):
             digest.update(repr(part).encode())
         return digest.hexdigest()[:32]
+
+
+def _checked(text: str) -> str:
+    """The text, if it is Unicode: JSON can spell half of a surrogate pair, which has no bytes that could be tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"character {error.start + 1} of the text is half of a surrogate pair, which is not text") from None
+    return text
 
 
 def _refuse_code(folder: Path) -> None:
