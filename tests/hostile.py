@@ -136,6 +136,14 @@ for number in range(15):
             os.write(1, b"x" * 65536) if number % 4 else os.read(taken, 1)
 """
 CALL = "import ctypes\nlibc = ctypes.CDLL(None)\n"
+# Every kind of shared memory, queue and semaphore that outlives the process that made it; passes if one could be made.
+LASTING = CALL + """
+made = {{
+    "shm": libc.shmget({key}, 4096, 0o1666), "sem": libc.semget({key}, 1, 0o1666), "msg": libc.msgget({key}, 0o1666),
+    "mqueue": libc.mq_open(b"/bass-{key}", 0o102, 0o666, None),
+}}
+assert max(made.values()) >= 0, made
+"""
 
 PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "endless loop": ("while True: pass", {"timed out"}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile import LIMITS, MARK, MARK_VARIABLE, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
+from hostile import LASTING, LIMITS, MARK, MARK_VARIABLE, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
 
 from bass_cli.eval.isolation import LAYERS, choose_users
 from bass_cli.eval.sandbox import Sandbox, Verdict
@@ -190,3 +192,18 @@ def test_another_user_is_as_safe_with_what_layers_there_are(target: Target, sand
     if not WEAK[layers] & set(OUTSIDE):
         assert target.harm() == []
     target.restore()
+
+
+@pytest.mark.parametrize("layers", ["pid,mount,ipc", "landlock,seccomp", EVERYTHING])
+def test_shared_memory_and_queues_end_with_the_program(layers: str) -> None:
+    key = secrets.randbelow(1 << 31)
+    with Sandbox(workers=1, layers=layers.split(",")) as sandbox:
+        if missing := set(layers.split(",")) - {*sandbox.layers, "user"}:
+            pytest.skip(f"this system refuses {', '.join(sorted(missing))}")
+        ((_, verdict),) = sandbox.run([("", LASTING.format(key=key))])
+    tables = {kind: Path(f"/proc/sysvipc/{kind}").read_text() for kind in ("shm", "sem", "msg")}
+    left = {kind for kind, table in tables.items() for line in table.splitlines() if line.split()[0] == str(key)}
+    if ctypes.CDLL(None).mq_unlink(b"/bass-%d" % key) == 0:
+        left.add("mqueue")
+    assert left == set()
+    assert verdict.passed != ("seccomp" in layers), verdict  # in a namespace of its own a program may, elsewhere not

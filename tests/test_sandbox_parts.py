@@ -317,7 +317,7 @@ def test_the_filter_of_each_processor(name: str) -> None:
     def allowed(lines: list[seccomp.Instruction], number: int | None, *arguments: int) -> bool:
         return judge(lines, number or 0, arguments, architecture) == seccomp.ALLOW
 
-    for numbers in seccomp.FORBIDDEN.values():
+    for numbers in (*seccomp.FORBIDDEN.values(), *seccomp.SHARED.values()):
         assert not allowed(in_namespace, numbers[column])
         assert not allowed(alone, numbers[column])
     assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, True, True, True]

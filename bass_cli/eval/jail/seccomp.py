@@ -1,5 +1,5 @@
 """A filter on system calls: a program may only touch itself. No sockets, no signals, limits or priorities for others, no
-tracing, no new namespaces, no rare kernel interfaces.
+tracing, no new namespaces, no memory or queues that outlive it, no rare kernel interfaces.
 
 Needs no privilege. It is the second wall behind namespaces, and the first where they are forbidden.
 Source: the kernel's userspace-api/seccomp_filter; numbers for x86-64 and arm64.
@@ -37,6 +37,12 @@ REFUSED_WITH: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
     (16, 29): (1, (0x8901, 0x8902)),  # ioctl: FIOSETOWN, SIOCSPGRP, which are F_SETOWN for sockets
     (157, 167): (0, (62,)),  # prctl: PR_SCHED_CORE
 }
+# Memory, semaphores and queues that others find by a key or a name: they outlive their maker, and no limit counts them.
+SHARED: Numbers = {
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+}  # fmt: skip
 # What neither Landlock nor a limit keeps from changing files outside; only forbidden where no mount namespace does.
 ATTRIBUTES: Numbers = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
@@ -67,7 +73,8 @@ def filter_for(name: str, own: int | None, attributes: bool = True, forks: bool 
     ]  # fmt: skip
     if name == "x86_64":
         lines += [(ANY_BIT, 0, 1, OTHER_ABI), (RETURN, 0, 0, NO_SUCH_CALL)]
-    calls = [*FORBIDDEN.values(), *(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
+    calls = [*FORBIDDEN.values(), *SHARED.values()]
+    calls += [*(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
     for number in (numbers[column] for numbers in calls):
         lines += [] if number is None else [(EQUAL, 0, 1, number), (RETURN, 0, 0, NOT_PERMITTED)]
     # clone3 hides its flags from a filter; without it the C library takes clone
