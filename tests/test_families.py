@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is missing'),
     (changed("llama-3.1", hidden_act="silo"), r'"hidden_act": the activation "silo" .*did you mean "silu"'),
     (changed("llama-3.1", hidden_size="big"), "\"hidden_size\": a number above 0 is needed, not 'big'"),
-    (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number is needed, not 2.5'),
+    (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to 4096 is needed, not 2.5'),
     (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 32 heads cannot share 5'),
     (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no 24 equal heads'),
     ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is missing'),
@@ -205,6 +205,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": True is not supp'),
     (changed("codegen", n_head=2), '"n_head": it must be a multiple of 4'),
     (changed("gptj", rotary_dim=0), '"rotary_dim": a number above 0 is needed, not 0'),
+    (changed("gptj", rotary_dim=258), "258 rotary dimensions of a head of 256"),
+    (changed("gpt2", model_type=["gpt2"]), r'"model_type": the family "\[\'gpt2\'\]" is not supported'),
+    (changed("gpt2", model_type={}), '"model_type": the family "{}" is not supported'),
+    (changed("gpt2", activation_function=["gelu"]), '"activation_function": the activation .* is not supported'),
+    (changed("llama-3.1", num_attention_heads=0), '"num_attention_heads": a number above 0 is needed, not 0'),
+    (changed("llama-3.1", num_attention_heads=-4), '"num_attention_heads": a number above 0 is needed, not -4'),
+    (changed("llama-3.1", num_attention_heads=[32]), '"num_attention_heads": a number above 0 is needed, not .32'),
+    (changed("llama-3.1", num_attention_heads="32"), "\"num_attention_heads\": a number above 0 is needed, not '32'"),
+    (changed("llama-3.1", num_hidden_layers=10**9), '"num_hidden_layers": a whole number from 1 to 4096 is needed'),
+    (changed("llama-3.1", head_dim=1e9), '"head_dim": a whole number from 1 to 65536 is needed, not 1000000000'),
+    (changed("llama-3.1", head_dim=10**400), '"head_dim": a finite number is needed, not 1000.*000'),
+    (changed("llama-3.1", vocab_size=float("nan")), '"vocab_size": a number above 0 is needed, not nan'),
+    (changed("llama-3.1", hidden_size=float("inf")), '"hidden_size": a finite number is needed, not inf'),
+    (changed("llama-3.1", rms_norm_eps=None, hidden_size=True), '"hidden_size": a finite number is needed, not True'),
+    (changed("llama-3.1", tie_word_embeddings="false"), "\"tie_word_embeddings\": true or false is needed, not 'false'"),
+    (changed("llama-3.1", attention_bias=[]), r'"attention_bias": true or false is needed, not \[\]'),
+    (changed("llama-3.1", rope_scaling="llama3"), "\"rope_scaling\": a mapping is needed, not 'llama3'"),
+    (changed("llama-3.1", rope_scaling={"type": ["linear"]}), "the rope type .* is not supported"),
+    (changed("llama-3.1", rope_scaling={"type": "linear", "factor": "2"}), "rope_parameters: key \"factor\": .* not '2'"),
+    (changed("llama-3.1", partial_rotary_factor=1e300), "256 rotary dimensions of a head of 128"),
+    (changed("llama-3.1", partial_rotary_factor=0.001), "0 rotary dimensions of a head of 128"),
+    (changed("llama-3.1", rope_scaling={**OLD["llama-3.1"]["rope_scaling"], "high_freq_factor": 1.0}),
+     'key "high_freq_factor": 1 is not above low_freq_factor, 1'),
+    (changed("gemma-3-1b", rope_scaling={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
+    (changed("qwen2-windows", layer_types=4), '"layer_types": a list is needed, not 4'),
+    (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not supported'),
+    (changed("qwen2-windows", max_window_layers="3"), "\"max_window_layers\": a number above 0 is needed, not '3'"),
+    (changed("qwen2-windows", use_sliding_window="no"), '"use_sliding_window": true or false is needed'),
+    (changed("gemma-3-1b", sliding_window_pattern=0), '"sliding_window_pattern": a number above 0 is needed, not 0'),
 ]  # fmt: skip
 
 
@@ -213,6 +242,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     with pytest.raises(UserError, match=message) as error:
         spec_of_config(config, place="folder/config.json")
     assert str(error.value).startswith("folder/config.json")
+    assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -223,6 +253,14 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
     ({"llama.context_length": None}, 'the key "llama.context_length" is missing'),
     ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
+    ({"general.architecture": [1.0]}, 'the family .* is not supported'),
+    ({"llama.block_count": 2**31}, '"llama.block_count": a whole number from 1 to 4096 is needed'),
+    ({"llama.block_count": 2.5}, '"llama.block_count": a whole number from 1 to 4096 is needed, not 2.5'),
+    ({"llama.attention.key_length": 2**40, "llama.attention.value_length": 2**40}, '"llama.attention.key_length": a whole'),
+    ({"split.count": "3"}, '"split.count": a number above 0 is needed'),
+    ({"llama.rope.scaling.type": 2.0}, 'the rope type "2.0"'),
+    ({"llama.rope.dimension_count": 7}, "7 rotary dimensions of a head of 8"),
+    ({"llama.rope.dimension_count": 2**31}, '"llama.rope.dimension_count": a whole number'),
 ])  # fmt: skip
 def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:

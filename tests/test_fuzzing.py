@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_gguf
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_families import EMBEDDING, GGUF, OLD
 
 from bass_cli.job import UserError, load_pair
+from bass_cli.model.checkpoint import open_checkpoint
+from bass_cli.model.decoder import parameters
+from bass_cli.model.files import read_torch
+from bass_cli.model.gguf_families import spec_of_gguf
+from bass_cli.model.specs import spec_of_config
 
 # The same examples on every machine and in every run; a test's own folder is used again by all of them.
 FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None,
@@ -41,6 +54,35 @@ def damaged(draw: st.DrawFn, whole: bytes, bits: list[bytes]) -> bytes:
     return bytes(content[: draw(st.integers(0, len(content)))] if draw(st.integers(0, 4)) == 0 else content)
 
 
+ODD = st.sampled_from([None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**400, 0.0, 0.5, -1.5, 1e308, float("nan"),
+                       float("inf"), "", "0", "a", "\ud800", "x" * 10**4, [], {}, [[]], [None], [0] * 99, [1.5, "a"],
+                       {"a": 1}])
+JSON = st.recursive(ODD, lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3),
+                    max_leaves=4)
+
+
+@st.composite
+def replaced(draw: st.DrawFn, whole: Any) -> Any:
+    """The JSON value with one to three of its parts, at any depth, replaced by random ones, removed, or swapped."""
+    value = copy.deepcopy(whole)
+    for _ in range(draw(st.integers(1, 3))):
+        part = value
+        while True:
+            keys = sorted(part, key=str) if isinstance(part, dict) else range(len(part))
+            key = draw(st.sampled_from(keys)) if keys else None
+            inner = part[key] if keys else None
+            if not (isinstance(inner, (dict, list)) and inner and draw(st.booleans())):
+                break
+            part = inner
+        if key is None:
+            break
+        if draw(st.integers(0, 5)) == 0:
+            del part[key]
+        else:
+            part[key] = copy.deepcopy(draw(ODD if draw(st.booleans()) else JSON))
+    return value
+
+
 def assert_read_or_named(read: Callable[[], object], file: Path) -> None:
     """Whatever else is raised than an error in one line that names the file is a fault of ours."""
     try:
@@ -57,3 +99,71 @@ def test_pair_files(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "pair.yaml"
     file.write_bytes(content)
     assert_read_or_named(lambda: load_pair(str(file)), file)
+
+
+@FUZZ
+@given(config=st.sampled_from(sorted(OLD)).flatmap(lambda name: replaced(OLD[name])))
+def test_configs_of_every_family(config: dict[str, Any]) -> None:
+    place = Path("folder/config.json")
+    assert_read_or_named(lambda: parameters(spec_of_config(config, place=str(place))), place)
+
+
+@FUZZ
+@given(metadata=replaced({**GGUF, "general.architecture": "gemma3", "split.count": 1, "llama.rope.scaling.type": "linear"}
+                         | {key.replace("llama", "gemma3"): value for key, value in GGUF.items() if "." in key}
+                         | {"gemma3.attention.sliding_window": 4, "gemma3.attention.sliding_window_pattern": [True, False],
+                            "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 2.0}))
+def test_metadata_of_gguf_files(metadata: dict[str, Any]) -> None:
+    place = Path("model.gguf")
+    assert_read_or_named(lambda: parameters(spec_of_gguf(metadata, EMBEDDING, place=str(place))), place)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as safetensors, as GGUF and as torch saves it."""
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 32}
+    model = write_checkpoint("llama", folder / "folder", shards=False, **sizes)
+    write_gguf("llama", folder / "model.gguf", **sizes)
+    torch.save({name: value for name, value in model.state_dict().items() if "layers" not in name}, folder / "model.bin")
+    return folder
+
+
+NUMBERS = [struct.pack("<Q", number) for number in (0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64 - 1)] + [
+    struct.pack("<I", number) for number in (0, 1, 4, 5, 6, 7, 8, 9, 10, 12, 99, 2**31, 2**32 - 1)]
+
+
+@FUZZ
+@given(data=st.data())
+def test_gguf_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Their header and a little of what follows, where all that is believed of a file lies."""
+    whole, path = (models / "model.gguf").read_bytes(), tmp_path / "model.gguf"
+    path.write_bytes(data.draw(damaged(whole[:4000], NUMBERS)) + whole[4000:])
+    assert_read_or_named(lambda: open_checkpoint(path), path)
+
+
+@FUZZ
+@given(data=st.data())
+def test_safetensors_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
+    """Damaged bytes, or a sound header that says what cannot be."""
+    whole, folder = (models / "folder" / "model.safetensors").read_bytes(), tmp_path / "folder"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes((models / "folder" / "config.json").read_bytes())
+    end = 8 + int.from_bytes(whole[:8], "little")
+    if data.draw(st.booleans()):
+        head = data.draw(damaged(whole[:end], NUMBERS))
+    else:
+        header = json.dumps(data.draw(replaced(json.loads(whole[8:end])))).encode()
+        head = struct.pack("<Q", len(header)) + header
+    (folder / "model.safetensors").write_bytes(head + whole[end:])
+    assert_read_or_named(lambda: open_checkpoint(folder), folder)
+
+
+@FUZZ
+@given(data=st.data())
+def test_torch_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
+    whole, path = (models / "model.bin").read_bytes(), tmp_path / "model.bin"
+    pickled = whole.index(b"data.pkl")  # and what follows it: the rest is mostly weights
+    bits = [b"c", b".", b"}", b"(", b"t", b"R", b"K\xff", b"\x8a\x08", *NUMBERS]
+    path.write_bytes(data.draw(damaged(whole[: pickled + 1200], bits)) + whole[pickled + 1200 :])
+    assert_read_or_named(lambda: read_torch(path), path)

@@ -176,13 +176,15 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/model/prompts.py": {"torch", "bass_cli.capture"},
     "bass_cli/model/families.py": {"bass_cli.job", f"{MODEL}.decoder"},
-    "bass_cli/model/specs.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families"},
-    "bass_cli/model/gguf_families.py": {"bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.specs"},
-    "bass_cli/model/files.py": {"bass_cli.job", "torch", "gguf", "safetensors"},
+    "bass_cli/model/specs.py": {"bass_cli.job", "bass_cli.reading", f"{MODEL}.decoder", f"{MODEL}.families"},
+    "bass_cli/model/gguf_families.py": {
+        "bass_cli.job", "bass_cli.reading", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.specs",
+    },
+    "bass_cli/model/files.py": {"bass_cli.job", "bass_cli.reading", "torch", "gguf", "safetensors"},
     "bass_cli/model/sources.py": {"bass_cli.drafts", "bass_cli.hub", "bass_cli.job", "huggingface_hub"},
     "bass_cli/model/checkpoint.py": {
         "bass_cli.job", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files", f"{MODEL}.gguf_families",
-        f"{MODEL}.specs", "torch",
+        f"{MODEL}.specs", "bass_cli.reading", "torch",
     },
     "bass_cli/model/weights.py": {
         "bass_cli.job", f"{MODEL}.checkpoint", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files",

@@ -6,7 +6,6 @@ Not here: finding it (sources.py), file formats (files.py), loading it (weights.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bass_cli.job import UserError
+from bass_cli.reading import parse_object, read_bytes, shown
 
 from . import families, gguf_families
 from .decoder import Spec, parameters
@@ -25,6 +25,8 @@ from .gguf_families import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from .specs import spec_of_config
 
 _EMBEDDINGS = {row[0] + ".weight" for family in FAMILIES.values() for row in family.tensors if row[1] == "embed"}
+_CONFIG_BYTES = 1 << 24  # the most that a config may have; the largest index of shards has a few megabytes
+_FACTORS = 1 << 16  # more rotary factors than any head has dimensions
 _NAMED = 5  # tensors that an error names
 # The single file of each format, else its index, else all that look like shards; the first format there is wins.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
@@ -73,15 +75,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
     metadata, entries = read_gguf(path)
     factors = None
-    if ROPE_FACTORS in entries:
+    if (stored := entries.get(ROPE_FACTORS)) is not None:
+        if stored.dtype != "F32" or len(stored.shape) != 1 or stored.shape[0] > _FACTORS:
+            raise UserError(f'{path}: tensor "{ROPE_FACTORS}": a row of numbers of type F32 is needed, not '
+                            f"{list(stored.shape)} of type {stored.dtype}")
         with path.open("rb", buffering=0) as file:
-            factors = tuple(next(parts(file, entries[ROPE_FACTORS]))[1].tolist())
+            factors = tuple(next(parts(file, stored))[1].tolist())
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
     pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_families.IGNORED)
-    eos = _ids([metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")])
-    return Checkpoint(path, spec, eos, metadata, pieces)
+    eos = [id_ for kind in ("eos", "eot") for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)]
+    return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces)
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -93,26 +98,26 @@ def _open_folder(path: Path) -> Checkpoint:
         spec = replace(spec, tied=False)
     pieces = _assign(spec, families.slots(spec, family.tensors), entries, path, families.IGNORED)
     generation = path / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    return Checkpoint(path, spec, _ids(config.get("eos_token_id") if eos is None else eos), {}, pieces)
+    eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
+    return Checkpoint(path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        return parse_object(read_bytes(path, _CONFIG_BYTES))
     except OSError as error:
         raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: broken JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: a JSON object is needed")
-    return content
+        raise UserError(f"{path}: {error}") from None
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
     """The ids in an integer, a list, or nothing; in order, each once."""
-    listed = value if isinstance(value, list) else [value]
-    return tuple(dict.fromkeys(item for item in listed if type(item) is int))
+    value = values.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int for item in listed):
+        raise UserError(f'{place}: key "{key}": a token id or a list of them is needed, not {shown(value)}')
+    return tuple(dict.fromkeys(listed))
 
 
 def _entries(folder: Path) -> dict[str, Entry]:
@@ -136,8 +141,11 @@ def _entries(folder: Path) -> dict[str, Entry]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     listed = _read_json(index).get("weight_map")
-    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+    if not isinstance(listed, dict):
         raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
+    for name in listed.values():
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise UserError(f'{index}: key "weight_map": the name of a file beside it is needed, not {shown(name)}')
     return listed
 
 
@@ -147,7 +155,7 @@ def _differs(entries: Mapping[str, Entry]) -> bool:
     embed = next((entry for name, entry in entries.items() if name in _EMBEDDINGS), None)
     if head is None or embed is None or head[0::3] == embed[0::3]:
         return False
-    if head[1:3] != embed[1:3]:
+    if head[1:3] != embed[1:3] or head.dtype not in DTYPES or not head.size:
         return True
     with head.file.open("rb", buffering=0) as one, embed.file.open("rb", buffering=0) as other:
         pairs = zip(parts(one, head), parts(other, embed), strict=True)

@@ -6,10 +6,13 @@ corrupt file is a UserError before anything large is read. Not here: what the te
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import mmap
+import os
+import pickle
 import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,13 +21,15 @@ import torch
 from torch import Tensor
 
 from bass_cli.job import UserError
+from bass_cli.reading import LARGEST, open_regular, parse_object, text, whole
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTISED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 
 _PART = 1 << 20  # elements that are read or dequantised at once
 _RUN = 1 << 13  # elements in what gguf is told are rows: sixteen of them at a time should fit into a core's cache
-_HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors format
+_HEADER_LIMIT = 100 * 2**20  # bytes; the limit of the safetensors format, which no GGUF header comes near either
+_DIMENSIONS = 8  # that a tensor may have: the decoder's have two
 _SAFETENSORS_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -33,6 +38,11 @@ _GGUF_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?",
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
 _GGUF_VERSIONS = (2, 3)
 _GGUF_ALIGNMENT = 32
+_GGUF_ENTRIES = 1 << 16  # fields or tensors of a file, and
+_GGUF_ITEMS = 1 << 22  # numbers in one array: a model has hundreds, and a vocabulary hundreds of thousands
+
+
+_Info = tuple[tuple[int, ...], int, int]  # of a GGUF file's tensor: shape, rows first; number of its type; offset
 
 
 class Entry(NamedTuple):
@@ -48,77 +58,118 @@ class Entry(NamedTuple):
 
 def read_safetensors(path: Path) -> dict[str, Entry]:
     """The tensors of a .safetensors file; UserError if it is unreadable, truncated or corrupt."""
-    total = _size(path)
-    with path.open("rb") as file:
+    with _opened(path) as file:
+        total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if total < 8 or length > min(total - 8, _HEADER_LIMIT):
             raise UserError(f"{path}: truncated or not safetensors: the header does not fit into {total} bytes")
-        header = _parsed(file.read(length), path)
-    entries = {}
+        raw = file.read(length)
     try:
-        for name, item in header.items():
-            if name != "__metadata__":
-                first, last = item["data_offsets"]
-                entries[name] = Entry(path, item["dtype"], tuple(item["shape"]), 8 + length + first, last - first)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{path}: the header is corrupt: its entries are not those of safetensors") from None
-    for name, entry in entries.items():
-        width = _SAFETENSORS_BYTES.get(entry.dtype)
-        if width is not None and math.prod(entry.shape) * width != entry.size:
-            raise UserError(f'{path}: the header is corrupt: the size of "{name}" does not fit its shape')
-    _check_end(path, total, entries)
+        header = parse_object(raw)
+        entries = {name: _safetensors_entry(path, name, item, 8 + length) for name, item in header.items()
+                   if name != "__metadata__"}
+    except ValueError as error:
+        raise UserError(f"{path}: the header is corrupt: {error}") from None
+    _check_places(path, total, entries)
     return entries
+
+
+def _safetensors_entry(path: Path, name: str, item: Any, begin: int) -> Entry:
+    """The tensor that a header's item describes, data beginning at `begin`; ValueError names it."""
+    try:
+        first, last = (whole(place) for place in item["data_offsets"])
+        dtype, shape = text(item["dtype"]), tuple(whole(size) for size in item["shape"])
+        size = last - first
+        width = _SAFETENSORS_BYTES.get(dtype)
+        if len(shape) > _DIMENSIONS or size < 0 or (width is not None and math.prod(shape) * width != size):
+            raise ValueError("its size does not fit its shape")
+    except KeyError as error:
+        raise ValueError(f'tensor "{name}" has no {error}') from None
+    except TypeError:
+        raise ValueError(f'tensor "{name}" is not described as in safetensors') from None
+    except ValueError as error:
+        raise ValueError(f'tensor "{name}": {error}') from None
+    return Entry(path, dtype, shape, begin + first, size)
 
 
 def read_torch(path: Path) -> dict[str, Entry]:
     """The tensors of a .bin file that torch.save wrote (its zip format); no code in it is run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    total = _size(path)
+    entries: dict[str, Entry] = {}
     try:
-        with FakeTensorMode():
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-        offsets = {name: int(t.untyped_storage()._checkpoint_offset) for name, t in tensors.items()}  # type: ignore
+        with _opened(path) as file:
+            total = os.fstat(file.fileno()).st_size
+            with zipfile.ZipFile(file) as archive:
+                if any(record.file_size != record.compress_size for record in archive.infolist()):
+                    raise ValueError("its records are compressed")
+            file.seek(0)
+            with FakeTensorMode():
+                state = torch.load(file, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+            raise ValueError("it holds no mapping of names to tensors")
+        for name, tensor in state.items():
+            if isinstance(tensor, torch.Tensor):
+                entries[name] = _torch_entry(path, name, tensor)
+    except UserError:
+        raise
+    except pickle.UnpicklingError:  # its own text advises to run what is in the file
+        raise UserError(f"{path}: the file is damaged or holds more than tensors, and no code in it is run; convert the "
+                        "checkpoint to safetensors") from None
     except Exception as error:  # a pickle that is broken, or from before the zip format, may raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{path}: torch cannot read the file (truncated, or in the format of torch before 1.6): {reason}"
         ) from None
-    entries = {}
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    for name, tensor in tensors.items():
-        if not tensor.is_contiguous():
-            raise UserError(f'{path}: the tensor "{name}" is not stored contiguously; convert the checkpoint')
-        start = offsets[name] + int(tensor.storage_offset()) * tensor.element_size()
-        size = int(tensor.numel()) * tensor.element_size()
-        entries[name] = Entry(path, names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), start, size)
-    _check_end(path, total, entries)
+    _check_places(path, total, entries, shared=True)
     return entries
+
+
+def _torch_entry(path: Path, name: str, tensor: Tensor) -> Entry:
+    if not tensor.is_contiguous():
+        raise UserError(f'{path}: the tensor "{name}" is not stored contiguously; convert the checkpoint')
+    begin = tensor.untyped_storage()._checkpoint_offset
+    if begin is None:
+        raise ValueError(f'the tensor "{name}" has no place in the file')
+    start = begin + int(tensor.storage_offset()) * tensor.element_size()
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return Entry(path, names.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape), start,
+                 int(tensor.numel()) * tensor.element_size())
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """Metadata and tensors of a .gguf file. Arrays of strings (the vocabulary) are left out of the metadata."""
-    total = _size(path)
-    if total < 24:
-        raise UserError(f"{path}: the file is truncated: {total} bytes are no GGUF file")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        magic, version, tensors, fields = struct.unpack_from("<4sIQQ", data)
-        if magic != b"GGUF" or version not in _GGUF_VERSIONS:
-            raise UserError(f"{path}: not a GGUF file of version 2 or 3 (it begins with {magic!r}, {version})")
-        cursor = _Cursor(data)
-        try:
-            metadata = {cursor.text(): cursor.value(cursor.scalar("I")) for _ in range(fields)}
-            infos = [cursor.tensor_info() for _ in range(tensors)]
-        except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError):
-            raise UserError(f"{path}: the header is truncated or corrupt near byte {cursor.at}") from None
+    with _opened(path) as file:
+        total = os.fstat(file.fileno()).st_size
+        if total < 24:
+            raise UserError(f"{path}: the file is truncated: {total} bytes are no GGUF file")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            metadata, infos, end = _gguf_header(path, data)
     alignment = metadata.get("general.alignment", _GGUF_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 1:
+    if type(alignment) is not int or alignment < 1:
         raise UserError(f'{path}: key "general.alignment": {alignment!r} is not valid')
-    begin = -(-cursor.at // alignment) * alignment
-    entries = {name: _gguf_entry(path, name, dims, kind, begin + offset) for name, dims, kind, offset in infos}
-    _check_end(path, total, entries)
+    begin = -(-end // alignment) * alignment
+    entries = {name: _gguf_entry(path, name, dims, kind, begin + offset) for name, (dims, kind, offset) in infos.items()}
+    _check_places(path, total, entries)
     return metadata, entries
+
+
+def _gguf_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Info], int]:
+    """Metadata, what is said of each tensor, and where the header ends."""
+    magic, version, tensors, fields = struct.unpack_from("<4sIQQ", data)
+    if magic != b"GGUF" or version not in _GGUF_VERSIONS:
+        raise UserError(f"{path}: not a GGUF file of version 2 or 3 (it begins with {magic!r}, {version})")
+    if max(tensors, fields) > _GGUF_ENTRIES:
+        raise UserError(f"{path}: the header is corrupt: {tensors} tensors and {fields} fields are more than a model has")
+    cursor = _Cursor(data)
+    try:
+        metadata = {cursor.text(): cursor.value(cursor.scalar("I")) for _ in range(fields)}
+        infos = dict(cursor.tensor_info() for _ in range(tensors))
+    except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError):
+        raise UserError(f"{path}: the header is truncated or corrupt near byte {cursor.at}") from None
+    if len(metadata) < fields or len(infos) < tensors:
+        raise UserError(f"{path}: the header is corrupt: a field or a tensor is there twice")
+    return metadata, infos, cursor.at
 
 
 def parts(file: BinaryIO, entry: Entry) -> Iterator[tuple[int, Tensor]]:
@@ -162,7 +213,7 @@ def read_into(file: BinaryIO, entry: Entry, offset: int, target: Tensor) -> None
 
 
 class _Cursor:
-    """Walks through a GGUF header."""
+    """Walks through a GGUF header; struct.error or OverflowError where it ends too soon or says what cannot be."""
 
     def __init__(self, data: mmap.mmap):
         self.data, self.at = data, 24
@@ -187,24 +238,26 @@ class _Cursor:
             for _ in range(length):
                 self._skip_text()
             return None
+        if length > _GGUF_ITEMS:
+            raise OverflowError
         code = _GGUF_SCALARS[kind]
         values = struct.unpack_from(f"<{length}{code}", self.data, self.at)
         self.at += struct.calcsize(f"<{length}{code}")
         return list(values)
 
-    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape (rows first), type number, offset."""
+    def tensor_info(self) -> tuple[str, _Info]:
+        """Name; shape (rows first), type number, offset."""
         name, dimensions = self.text(), self.scalar("I")
-        if dimensions > 8:
+        if dimensions > _DIMENSIONS:
             raise OverflowError
         shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
-        return name, shape, self.scalar("I"), self.scalar("Q")
+        return name, (shape, self.scalar("I"), self.scalar("Q"))
 
     def _skip_text(self) -> int:
         """Move past a string; where its bytes begin."""
         begin = self.at + 8
         self.at = begin + self.scalar("Q")
-        if self.at > len(self.data):
+        if self.at > min(len(self.data), _HEADER_LIMIT):
             raise OverflowError
         return begin
 
@@ -217,31 +270,26 @@ def _gguf_entry(path: Path, name: str, shape: tuple[int, ...], kind: int, start:
     except ValueError:
         raise UserError(f'{path}: tensor "{name}" has type {kind}, which the gguf package does not know') from None
     block, size = GGML_QUANT_SIZES[dtype]
-    if not shape or shape[-1] % block:
+    if not all(shape) or not shape or shape[-1] % block or math.prod(shape) > LARGEST:
         raise UserError(f'{path}: the header is corrupt: tensor "{name}" of type {dtype.name} has shape {shape}')
     return Entry(path, dtype.name, shape, start, math.prod(shape) // block * size)
 
 
-def _size(path: Path) -> int:
+def _opened(path: Path) -> BinaryIO:
     try:
-        return path.stat().st_size
+        return open_regular(path)
     except OSError as error:
         raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
 
 
-def _parsed(raw: bytes, path: Path) -> dict[str, Any]:
-    try:
-        header = json.loads(raw)
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"{path}: the header is corrupt: it is not a JSON object")
-    return header
-
-
-def _check_end(path: Path, total: int, entries: dict[str, Entry]) -> None:
-    end = max((entry.start + entry.size for entry in entries.values()), default=0)
+def _check_places(path: Path, total: int, entries: dict[str, Entry], *, shared: bool = False) -> None:
+    """UserError unless all tensors lie within the file, none over another unless they may be `shared`."""
     if not entries:
         raise UserError(f"{path}: the file holds no tensors")
+    end = max(entry.start + entry.size for entry in entries.values())
     if end > total:
         raise UserError(f"{path}: the file is truncated: it has {total} bytes, its tensors need {end}")
+    placed = sorted((entry.start, entry.size, name) for name, entry in entries.items() if entry.size)
+    for (start, size, name), (after, _, other) in itertools.pairwise([] if shared else placed):
+        if start + size > after:
+            raise UserError(f'{path}: the header is corrupt: tensors "{name}" and "{other}" lie over each other')

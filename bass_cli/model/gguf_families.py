@@ -10,9 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from bass_cli.job import UserError
+from bass_cli.reading import shown
 
 from .decoder import Norm, Rope, Spec
-from .specs import Values, known, shape_of
+from .specs import Values, known, rotary_size, shape_of
 
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = (r"^rope_freqs\.weight$",)
@@ -137,7 +138,7 @@ def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A list of counts, one a layer, that are all equal stands for that count."""
 
     def same(value: Any) -> bool:
-        return isinstance(value, list) and len(set(value)) == 1 and type(value[0]) is int
+        return isinstance(value, list) and value != [] and type(value[0]) is int and value.count(value[0]) == len(value)
 
     return {key: value[0] if same(value) else value for key, value in metadata.items()}
 
@@ -146,21 +147,21 @@ def _refuse(values: Values, name: str) -> None:
     """UserError for what the decoder cannot do."""
     for key in (f"{name}.expert_count", f"{name}.attn_logit_softcapping", f"{name}.final_logit_softcapping"):
         if values.values.get(key):
-            raise UserError(f'{values.place}: key "{key}": {values.values[key]} is not supported')
-    if (values.values.get("split.count") or 1) > 1:
+            raise UserError(f'{values.place}: key "{key}": {shown(values.values[key])} is not supported')
+    if values.values.get("split.count") and values.count("split.count") > 1:
         raise UserError(
             f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; merge them'
         )
     sizes = [values.values.get(f"{name}.attention.{part}_length") for part in ("key", "value")]
     if sizes[0] != sizes[1]:
         raise UserError(
-            f'{values.place}: key "{name}.attention.value_length": {sizes[1]} differs from key_length, '
-            f"{sizes[0]}, which is not supported"
+            f'{values.place}: key "{name}.attention.value_length": {shown(sizes[1])} differs from key_length, '
+            f"{shown(sizes[0])}, which is not supported"
         )
 
 
 def _rope(values: Values, name: str, head_size: int, factors: tuple[float, ...] | None) -> Rope:
-    size = values.count("rotary", head_size)
+    size = rotary_size(values.count("rotary", head_size), head_size, values.place)
     kind = values.values.get(f"{name}.rope.scaling.type") or "none"
     known(kind, ("none", "linear"), values.place, f'key "{name}.rope.scaling.type": the rope type')
     if factors is not None and len(factors) != size // 2:
@@ -176,8 +177,10 @@ def _windows(values: Values, layers: int) -> tuple[int, ...]:
         return (0,) * layers
     window, stored = values.count("window"), values.values.get(values.key("window") + "_pattern")
     if isinstance(stored, list):
-        return tuple(window if local else 0 for local in stored[:layers])
-    pattern = int(stored) if stored else _GEMMA_PATTERN
+        if len(stored) != layers:
+            raise UserError(f"{values.place}: the pattern of windows is one of {len(stored)} layers, not {layers}")
+        return tuple(window if local else 0 for local in stored)
+    pattern = values.count(values.key("window") + "_pattern") if stored else _GEMMA_PATTERN
     return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
 
 

@@ -6,10 +6,11 @@ What differs between families is data in families.py; GGUF metadata is read by g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from bass_cli.job import UserError, nearest
+from bass_cli.reading import number, shown, truth, whole
 
 from .decoder import Norm, Rope, Spec
 from .families import CODEGEN_BLOCKS, FAMILIES, Family
@@ -19,6 +20,12 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
 }
 ROPE_TYPES = ("default", "linear", "llama3")
+
+
+# More than any model has, and not too many to make room for before its tensors, which have to fit, have been looked at.
+_MOST = {"layers": 1 << 12, "head_size": 1 << 16}
+_LARGEST = 2**31 - 1  # of all other sizes
+_Value = TypeVar("_Value")
 
 
 class Values:
@@ -32,34 +39,52 @@ class Values:
 
     def number(self, word: str, default: float | None = None) -> float:
         """A finite number above 0; None in the config means the default."""
+        return self._checked(word, default, _above_0)
+
+    def count(self, word: str, default: int | None = None) -> int:
+        """A whole number above 0, and no larger than it may be of any model."""
+        return self._checked(word, default, lambda value: _whole(_above_0(value), _MOST.get(word, _LARGEST)))
+
+    def flag(self, word: str) -> bool:
+        """True or false; what is not there is false."""
+        return self._checked(word, False, truth)
+
+    def mapping(self, word: str) -> dict[str, Any]:
+        """An object; nothing is an empty one."""
+        value = self.values.get(word) or {}
+        if not isinstance(value, Mapping):
+            raise UserError(f'{self.place}: key "{word}": a mapping is needed, not {shown(value)}')
+        return dict(value)
+
+    def _checked(self, word: str, default: Any, check: Callable[[Any], _Value]) -> _Value:
         value = self.values.get(self.key(word))
         value = default if value is None else value
         if value is None:
             raise UserError(f'{self.place}: the key "{self.key(word)}" is missing')
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise UserError(f'{self.place}: key "{self.key(word)}": a number above 0 is needed, not {value!r}')
-        return float(value)
+        try:
+            return check(value)
+        except ValueError as error:
+            raise UserError(f'{self.place}: key "{self.key(word)}": {error}') from None
 
-    def count(self, word: str, default: int | None = None) -> int:
-        """A whole number above 0."""
-        value = self.number(word, default)
-        if value != int(value):
-            raise UserError(f'{self.place}: key "{self.key(word)}": a whole number is needed, not {value!r}')
-        return int(value)
 
-    def mapping(self, word: str) -> dict[str, Any]:
-        value = self.values.get(word) or {}
-        if not isinstance(value, Mapping):
-            raise UserError(f'{self.place}: key "{word}": a mapping is needed, not {value!r}')
-        return dict(value)
+def _above_0(value: Any) -> float:
+    if isinstance(value, (int, float)) and value > 0:
+        return number(value)
+    raise ValueError(f"a number above 0 is needed, not {shown(value)}")
+
+
+def _whole(value: float, most: int) -> int:
+    """As a config may have it, 8.0 for 8 too."""
+    return whole(int(value) if value.is_integer() else value, least=1, most=most)
 
 
 def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, what: str) -> None:
     """UserError unless the word is one of the choices; it lists them all."""
-    if word not in choices:
-        close = nearest(str(word), choices)
+    if not isinstance(word, str) or word not in choices:
+        given = word if isinstance(word, str) else shown(word)
+        close = nearest(given, choices)
         listed = "" if close.startswith("known") else f"; known: {', '.join(choices)}"
-        raise UserError(f'{place}: {what} "{word}" is not supported; {close}{listed}')
+        raise UserError(f'{place}: {what} "{given[:80]}" is not supported; {close}{listed}')
 
 
 def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
@@ -72,7 +97,7 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
     shape = shape_of(values, context=values.count("context"), vocab=values.count("vocab"))
     activation = values.values.get(values.key("activation"))
     known(activation, ACTIVATIONS, place, f'key "{values.key("activation")}": the activation')
-    biases = family.biases.union(*(names for flag, names in family.flags.items() if values.values.get(flag)))
+    biases = family.biases.union(*(names for flag, names in family.flags.items() if values.flag(flag)))
     rope, local = _ropes(values, family, shape["head_size"])
     scalar = values.number("query_pre_attn_scalar") if name == "gemma3_text" else shape["head_size"]
     return Spec(
@@ -80,7 +105,7 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         local_rope=local, activation=ACTIVATIONS[str(activation)], gated=family.gated, parallel=family.parallel,
         windows=_windows(values, shape["layers"], family.windows), biases=biases,
         query_scale=scalar**-0.5, embed_scale=shape["width"] ** 0.5 if name == "gemma3_text" else 1.0,
-        tied=bool(values.values.get("tie_word_embeddings")))
+        tied=values.flag("tie_word_embeddings"))
 
 
 def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
@@ -101,10 +126,10 @@ def _refuse(values: Values, family: Family) -> None:
     for key, wanted in family.required.items():
         got = values.values.get(key, wanted)
         if (got or None) != (wanted or None):
-            raise UserError(f'{values.place}: key "{key}": {got!r} is not supported, only {wanted!r} is')
+            raise UserError(f'{values.place}: key "{key}": {shown(got)} is not supported, only {wanted!r} is')
     projected = values.values.get("word_embed_proj_dim")
     if projected not in (None, values.values.get(values.key("width"))):
-        raise UserError(f'{values.place}: key "word_embed_proj_dim": {projected} is not supported, only hidden_size')
+        raise UserError(f'{values.place}: key "word_embed_proj_dim": {shown(projected)} is not supported, only hidden_size')
     if family.tensors is FAMILIES["codegen"].tensors and values.count("heads") % CODEGEN_BLOCKS:
         raise UserError(f'{values.place}: key "{values.key("heads")}": it must be a multiple of {CODEGEN_BLOCKS}')
     if values.values.get("quantization_config"):
@@ -114,13 +139,15 @@ def _refuse(values: Values, family: Family) -> None:
 
 def _windows(values: Values, layers: int, style: str) -> tuple[int, ...]:
     """The window of each layer, 0 for none, from the layer types or the older keys that stood for them."""
-    if not style or not values.values.get("sliding_window") or not values.values.get("use_sliding_window"):
+    if not style or not values.values.get("sliding_window") or not values.flag("use_sliding_window"):
         return (0,) * layers
     window, types = values.count("sliding_window"), values.values.get("layer_types")
     if style == "all":
         return (window,) * layers
     if types is None:
         return tuple(window if local else 0 for local in _locals(values, layers))
+    if not isinstance(types, list):
+        raise UserError(f'{values.place}: key "layer_types": a list is needed, not {shown(types)}')
     for kind in types:
         known(kind, ("full_attention", "sliding_attention"), values.place, 'key "layer_types": the type')
     if len(types) != layers:
@@ -132,19 +159,20 @@ def _locals(values: Values, layers: int) -> tuple[bool, ...]:
     if "sliding_window_pattern" in values.values:
         pattern = values.count("sliding_window_pattern")
         return tuple(bool((i + 1) % pattern) for i in range(layers))
-    first = values.values.get("max_window_layers") or 0
+    first = values.count("max_window_layers") if values.values.get("max_window_layers") else 0
     return tuple(i >= first for i in range(layers))
 
 
 def _ropes(values: Values, family: Family, head_size: int) -> tuple[Rope | None, Rope | None]:
     """The rotary embedding of full layers, and of windowed ones where it is another."""
     if family.rotary != "config":
-        return (Rope(10000.0, values.count("rotary_dim")) if family.rotary == "partial" else None), None
+        size = values.count("rotary_dim") if family.rotary == "partial" else 0
+        return (Rope(10000.0, rotary_size(size, head_size, values.place)) if size else None), None
     scaling = values.mapping("rope_scaling") or values.mapping("rope_parameters")
     nested = any(key in scaling for key in ("full_attention", "sliding_attention"))
     if nested:
-        local = scaling.get("sliding_attention") or {}
-        scaling = scaling.get("full_attention") or {}
+        layers = Values(scaling, {}, f"{values.place}: rope_parameters")
+        scaling, local = layers.mapping("full_attention"), layers.mapping("sliding_attention")
     rope = _rope(scaling, values, values.number("rope_theta"), head_size)
     if "rope_local_base_freq" in family.defaults:
         return rope, _rope(local if nested else {}, values, values.number("rope_local_base_freq"), head_size)
@@ -162,14 +190,23 @@ def _rope(scaling: Mapping[str, Any], values: Values, theta: float, head_size: i
                   or scaling.get("original_max_position_embeddings")
                   or values.values.get("max_position_embeddings")}, {}, f"{values.place}: rope_parameters")
     partial = own.number("partial_rotary_factor", values.values.get("partial_rotary_factor") or 1.0)
-    theta, size = own.number("rope_theta", theta), int(head_size * partial)
+    theta, size = own.number("rope_theta", theta), rotary_size(head_size * min(partial, 2.0), head_size, own.place)
     if kind == "default":
         return Rope(theta, size)
     if kind == "linear":
         return Rope(theta, size, (own.number("factor"),) * (size // 2))
-    return Rope(theta, size, llama3_factors(theta, size, factor=own.number("factor"), low=own.number("low_freq_factor"),
-                                            high=own.number("high_freq_factor"),
+    low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
+    if high <= low:
+        raise UserError(f'{own.place}: key "high_freq_factor": {high:g} is not above low_freq_factor, {low:g}')
+    return Rope(theta, size, llama3_factors(theta, size, factor=own.number("factor"), low=low, high=high,
                                             original=own.number("original_max_position_embeddings")))
+
+
+def rotary_size(size: float, head_size: int, place: str) -> int:
+    """The dimensions of a head that are turned, in pairs: an even number, above 0 and no more than there are."""
+    if not 2 <= int(size) <= head_size or int(size) % 2:
+        raise UserError(f"{place}: {int(size)} rotary dimensions of a head of {head_size} are not an even number of them")
+    return int(size)
 
 
 def llama3_factors(theta: float, size: int, *, factor: float, low: float, high: float,
