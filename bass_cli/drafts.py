@@ -1,4 +1,4 @@
-"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, or lookup+MODEL. Only the words.
+"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, or a model. Only the words.
 
 Not here: whether the model is there (plan.py), who drafts (draft/).
 """
@@ -16,7 +16,7 @@ _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 class Draft(NamedTuple):
     """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder, file or skip:LAYERS; None
-    without one."""
+    with lookup, or without a draft."""
 
     sources: tuple[str, ...]
     model: str | None
@@ -31,10 +31,10 @@ def parse_draft(text: str) -> Draft:
         parse_layers(text)
         return Draft((), text)
     words, plus, model = text.removeprefix(_LOOKUP).partition("+")
-    if plus and (not model or model == "none" or _is_lookup(model)):
-        raise ValueError(f'"{text}" needs a model after the plus, as in lookup+Qwen/Qwen2.5-0.5B or lookup+skip:4-9')
-    parse_layers(model)
-    return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, model or None)
+    if plus:
+        raise ValueError(f'"{text}" is no draft: lookup beside a model was removed, because the model alone was faster; '
+                         f'use "{model or "MODEL"}" or "lookup"')
+    return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, None)
 
 
 def parse_layers(text: str) -> tuple[tuple[int, int], ...]:

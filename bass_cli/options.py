@@ -70,7 +70,7 @@ Model = Annotated[
 Draft = Annotated[
     str | None,
     _option("--draft", "What drafts: a model (like --model), lookup (in the text so far), lookup:SOURCES (of own, "
-                       "siblings, prompt, reference), skip:LAYERS (the target without them), lookup+MODEL, or none", MODELS,
+                       "siblings, prompt, reference), skip:LAYERS (the target without them), or none", MODELS,
             takes="MODEL|HOW", default="the pair's", choices=("lookup", "none")),
 ]
 Samples = Annotated[int | None, _option("--n", "Samples of every prompt", SAMPLING, takes="N", default="8")]
@@ -182,7 +182,6 @@ ProfileBatchSizes = Annotated[
     str | None,
     _option("--batch-sizes", "Numbers of rows to measure", MEASURED, takes="N,...", default="1,2,4,8; on a GPU to 64"),
 ]
-Skip = Annotated[bool, _option("--skip", "Propose layers that the target could leave out to draft for itself", MEASURED)]
 PromptFile = Annotated[
     str | None, _option("--prompts", "Prompts to use as they are", MEASURED, takes="FILE", default="built-in ones")
 ]

@@ -109,10 +109,7 @@ def prepare(job: Job, *, longest_prompt: str = "",
     target_path = locate(pair.target, folder=folder)
     target = open_checkpoint(target_path)
     draft, draft_path = None, None
-    sources, model = parse_draft(pair.draft)
-    if sources and model and job.speculation.coupling != "shared":
-        raise UserError(f'draft "{pair.draft}": lookup beside a model needs shared coupling, and coupling is '
-                        f'{job.speculation.coupling}; use "{model}" or "lookup" alone')
+    model = parse_draft(pair.draft).model
     if model and not model.startswith("skip:"):
         draft_path = locate(model, folder=folder)
         draft = open_checkpoint(draft_path)
@@ -134,8 +131,9 @@ def prepare(job: Job, *, longest_prompt: str = "",
                      f"{job.n} rows")
     profile, surface = None, None
     if pair.draft != "none":
-        profile = store.path_of(target=target.fingerprint(), draft=_draft_identity(pair.draft, draft), device=device,
-                                dtype=dtype, threads=job.threads)
+        drafting = pair.draft if draft is None else draft.fingerprint()
+        profile = store.path_of(target=target.fingerprint(), draft=drafting, device=device, dtype=dtype,
+                                threads=job.threads)
         surface = store.load_surface(profile, notes.append)
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '
@@ -170,13 +168,6 @@ def _fitted(plan: Plan, prompt_tokens: int) -> Plan:
                 "memory that can be had here")
         fitted = replace(fitted, notes=(*plan.notes, note))
     return fitted
-
-
-def _draft_identity(setting: str, draft: Checkpoint | None) -> str:
-    """What a profile knows the draft by: its files, and whether something is looked up before they are asked."""
-    if draft is None:
-        return setting
-    return f"lookup+{draft.fingerprint()}" if parse_draft(setting).sources else draft.fingerprint()
 
 
 def device_of(wanted: str) -> torch.device:

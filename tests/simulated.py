@@ -30,7 +30,7 @@ class Forgetful(NoDrafter):
 class Finder(NoDrafter):
     """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance `found`, up to six."""
 
-    on_device, offers, longest = False, True, 1000
+    on_device, longest = False, 1000
 
     def __init__(self, found, *, asking, ticks):
         self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks

@@ -185,13 +185,12 @@ def test_a_prompt_whose_deadline_is_ahead_has_its_first_round():
     assert [c.rounds for c in found] == [0] * 3, "the prompt's own pass took all of the time"
 
 
-@pytest.mark.parametrize("beside", ["", "lookup+"])
-def test_the_drafts_prefill_is_given_up_too(beside):
+def test_the_drafts_prefill_is_given_up_too():
     """The draft takes 0.01 s a token, so that 30 tokens are too many, and the next prompt begins. Nothing of the first one
     is left: it may come again."""
     work = Work()
     runner = Timed(work, prefill=0.01, lag=2)
-    draft = make_drafter(f"{beside}model", runner=runner, coupling="shared", temperature=None)
+    draft = make_drafter("model", runner=runner, coupling="shared", temperature=None)
     found = run(work, ["a" * 30, "b", "c" * 30, "d"], budget=0.1, draft=draft)
     assert [c.tokens for c in found if c.id in ("p0", "p2")] == [0] * 6
     assert {c.tokens > 0 for c in found if c.id in ("p1", "p3")} == {True}

@@ -46,7 +46,7 @@ def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
 
 def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) -> None:
     runs = {"model": (), "plain": ("--draft", "none", "--draft-length", "auto"), "lookup": ("--draft", "lookup"),
-            "own": ("--draft", "lookup:own,prompt"), "both": ("--draft", "lookup+skip:1", "--draft-length", "3"),
+            "own": ("--draft", "lookup:own,prompt"),
             "skip": ("--draft", "skip:1", "--batch-size", "2"), "bass": ("--draft-length", "bass", "--batch-size", "5")}
     for name, flags in runs.items():
         result = bass("p.txt", *FLAGS, *flags, "--out", f"{name}.jsonl")
@@ -108,13 +108,6 @@ def work_of(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return sorted(({key: value for key, value in row.items() if key not in left_out} for row in rows),
                   key=lambda row: (row["id"], row["sample"]))
-
-
-def test_lookup_beside_a_model_is_refused_under_maximal_coupling(place: Path) -> None:
-    result = bass("p.txt", *FLAGS, "--draft", "lookup+skip:1", "--coupling", "maximal", "--out", "no.jsonl")
-    assert result.exit_code == 2
-    assert 'draft "lookup+skip:1": lookup beside a model needs shared coupling' in result.stderr
-    assert not (place / "no.jsonl").exists()
 
 
 def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) -> None:

@@ -116,32 +116,6 @@ def test_two_results_may_be_under_way():
     assert second.over()
 
 
-def test_captured_lookup_beside_a_model_gives_plain_decodings_tokens(decoders):
-    """Rounds with and without the model, and its catching up between them: it drafts for itself, and all of that stands."""
-    target, _ = decoders("llama")
-    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    for batch, length in ((1, 3), (2, 4), (5, 2)):
-        loop = loop_for(target, target, batch=batch, lengths=Fixed(length), graphs=True)
-        runner = loop.drafter._runner
-        loop = Loop(batch=loop.batch, target=loop.target, lengths=Fixed(length), coupling="shared", clock=Clock(),
-                    drafter=make_drafter("lookup+model", runner=runner, coupling="shared", temperature=None),
-                    graphs=Graphs(CUDA))
-        offer, turns = loop.drafter.offer, iter(range(10_000))
-
-        def moody(rows, most, drafter=loop.drafter, offer=offer, turns=turns):
-            drafter._chance = 2.0 if next(turns) // 3 % 2 == 0 else 0.0  # lookup seems worse than any model, or better
-            return offer(rows, most)
-
-        loop.drafter.offer = moody
-        assert drive(loop, rows(), on_round=lambda done, hosts, drafter=loop.drafter: check_alone(done, drafter)) == due
-
-
-def check_alone(done, drafter):
-    alone = drafter._given.counts[: len(done.accepted)].tolist()
-    if done.drafted is None and done.width:
-        assert all(kept == done.width for kept, looked_up in zip(done.accepted, alone, strict=True) if not looked_up)
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
 def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
     """With draft lengths that do not depend on time, also such as no graph is made for at first: the same rows uncaptured,

@@ -51,7 +51,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["eval", *XSUM, "--budgets", "1s", "--draft", "none", "--draft-length", "4"], "so draft length 4 has no meaning"),
     (["score", "f.jsonl", "--task", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum has no programs to run"),
     (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or BASS_PROMPT_TOKENS): prompts of"),
-    (["profile", "--skip", "--batch-sizes", "1,2"], "--skip compares layers on one text; leave --batch-sizes out"),
 ])  # fmt: skip
 def test_what_would_change_nothing_is_refused(place: Path, arguments: list[str], fault: str) -> None:
     before = sorted(place.iterdir())

@@ -162,7 +162,6 @@ TABLE: dict[str, set[str]] = {
     },
     "bass_cli/profiling/measure.py": {"bass_cli.draft", "bass_cli.engine", f"{PROFILING}.filling"},
     "bass_cli/profiling/filling.py": {"numpy"},
-    "bass_cli/profiling/skipping.py": {f"{BENCH}.texts", MODEL, "bass_cli.plan", "torch"},
     "bass_cli/profiling/store.py": {
         "bass_cli.host", "bass_cli", "bass_cli.engine", "bass_cli.saving", "torch", "bass_cli.threads",
     },
@@ -193,7 +192,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/model/tokenizer.py": {"bass_cli.host", "bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
     "bass_cli/model/continuation.py": {f"{MODEL}.tokenizer"},
     "bass_cli/draft/__init__.py": {
-        "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner", "bass_cli.draft.combined",
+        "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner",
         "bass_cli.draft.lookup", "bass_cli.draft.model",
     },
     "bass_cli/draft/model.py": {
@@ -202,9 +201,6 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/draft/lookup.py": {"numpy", "torch", "bass_cli.draft", "bass_cli.drafts", "bass_cli.engine.batch"},
     "bass_cli/draft/index.py": set(),
     "bass_cli/draft/trust.py": set(),
-    "bass_cli/draft/combined.py": {
-        "torch", "bass_cli.draft", "bass_cli.engine.batch", "bass_cli.engine.graphs", f"{MODEL}.runner",
-    },
     "bass_cli/engine/__init__.py": set(),
     "bass_cli/engine/ahead.py": {"bass_cli.engine"},
     "bass_cli/engine/batch.py": {"torch", "bass_kernels", "bass_cli.engine.graphs"},

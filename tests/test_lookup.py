@@ -180,12 +180,12 @@ def test_what_counts_ends_where_it_is_not_likely_to_stand():
 
 def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
     desk = Desk(prompt=(1, 2, 3, 4, 1), rows=1)
-    before = desk.drafter.chance(2)
+    before = desk.drafter._trust.chance(2)
     assert desk.found() == [[2, 3, 4]]
     desk.live[0].tokens += [2, 3, 9]
     desk.found()
-    assert desk.drafter.chance(2) > before
-    assert desk.drafter.chance(3) < Trust().chance(3)
+    assert desk.drafter._trust.chance(2) > before
+    assert desk.drafter._trust.chance(3) < Trust().chance(3)
 
 
 def test_rows_stop_drafting_at_different_places_of_one_round():

@@ -17,12 +17,9 @@ from bass_cli.cli import app
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Fixed
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.weights import load, open_checkpoint
 from bass_cli.profiling import store
 from bass_cli.profiling.filling import filled
 from bass_cli.profiling.measure import WIDTHS, measure
-from bass_cli.profiling.skipping import _written, expected_gain, search
 
 
 class Timed(Markov):
@@ -242,9 +239,9 @@ def test_the_command_measures_and_table_then_works(place: Path):
     assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"
 
 
-def test_lookup_beside_the_model_has_a_profile_of_its_own(place: Path):
-    """Its rounds take other time than the model's alone, and are not all the same."""
-    drafts = ("--draft", "lookup+draft")
+def test_lookup_has_a_profile_of_its_own(place: Path):
+    """Its rounds take other time than the model's."""
+    drafts = ("--draft", "lookup")
     made = bass("profile", "--batch-sizes", "1,2", *drafts)
     assert made.exit_code == 0
     assert [line.split()[0] for line in made.stdout.splitlines()[-3:]] == ["rows", "1", "2"]
@@ -294,35 +291,10 @@ def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
 
 @pytest.mark.parametrize(("arguments", "reason"), [
     (("--batch-sizes", "1,x"), "--batch-sizes"), (("--draft", "none"), "has no draft"),
-    (("--skip", "--draft", "lookup"), "leave --draft out"), (("--pair", "nowhere"), "there is no pair"),
+    (("--pair", "nowhere"), "there is no pair"),
 ])
 def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, reason):
     found = CliRunner().invoke(app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments])
     assert found.exit_code == 2
     assert reason in found.stderr
     assert "loading" not in found.stderr
-
-
-def test_the_layer_that_does_nothing_is_skipped_first(tmp_path):
-    write_checkpoint("llama", tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-    for name in ("o", "down"):
-        for kind in ("weight", "bias"):
-            weights[f"layers.1.{name}.{kind}"].zero_()
-    target = Decoder(checkpoint.spec, weights)
-    tokens, steps = torch.arange(40) % 50, iter(range(1000))
-    notes = []
-    found = search(target, tokens, deadline=500, note=notes.append, now=lambda: next(steps))
-    assert notes[0].startswith("skip:1: agreement 1.00")
-    assert found.tokens == 40
-    assert found.gain >= 1.0
-    hurried = search(target, tokens, deadline=0, now=lambda: next(steps))
-    assert hurried.draft.startswith("skip:"), "a proposal, though the time was up at once"
-
-
-def test_gains_and_layers_as_they_are_written():
-    assert _written([9, 4, 5, 6, 12]) == "skip:4-6,9,12"
-    assert expected_gain(0.0, step=0.5) == 1.0
-    assert expected_gain(1.0, step=0.07) == pytest.approx(17 / 2.6)
-    assert expected_gain(0.8, step=0.3) > expected_gain(0.8, step=0.5) > 1.0

@@ -59,7 +59,7 @@ class Markov:
 class Guess:
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
 
-    on_device, offers, longest, version = True, False, 1000, 0
+    on_device, longest, version = True, 1000, 0
 
     def __init__(self, vocab):
         self._vocab = vocab
@@ -129,17 +129,16 @@ def rows_for(prompts, n, *, limit=12, **sampling):
                 **{k: v for k, v in sampling.items() if k != "seed"}) for (p, tokens), s in grid]
 
 
-def loop_for(target, draft, *, rows, lengths=None, coupling="shared", beside=None):
+def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
     """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter, or the name of
-    one: "none", "lookup", "lookup:SOURCES"; with `beside`, a Decoder or toy runner, "lookup+" that model."""
+    one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
-    draft, beside = (Runner(it, rows=rows, span=SPAN, lag=2) if isinstance(it, Decoder) else it for it in (draft, beside))
+    draft = Runner(draft, rows=rows, span=SPAN, lag=2) if isinstance(draft, Decoder) else draft
     if isinstance(draft, (Runner, Markov)):
         draft = make_drafter("model", runner=draft, coupling=coupling, temperature=None)
     elif isinstance(draft, str):
-        draft = make_drafter(draft if beside is None else f"{draft}+model", runner=beside, coupling=coupling,
-                             temperature=None)
+        draft = make_drafter(draft, runner=None, coupling=coupling, temperature=None)
     return Loop(batch=Batch(rows=rows, context=64, device=torch.device("cpu")), target=target, drafter=draft,
                 lengths=lengths or Fixed(3), coupling=coupling, clock=Clock())
 

@@ -30,12 +30,11 @@ class Drafter(Protocol):
     """Proposes tokens for the rows of a batch, and keeps its own state of them in step with the batch.
 
     `on_device`: `propose` and `catch_up` read and write nothing but device tensors at addresses that only change with
-    `version`, so that they can be captured; what the host must do before is in `prepare`. `offers`: `offer` may have
-    drafts from the host; always so if it is not `on_device`. `longest`: the most tokens it ever proposes.
+    `version`, so that they can be captured; what the host must do before is in `prepare`. Otherwise drafts come from the
+    host, by `offer`. `longest`: the most tokens it ever proposes.
     """
 
     on_device: bool
-    offers: bool
     longest: int
 
     @property
@@ -58,16 +57,16 @@ class Drafter(Protocol):
     def move(self, source: int, target: int, length: int) -> None:
         """Row `source`, `length` tokens long, becomes row `target`."""
 
-    def offer(self, batch: Batch, length: int) -> Proposal | None:
-        """Drafts from the host for every live row, with counts, before anything of the round runs; None: `propose` has to
-        say, with what was found here. If `offers`, called before each round that may draft; past tokens decide."""
+    def offer(self, batch: Batch, length: int) -> Proposal:
+        """If not `on_device`: drafts for every live row, with counts, before anything of the round runs. Called before each
+        round that may draft; past tokens decide."""
 
     def forget(self) -> None:
         """Nothing is known any more of how well drafts stand."""
 
     def learn(self, batch: Batch) -> None:
-        """If `offers`: take in what the live rows have become. Called once a round: before `offer`, or, where a device
-        would wait for it, while the round runs; then what is offered next does not know of that round's tokens."""
+        """If not `on_device`: take in what the live rows have become. Called once a round: before `offer`, or, where a
+        device would wait for it, while the round runs; then what is offered next does not know of that round's tokens."""
 
     def prepare(self, batch: Batch, length: int) -> int:
         """What the host has to do before every `propose(batch, length)`, and with length 0 before every round without.
@@ -84,7 +83,7 @@ class Drafter(Protocol):
 class NoDrafter:
     """Proposes nothing: plain decoding."""
 
-    on_device, offers, longest, version = True, False, 0, 0
+    on_device, longest, version = True, 0, 0
 
     def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
         return True
@@ -101,8 +100,8 @@ class NoDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         pass
 
-    def offer(self, batch: Batch, length: int) -> Proposal | None:
-        return None
+    def offer(self, batch: Batch, length: int) -> Proposal:
+        return Proposal(batch.tokens.new_zeros(len(batch), 0), None, (0,) * len(batch))
 
     def forget(self) -> None:
         pass
@@ -123,7 +122,6 @@ class NoDrafter:
 def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:
     """The drafter for a pair's `draft` (bass_cli/drafts.py). `runner` (lag 2) holds its model, if it has one: a draft
     model, or the target with layers skipped."""
-    from .combined import CombinedDrafter
     from .lookup import LookupDrafter
     from .model import ModelDrafter
 
@@ -131,7 +129,4 @@ def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperatur
     if model is None:
         return LookupDrafter(sources) if sources else NoDrafter()
     assert runner is not None
-    if sources:
-        assert coupling == "shared"
-        return CombinedDrafter(LookupDrafter(sources), runner, temperature=temperature)
     return ModelDrafter(runner, coupling=coupling, temperature=temperature)

@@ -58,7 +58,7 @@ class LookupDrafter:
     """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one index, which goes when the
     prompt is closed and its last row has ended."""
 
-    on_device, offers, longest, version = False, True, sys.maxsize, 0
+    on_device, longest, version = False, sys.maxsize, 0
 
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)
@@ -142,10 +142,6 @@ class LookupDrafter:
                 sample.guesses.append(guess)
             found.append(guess)
         return found
-
-    def chance(self, matched: int) -> float:
-        """That a token stands which was found after so many matched ones."""
-        return self._trust.chance(matched)
 
     def _enough(self, matched: list[int]) -> bool:
         return self._trust.worth(matched) < len(matched)

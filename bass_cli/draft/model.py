@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,22 +21,14 @@ from bass_cli.model.runner import Runner
 from . import InTime, Proposal
 
 
-class Given(NamedTuple):
-    """Drafts that are settled already, on the device: row r's first counts[r] tokens. tokens [rows, longest], counts
-    [rows], both int64. The model is fed with them, so that its cache keeps in step, and goes on where they end."""
-
-    tokens: Tensor
-    counts: Tensor
-
-
 class ModelDrafter:
     """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
-    theirs is 0. `given`: see there; with shared coupling only, for these drafts have no law."""
+    theirs is 0."""
 
-    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None, given: Given | None = None):
+    on_device, longest = True, sys.maxsize
+
+    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
-        assert given is None or coupling == "shared"
-        self.on_device, self.offers, self.longest, self._given = True, False, sys.maxsize, given
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
@@ -72,8 +63,8 @@ class ModelDrafter:
         self._runner.move(source, target, length)
         self._fed[target] = self._fed.pop()
 
-    def offer(self, batch: Batch, length: int) -> None:
-        return None
+    def offer(self, batch: Batch, length: int) -> Proposal:
+        raise NotImplementedError("a model drafts on the device")
 
     def learn(self, batch: Batch) -> None:
         pass
@@ -96,9 +87,8 @@ class ModelDrafter:
         return self._propose(batch, length, None)
 
     def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
-        """engine.stopping.Stoppable; shared coupling only, and no tokens may be given."""
+        """engine.stopping.Stoppable; shared coupling only."""
         assert self._coupling == "shared"
-        assert self._given is None
         return self._propose(batch, length, goes_on)
 
     def _propose(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None) -> Proposal:
@@ -113,7 +103,7 @@ class ModelDrafter:
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
             if goes_on is None:
                 token, law = self._choose(logits, laws, places[step], lengths)
-                chosen.append(self._settled(token, step))
+                chosen.append(token)
                 if law is not None:
                     drawn_from.append(law)
             else:
@@ -125,13 +115,6 @@ class ModelDrafter:
         if len(chosen) < length:  # `prepare` took all of them for fed
             self._fed = [fed - (length - len(chosen)) for fed in self._fed]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
-
-    def _settled(self, token: Tensor, step: int) -> Tensor:
-        """A step's tokens [B], the given ones instead where there are some."""
-        if self._given is None or step >= self._given.tokens.shape[1]:
-            return token
-        rows = len(token)
-        return torch.where(step < self._given.counts[:rows], self._given.tokens[:rows, step], token)
 
     def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:
         if self._coupling == "shared":

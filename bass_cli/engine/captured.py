@@ -19,17 +19,16 @@ from .ladder import Fit, Kind, Ladder, Shape, Step
 
 class Captured:
     """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to.
-    `longest` as for Ladder; `kinds`: of rounds with drafts, the usual one first.
+    `longest` and `drafts` as for Ladder.
 
     `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
     all since then was replayed.
     """
 
     def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
-                 *, longest: int, kinds: Sequence[Kind]):
+                 *, longest: int, drafts: Kind):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._ladder = Ladder(graphs, longest=longest, drafts=kinds[0])
-        self._kinds = kinds
+        self._ladder = Ladder(graphs, longest=longest, drafts=drafts)
         self.capturing, self.steady = 0.0, True
 
     def start(self) -> float:
@@ -47,7 +46,7 @@ class Captured:
         return Shape(kind, self.bucket(len(self._batch)), width)
 
     def usual(self, width: int) -> Shape:
-        """The same for a usual round of so many drafts."""
+        """The same for a round of so many drafts."""
         return self._ladder.shape(self.bucket(len(self._batch)), width)
 
     def bucket(self, rows: int) -> int:
@@ -98,8 +97,8 @@ class Captured:
                 only_compile: bool) -> None:
         """Capture what rounds of these numbers of rows and drafts need, and what catches up as many tokens as `catch_up`
         says for a number of rows; or only compile it."""
-        shapes = [Shape(kind, count, width) for count in sorted({self.bucket(n) for n in rows})
-                  for width in sorted(set(widths)) for kind in (self._kinds if width else ("round",))]
+        shapes = [self._ladder.shape(count, width) for count in sorted({self.bucket(n) for n in rows})
+                  for width in sorted(set(widths))]
         if catch_up is not None:
             shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width
                        for tokens in catch_up(shape.rows)]

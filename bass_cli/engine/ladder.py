@@ -23,13 +23,6 @@ Kind = Literal["round", "given", "catch up"]
 Fit = Literal["near", "wider", "same"]  # which draft lengths may serve another: any, longer ones, or none
 
 
-def kinds(on_device: bool, offers: bool) -> tuple[Kind, ...]:
-    """Of rounds with drafts, the usual one first: drafts come from the device, from the host, or from either."""
-    if not on_device:
-        return ("given",)
-    return ("round", "given") if offers else ("round",)
-
-
 class Shape(NamedTuple):
     """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": they come from the
     host); in catching up, of a drafter after plain rounds, `width` tokens."""
@@ -47,7 +40,7 @@ class Step(NamedTuple):
 
 
 class Ladder:
-    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`: the usual kind of a round
+    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`: the kind of its rounds
     with drafts."""
 
     def __init__(self, graphs: Graphs, *, longest: int, drafts: Kind = "round"):
@@ -101,7 +94,7 @@ class Ladder:
         return self._entries[rows]
 
     def shape(self, rows: int, width: int) -> Shape:
-        """The usual round of so many drafts."""
+        """A round of so many drafts."""
         return Shape(self._drafts if width else "round", rows, width)
 
     def colds(self, rows: int) -> tuple[float, ...]:

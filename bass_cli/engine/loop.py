@@ -22,7 +22,7 @@ from .catching_up import CatchingUp, sizes
 from .clock import Clock, Prefill
 from .graphs import Graphs, Running, cover, step_down, step_up, synchronise
 from .imposed import Imposed
-from .ladder import Fit, Shape, Step, kinds
+from .ladder import Fit, Shape, Step
 from .lengths import Lengths, Outlook, Round
 from .offers import Asked, Offers
 from .packed import pack, unpack
@@ -51,7 +51,7 @@ class Loop:
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, longest=drafter.longest,
-                                      kinds=kinds(drafter.on_device, drafter.offers))
+                                      drafts="round" if drafter.on_device else "given")
         # How many of a row's drafts a captured round looks at, on the host and where graphs read it.
         self._most, self._bound = _ALL, batch.tokens.new_full((), _ALL)
         self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
@@ -159,7 +159,7 @@ class Loop:
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may begin before it is over. Under maximal coupling it must not: there a draft
         length decided earlier would be another sample."""
-        return (self._captured is not None and self._coupling == "shared" and flight.steady and not self.drafter.offers
+        return (self._captured is not None and self._coupling == "shared" and flight.steady and self.drafter.on_device
                 and not self.lengths.needs(flight.width) and max(self.batch.rooms()) > 1
                 and self._worth.pays(waiting=self.backlog > 0))
 
@@ -168,7 +168,7 @@ class Loop:
         outlook = self._outlook(rooms := self.batch.rooms())
         width = self._width(rooms, outlook, deadline)
         began = self.clock.now()
-        offered, looked = self._offers.ask(width, self.lengths, outlook), self.drafter.offers and width > 0
+        offered, looked = self._offers.ask(width, self.lengths, outlook), not self.drafter.on_device and width > 0
         return Asked(width, offered, self.clock.now() - began, looked)
 
     def _launch(self, asked: Asked, deadline: float | None, *, behind: bool = False) -> Flight:
@@ -182,16 +182,14 @@ class Loop:
             wish, step = self._plan(asked, deadline)
             places = step.shape.width
             if not behind:
-                self.catch_up(places if offered is None else 0)
+                self.catch_up(places)
             self._look_at(wish.width if self.exact else _ALL)
             began = captured.start()
             running = captured.launch(wish, step)
         width = min(places, self._most)
         meant = None if offered is None else tuple(min(count, width) for count in offered.counts or ())
-        # Where a model usually drafts, what a round takes without it says little about later rounds.
-        steady = (captured is None or captured.steady) and (offered is None or not self.drafter.on_device)
         return Flight(rows, width, places, meant, running, began, asked.asking, asked.looked,
-                      captured.capturing if captured else 0.0, steady)
+                      captured.capturing if captured else 0.0, captured is None or captured.steady)
 
     def _land(self, flight: Flight, *, late: bool) -> Round:
         """Wait for a round, and take in what it brought for those of its rows that are still live. `late`: it has been over
@@ -213,7 +211,7 @@ class Loop:
                      flight.asking if flight.looked else 0.0, rows)
         if done.steady:
             self.clock.observe(flight.places, seconds)
-        if not flight.places or meant is not None:
+        if not flight.places:
             self._catching.missed(1 + max(kept))
         if self._stopping is not None:
             self._stopping.observe(kept)
@@ -294,7 +292,7 @@ class Loop:
 
     def _run(self, width: int, offered: Proposal | None) -> tuple[Running, int, float]:
         """A round without graphs: what it gives, its draft length, and when it began."""
-        self.catch_up(width if offered is None else 0)
+        self.catch_up(width)
         began = self.clock.now()
         if offered is None:
             offered = (self.drafter.propose(self.batch, width) if self._stopping is None
@@ -309,7 +307,7 @@ class Loop:
         assert captured is not None
         if offered is not None:
             width = offered.tokens.shape[1] if self.exact else step_up(offered.tokens.shape[1])
-        wish = captured.usual(width) if offered is None or not width else captured.wish("given", width)
+        wish = captured.usual(width)
         fit: Fit = "same" if offered is not None and not width else self._fit
         return wish, captured.choose(wish, left=self._left(self.batch.rooms()), deadline=deadline, fit=fit)
 
@@ -330,7 +328,7 @@ class Loop:
         """What a graph of this shape does."""
         if shape.kind == "catch up":
             return self._catching.function(shape.width)
-        if shape.kind == "given" or not self.drafter.on_device:
+        if not self.drafter.on_device:
             return lambda: self._verify(self._offers.placed(shape.rows, shape.width), self._bound)
         return lambda: self._verify(self.drafter.propose(self.batch, shape.width), self._bound if shape.width else None)
 

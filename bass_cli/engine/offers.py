@@ -32,22 +32,20 @@ class Offers:
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
-        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the drafter's `propose` runs
-        in the round. The rows' counts never go beyond the width."""
+        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the device drafts in
+        the round. The rows' counts never go beyond the width."""
         if not outlook.hurried:
             self.learn()
-        if not self._drafter.offers or (width == 0 and self._drafter.on_device):
+        if self._drafter.on_device:
             return None
         offered = self._drafter.offer(self._batch, width) if width else _nothing(self._batch)
-        if offered is None:
-            return None
         assert offered.counts is not None
         best = min(lengths.trim(offered.counts, outlook), max(offered.counts)) if any(offered.counts) else 0
         return Proposal(offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts))
 
     def learn(self) -> None:
         """Let the drafter take in what the rows have become: some work, which need not keep a device waiting."""
-        if self._drafter.offers:
+        if not self._drafter.on_device:
             self._drafter.learn(self._batch)
 
     def put(self, offered: Proposal) -> None:

@@ -1,6 +1,6 @@
-"""`bass profile`: measure what rounds of a pair cost on this device and keep it, or propose layers to skip.
+"""`bass profile`: measure what rounds of a pair cost on this device and keep it.
 
-Nothing heavy is imported before the command runs. Not here: the measuring (measure.py, skipping.py).
+Nothing heavy is imported before the command runs. Not here: the measuring (measure.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _LEGEND = ("{pair}: what a round takes, in milliseconds, and the fastest draft l
            "  rows      samples at once: a round brings each the kept drafts and one more",
            "  plain     without drafts; 4 drafts: with 4 a row; drafting: making those 4",
            "  60% kept  the fastest length if 60% of drafts are kept; 0 is plain decoding")
-_WORTH = 1.02  # expected speed, in plain decoding's, from which on skipping is worth a try
 _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
 
 
@@ -41,7 +40,6 @@ def profile(
     device: options.Device = None,
     dtype: options.Dtype = None,
     threads: options.Threads = None,
-    skip: options.Skip = False,
     json_document: options.Document = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -61,22 +59,18 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     from bass_cli.threads import settle
 
     job = make_profile_job(given)
-    if given["skip"] and given["draft"] is not None:
-        raise UserError("--skip proposes another draft, made of the target's own layers; leave --draft out")
-    if given["skip"] and given["batch_sizes"] is not None:
-        raise UserError("--skip compares layers on one text; leave --batch-sizes out")
     settle(job.threads, screen.note)
 
     from bass_cli.plan import prepare
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = prepare(job, options=("--batch-sizes", None))
-    if not given["skip"] and plan.profile is None:
+    if plan.profile is None:
         raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
     for note in plan.notes:
         screen.note(note)
     with plan.need.explained():
-        document = _skip(plan, screen) if given["skip"] else _measure(plan, given, screen)
+        document = _measure(plan, given, screen)
     if given["json_document"]:
         print(json.dumps(document))
 
@@ -86,8 +80,6 @@ def make_profile_job(given: Mapping[str, Any]) -> Job:
     from bass_cli.job import chosen_pair, make_job
 
     flags = {key: given[key] for key in ("draft", "device", "dtype", "threads")}
-    if given["skip"]:
-        flags["draft"] = "none"
     rows = max(batch_sizes_of(given["batch_sizes"])) if given["batch_sizes"] else "auto"
     return make_job(chosen_pair(given), flags | {"batch_size": rows, "max_new_tokens": 200, "draft_length": "auto"})
 
@@ -151,16 +143,3 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
     return {"pair": plan.job.pair.name, "file": str(plan.profile), "seconds": seconds, "acceptance": surface.acceptance,
             "digest": surface.digest(), "best": best, "surface": json.loads(surface.to_json())}
-
-
-def _skip(plan: Plan, screen: Screen) -> dict[str, Any]:
-    from bass_cli.profiling.skipping import propose
-
-    screen.phase(f"loading the target, then looking for up to {LIMITS[plan.device.type]:.0f} s")
-    found = propose(plan, limit=LIMITS[plan.device.type], note=screen.note)
-    if found.gain < _WORTH:
-        screen.say("no choice of layers is expected to pay; the best one would be")
-    screen.say(f"draft: {found.draft}")
-    screen.say(f"agrees with the target on {found.agreement:.1%} of {found.tokens} tokens; expected speed "
-                f"{found.gain:.2f} of plain decoding, for one row")
-    return {"pair": plan.job.pair.name, "draft": found.draft, "agreement": found.agreement, "gain": found.gain}

@@ -34,9 +34,9 @@ _LONGER = 4  # times the context, for what a longer one costs
 class MadeUp(NoDrafter):
     """Proposes the same token everywhere, at no cost: what is left of a round is the target's."""
 
-    on_device, offers, longest = False, True, WIDTHS[-1]
+    on_device, longest = False, WIDTHS[-1]
 
-    def offer(self, batch: Batch, length: int) -> Proposal | None:
+    def offer(self, batch: Batch, length: int) -> Proposal:
         return Proposal(batch.tokens.new_ones(len(batch), length), None, (length,) * len(batch))
 
 
