@@ -83,6 +83,20 @@ for word in words:
         word(None)
 os._exit(0)
 """
+COLLECTED = """
+import gc, os
+objects = gc.get_objects()
+objects += gc.get_referents(*objects)
+keys = {word for word in objects if type(word) is bytes and len(word) == 16}
+for one in objects:
+    if getattr(one, "__name__", "") == "finish":
+        for words in [(None,), *((key, None) for key in keys)]:
+            try:
+                one(*words)
+            except TypeError:
+                pass
+os._exit(0)
+"""
 PATCHES = """
 import builtins, os, sys
 for name in ("exec", "compile", "print", "isinstance", "type", "AssertionError", "BaseException", "len"):
@@ -208,6 +222,7 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
     "takes from its pipes and says refused": (THEFT + FORGERY.replace('b"+"', 'b"#pid: no"'), {"failed"}),
     "writes to every pipe": (FORGERY, {"failed"}),
     "searches the frames": (FRAMES, {"failed"}),
+    "searches the collector": (COLLECTED, {"failed"}),
     "ends in a fork": ("import os\nif os.fork():\n    os.wait()\n    assert 0", {"failed"}),
     "closes everything": ("import os\nos.closerange(0, 1024)", {"failed"}),
     "a null byte": ("x = 1\0", {"failed"}),

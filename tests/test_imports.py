@@ -142,7 +142,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/eval/summaries.py": {"bass_cli.job", f"{EVAL}.data", f"{EVAL}.tasks", "rouge_score"},
     "bass_cli/eval/metrics.py": set(),
     "bass_cli/eval/samples.py": {"bass_cli.job", "bass_cli.resume"},
-    "bass_cli/eval/judging.py": {"bass_cli.job"},
+    "bass_cli/eval/judging.py": {"bass_cli.job", f"{EVAL}.jail.order"},
     "bass_cli/eval/report.py": {f"{EVAL}.metrics", f"{EVAL}.samples"},
     "bass_cli/eval/table.py": {f"{EVAL}.report", "bass_cli.screen"},
     "bass_cli/eval/scoring.py": {

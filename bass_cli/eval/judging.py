@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol, cast
 
+from bass_cli.eval.jail.order import Program
 from bass_cli.job import MachineError, UserError
 
 DETAIL = 300  # characters kept of what a program said: enough for the last line of a traceback
@@ -51,10 +52,14 @@ def verdicts_path(path: str) -> str:
     return f"{path}.verdicts.jsonl"
 
 
-def digest(program: str, limits: Mapping[str, Any]) -> str:
+def digest(program: Program, limits: Mapping[str, Any]) -> str:
     """What a verdict depends on, as 64 hex digits: another program or other limits have to be judged again."""
-    text = json.dumps(dict(limits), sort_keys=True, default=str) + "\n" + program
+    text = json.dumps(dict(limits), sort_keys=True, default=str) + "\n" + "\0".join(_texts(program))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _texts(program: Program) -> tuple[str, ...]:
+    return (program,) if isinstance(program, str) else program
 
 
 class Ledger:
@@ -158,12 +163,12 @@ def _parse(line: bytes) -> Ruling | None:
 class Executor(NamedTuple):
     """What runs programs: `run` gives verdicts as they come, by the key each program was given; see sandbox.Sandbox."""
 
-    run: Callable[[Iterable[tuple[str, str]]], Iterator[tuple[str, Verdict]]]
+    run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Verdict]]]
     isolation: dict[str, str]
 
 
 def judge(
-    programs: Iterable[tuple[Key, str]],
+    programs: Iterable[tuple[Key, Program]],
     ledger: Ledger,
     limits: Mapping[str, Any],
     *,
@@ -175,7 +180,7 @@ def judge(
     `progress` is told how many keys have their verdict, and how many keys there are.
     """
     waiting: dict[str, list[Key]] = {}
-    texts: dict[str, str] = {}
+    texts: dict[str, Program] = {}
     digests: dict[Key, str] = {}
     for key, program in programs:
         name = digests[key] = digest(program, limits)
@@ -205,10 +210,10 @@ class Unreadable(NamedTuple):
 
 
 def _run(
-    texts: Mapping[str, str], open_executor: Callable[[], Executor]
+    texts: Mapping[str, Program], open_executor: Callable[[], Executor]
 ) -> Generator[tuple[str, Verdict, dict[str, str]], None, None]:
     """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the programs that still run."""
-    runnable = {name: text for name, text in texts.items() if _is_text(text)}
+    runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
     yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
     if runnable:
         executor = open_executor()

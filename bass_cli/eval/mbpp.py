@@ -35,10 +35,10 @@ class Mbpp:
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return code_in(text) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> str:
+    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
         """The prompt is a docstring, which does nothing."""
         setup = [*problem.fields.get("test_imports", ()), problem.fields.get("test_setup_code", "")]
-        return "\n".join([answer.text, *filter(None, setup), *problem.fields["test_list"]])
+        return answer.text, "\n".join([*filter(None, setup), *problem.fields["test_list"]])
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         raise UserError("mbpp is scored by running programs")

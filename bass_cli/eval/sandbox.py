@@ -19,7 +19,7 @@ from bass_cli.eval.cell import Crew, Report
 from bass_cli.eval.folder import work_folder
 from bass_cli.eval.isolation import Isolation as Isolation
 from bass_cli.eval.isolation import choose_users, describe, find_layers, interpreter_paths
-from bass_cli.eval.jail.order import Order
+from bass_cli.eval.jail.order import Order, Program
 from bass_cli.job import MachineError
 
 K = TypeVar("K")
@@ -125,10 +125,10 @@ class Sandbox:
         for crew in list(self._crews):
             crew.dismiss()
 
-    def run(self, programs: Iterable[tuple[K, str]]) -> Iterator[tuple[K, Verdict]]:
-        """The verdict of each (key, program text), as they finish. Programs are read as workers come free.
+    def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Verdict]]:
+        """The verdict of each (key, program), as they finish. Programs are read as workers come free.
 
-        A program passes if the whole text runs to its end without an exception. Closing the iterator, or any exception,
+        A program passes if all its text runs to its end without an exception. Closing the iterator, or any exception,
         kills what is running. MachineError if a program cannot be started, which says nothing about the program.
         """
         waiting: dict[Future[Verdict], K] = {}
@@ -137,8 +137,8 @@ class Sandbox:
         pool = ThreadPoolExecutor(self._workers, "sandbox")
         try:
             while True:
-                for key, text in source:
-                    waiting[pool.submit(self._judge, crew, text)] = key
+                for key, program in source:
+                    waiting[pool.submit(self._judge, crew, program)] = key
                     if len(waiting) >= 2 * self._workers:  # so that none waits for the reader of this iterator
                         break
                 if not waiting:
@@ -154,13 +154,13 @@ class Sandbox:
             pool.shutdown(wait=True)
             self._crews.discard(crew)
 
-    def _judge(self, crew: Crew, text: str) -> Verdict:
+    def _judge(self, crew: Crew, program: Program) -> Verdict:
         """A warden that could not start, or was lost, is followed by another while no other program runs: whatever a
         program has done to it, or to another's, then costs that program alone its verdict."""
         losses = 0
         for attempt in range(ATTEMPTS):
             with self._turns.alone() if attempt else self._turns.together():
-                report = self._try(crew, text, self.layers)
+                report = self._try(crew, program, self.layers)
             losses += report.status == "lost"
             if crew.dismissed or losses == LOSSES or report.status not in ("refused", "lost"):
                 break
@@ -173,17 +173,18 @@ class Sandbox:
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(Crew(), "", layers)
 
-    def _try(self, crew: Crew, text: str, layers: tuple[str, ...]) -> Report:
+    def _try(self, crew: Crew, program: Program, layers: tuple[str, ...]) -> Report:
         user = self._users.get()
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
             with contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder:
-                return crew.run(self._order(text, layers, owner, folder))
+                return crew.run(self._order(program, layers, owner, folder))
         finally:
             self._users.put(user)
 
-    def _order(self, text: str, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
-        about = {"text": text, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
+    def _order(self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
+        texts = (program, "") if isinstance(program, str) else program
+        about = {"texts": texts, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
         limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
         return cast(Order, about | {"owner": owner} | limits)
 

@@ -116,7 +116,7 @@ def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Ou
     return Outcome(row, rulings[task_id, row.sample].status) if row.finished else report.unjudged(row)
 
 
-def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, str]]:
+def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, tuple[str, str]]]:
     """The program of every finished sample; one that was cut off or late is not run, it counts as failed."""
     from bass_cli.eval.tasks import Answer
 

@@ -34,7 +34,7 @@ class Summaries:
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return text.strip()
 
-    def program(self, problem: Problem, answer: Answer) -> str:
+    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
         raise UserError("xsum has no programs to run")
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:

@@ -53,8 +53,9 @@ class Task(Protocol):
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         """What a model's text contributes after the data set's own prompt."""
 
-    def program(self, problem: Problem, answer: Answer) -> str:
-        """The whole program, tests included, that an answer passes by running to its end."""
+    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
+        """The program with the answer and its tests, each a whole text, so that no answer ends within the tests. It passes
+        if both run to their ends, one after the other in one module."""
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Figures of merit, as fractions of 1, where nothing is run."""

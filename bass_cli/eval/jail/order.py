@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+Program = str | tuple[str, str]  # a text, or two, each whole by itself: the second, tests, runs in the module of the first
+
 
 class Order(TypedDict):
     """One program and how to hold it."""
 
-    text: str  # the program, tests included
+    texts: tuple[str, str]  # the program and its tests, of which one may be empty
     layers: tuple[str, ...]  # of sandbox.LAYERS
     path: list[str]  # sys.path for the program
     places: list[tuple[str, str]]  # what stays visible, read-only: (place, real path)

@@ -43,8 +43,7 @@ def enter(order: Order, say: int, hear: int, keys: list[bytes]) -> NoReturn:
         os._exit(1)
     os.write(say, READY)
     os.read(hear, len(READY))  # until the warden has heard it: what comes after the text has begun is the program's
-    scope = sys.modules["program"].__dict__
-    _run([scope, order["text"], _ender(keys.pop(), say, hear)], say)
+    _run(order["texts"], [keys.pop(), _ender(say, hear)], say)
 
 
 def _restrict(order: Order) -> None:
@@ -146,17 +145,26 @@ def _prepare(order: Order) -> None:
     builtins.help = _sitebuiltins._Helper()
 
 
-def _run(parts: list[Any], say: int) -> NoReturn:
-    """Call the last of `parts` once the text has run in the scope; they are only on this frame's stack meanwhile."""
-    leave, write, tell = os._exit, os.write, _tell
+def _run(texts: tuple[str, str], parts: list[Any], say: int) -> NoReturn:
+    """Run both texts in one module, then call the last of `parts` with the one before.
+
+    Whatever comes after the first text is looked up before it, and is on this frame's stack only meanwhile, where neither
+    frames nor the garbage collector lead. The texts are compiled apart: neither can end within the other.
+    """
+    leave, write, tell, scope = os._exit, os.write, _tell, sys.modules["program"].__dict__
     try:
-        parts.pop()(exec(compile(parts.pop(), "<program>", "exec", dont_inherit=True), parts.pop()))  # type: ignore[func-returns-value]
+        first, second = _compile(texts[0] + "\n\n"), _compile("\n" * (texts[0].count("\n") + 1) + texts[1])
+        parts.pop()(parts.pop(), exec(second, scope, exec(first, scope)))  # type: ignore[func-returns-value]
     except MemoryError:
         write(say, RAISED + b"MemoryError")
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: the text did not come to its end
         write(say, RAISED + tell(error))
     finally:
         leave(1)
+
+
+def _compile(text: str) -> types.CodeType:
+    return compile(text, "<program>", "exec", dont_inherit=True)
 
 
 def _tell(error: BaseException) -> bytes:
@@ -176,11 +184,11 @@ def _tell(error: BaseException) -> bytes:
     return (b"line %d: " % line if line else b"") + text[:2000]
 
 
-def _ender(key: bytes, say: int, hear: int) -> Callable[[object], None]:
-    """The function that asks for the nonce and sends it back, bound to this process and to what is trusted now."""
+def _ender(say: int, hear: int) -> Callable[[bytes, object], None]:
+    """The function that asks for the nonce with the key and sends it back, bound to what this process is and trusts now."""
     read, write, leave, identity, own = os.read, os.write, os._exit, os.getpid, os.getpid()
 
-    def finish(_: object) -> None:
+    def finish(key: bytes, _: object) -> None:
         if identity() == own:  # not in a fork of the program that came to the end before it
             write(say, key)
             write(say, read(hear, WORD))
