@@ -138,6 +138,7 @@ def bench(
     attention: options.AttentionSchedule = None,
     json_document: options.Document = False,
     plot: options.Plot = None,
+    overwrite: options.OverwriteChart = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights of a real model's shape.

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from bass_cli import __version__
 from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
 from bass_cli.model.sources import files_of
-from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, open_output, refuse_shared_files
+from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, is_stream, open_output, refuse_shared_files
+from bass_cli.places import descriptor_of
 from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
-from bass_cli.resume import manifest_path
+from bass_cli.resume import check_output_place, manifest_path
 from bass_cli.screen import Screen
 from bass_cli.threads import Company, settle
 
@@ -36,11 +37,13 @@ _PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile deci
 def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     """`bass generate` with its flags as given (None: not given). Says whether every sample was finished."""
     out = given["out"] or "-"
+    if descriptor_of(out) == 1:
+        out = "-"
     if given["json_summary"] and out == "-":
         raise UserError("--json needs --out FILE, because standard output carries the results")
     job = read_job(given)
     refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
-    check_name(out)
+    check_name(out, overwrite=given["overwrite"])
     source = open_source(given["prompts"])
     if source.kind == "txt" and given["prompt_column"] is not None:
         raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out")
@@ -64,13 +67,15 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
     """What samples go to, as `refuse_shared_files` takes it."""
-    return [("--out", out), *([] if out == "-" else [("the manifest of --out", manifest_path(out))])]
+    return [("--out", out), *([] if is_stream(out) else [("the manifest of --out", manifest_path(out))])]
 
 
-def check_name(out: str) -> None:
-    """UserError where the samples' file promises another format than theirs."""
+def check_name(out: str, *, overwrite: bool) -> None:
+    """UserError where samples cannot be written, something else would be lost, or the name promises another format."""
     written = "samples are plain JSON lines, one write each, so that a run that was killed can go on"
     check_format("--out", out, suffix=".jsonl", written=written)
+    if not is_stream(out):
+        check_output_place(out, overwrite=overwrite)
 
 
 def files_read(given: Mapping[str, Any], job: Job) -> list[tuple[str, str | Path]]:

@@ -137,7 +137,7 @@ Threads = Annotated[
 ]
 Limit = Annotated[int | None, _option("--limit", "Take only the first N prompts", PROMPTS, takes="N", default="all")]
 Resume = Annotated[bool, _option("--resume", "Insist that there is an output file to go on with", OUTPUT)]
-Overwrite = Annotated[bool, _option("--overwrite", "Start the output file anew", OUTPUT)]
+Overwrite = Annotated[bool, _option("--overwrite", "Start the output file anew, whatever is there", OUTPUT)]
 PromptColumn = Annotated[
     str | None, _option("--prompt-column", "The field that holds the prompt", PROMPTS, takes="NAME", default="prompt")
 ]
@@ -237,6 +237,10 @@ Workers = Annotated[
 ]
 Timeout = Annotated[str | None, _option("--timeout", "Wall clock for each program", SCORING, takes="TIME", default="10s")]
 Report = Annotated[str | None, _option("--report", "Write the report there as JSON", OUTPUT, takes="FILE")]
+OverwriteReport = Annotated[
+    bool, _option("--overwrite", "Let --report replace a file that is no earlier report on these samples", OUTPUT)
+]
+OverwriteChart = Annotated[bool, _option("--overwrite", "Let --plot replace a file that is no chart of bass", OUTPUT)]
 Rejudge = Annotated[bool, _option("--rejudge", "Run all programs again, also those with a verdict", SCORING)]
 ReportDocument = Annotated[bool, _option("--json", "The report as JSON instead of the table", OUTPUT)]
 

@@ -22,11 +22,13 @@ from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
+from bass_cli.places import descriptor_of
 from bass_cli.resume import (
     COUNTED,
     DamagedManifestError,
     Past,
     check_manifest,
+    check_output_place,
     is_marked,
     known_seconds,
     line_check,
@@ -227,19 +229,20 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
 
     An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow), or, where its manifest is
     damaged and `prompt_ids` are given, if its lines fit. `resume=True` insists on an existing file, `overwrite` starts
-    anew. "-" and devices are plain streams: no manifest, no resuming.
+    anew. "-" and names like /dev/stdout are plain streams: no manifest, no resuming.
     """
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
-    target = Path(path)
-    if path == "-" or (target.exists() and not target.is_file() and not target.is_dir()):
+    if is_stream(path):
         name = STANDARD_OUTPUT if path == "-" else path
         if resume or overwrite:
             option = "--resume" if resume else "--overwrite"
             raise UserError(f"{option}: samples go to {name}, where no file is kept; add --out FILE")
-        stream = sys.stdout.buffer if path == "-" else open(path, "ab")  # noqa: SIM115 - the Writer closes it
-        return Writer(name, stream, manifest=None, past=Past(), created=False)
-    _check_place(target, resume=bool(resume))
+        return Writer(name, _open_stream(path), manifest=None, past=Past(), created=False)
+    target = Path(path)
+    check_output_place(path, overwrite=overwrite)
+    if resume and not target.exists():
+        raise UserError(f"{path}: there is nothing to resume, the file is not there")
     created = not target.exists()
     stream = _open_locked(target)
     try:
@@ -287,8 +290,7 @@ def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
 def refuse_shared_files(outputs: Named, inputs: Named) -> None:
     """UserError where an output is a file that is read too, or two outputs are one file, by whatever links or names.
 
-    Nothing is opened. "-" is what standard input or output is connected to. Inputs that are no files, and devices, are
-    shared freely.
+    Nothing is opened. "-" is what standard input or output is connected to. What is no file is shared freely.
     """
     taken: dict[object, str] = {}
     for what, path in inputs:
@@ -311,15 +313,19 @@ def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None
     return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
-def _check_place(path: Path, *, resume: bool) -> None:
-    if path.is_dir():
-        raise UserError(f"{path}: this is a folder, an output file is needed")
-    if not path.parent.is_dir():
-        raise UserError(f"{path}: the output folder {path.parent} is not there")
-    if not os.access(path.parent, os.W_OK):
-        raise UserError(f"{path}: the output folder {path.parent} is not writable")
-    if resume and not path.exists():
-        raise UserError(f"{path}: there is nothing to resume, the file is not there")
+def is_stream(path: str) -> bool:
+    """Whether samples go to an open stream under this name, and not to a file."""
+    return path == "-" or descriptor_of(path) is not None
+
+
+def _open_stream(path: str) -> IO[bytes]:
+    number = descriptor_of(path)
+    if number in (None, 1):
+        return sys.stdout.buffer
+    try:
+        return open(os.dup(number), "wb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot write there: {error.strerror}") from None
 
 
 def _open_locked(path: Path) -> IO[bytes]:

@@ -10,12 +10,14 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
+from bass_cli.places import check_place, descriptor_of, refuse_foreign
 from bass_cli.saving import replace_file, write_file
 
 GROWING = ("n", "limit")
@@ -75,16 +77,41 @@ def write_manifest(output: str, manifest: dict[str, Any]) -> None:
 
 
 def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
-    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one, and a device or a pipe
-    is written to. MachineError, beginning with `fault`."""
+    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one, and a stream like
+    /dev/stdout is written to. MachineError, beginning with `fault`."""
     text = json.dumps(document, indent=2, default=str) + "\n"
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-        else:
+        if (number := descriptor_of(path)) is None:
             write_file(path, text.encode("utf-8"))
+            return
+        sys.stdout.flush()
+        with open(number, "w", encoding="utf-8", closefd=False) as stream:
+            stream.write(text)
     except OSError as error:
         raise MachineError(f"{fault}: {error.strerror}") from None
+
+
+def check_output_place(output: str, *, overwrite: bool) -> None:
+    """UserError where samples or their manifest cannot be written, or would replace something else."""
+    path = manifest_path(output)
+    check_place(output, output)
+    check_place(str(path), path)
+    if overwrite:
+        return
+    if not os.path.exists(output) or os.path.getsize(output) == 0:
+        refuse_foreign(str(path), path, _is_manifest, kind=f"the manifest of {output}")
+    elif not path.exists():
+        reason = "it exists and has no manifest, so it cannot be continued"
+        raise UserError(f"{output}: {reason}; use --overwrite to start anew, or another --out")
+
+
+def _is_manifest(content: bytes) -> bool:
+    """Whether it is one, or the beginning of one."""
+    try:
+        return isinstance(json.loads(content)["results"], dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        begins = json.dumps({"results": {}}, indent=2).encode()[:-3]
+        return content.startswith(begins) or begins.startswith(content)
 
 
 class DamagedManifestError(UserError):
@@ -98,9 +125,6 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
         before = json.loads(path.read_text(encoding="utf-8"))["results"]
         if not isinstance(before, dict):
             raise TypeError
-    except FileNotFoundError:
-        reason = "it exists and has no manifest, so it cannot be continued"
-        raise UserError(f"{output}: {reason}; use --overwrite to start anew, or another --out") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise DamagedManifestError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
     now = json.loads(json.dumps(results, default=str))

@@ -34,6 +34,8 @@ def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[b
     ever followed there. It is on the disk before it gets the name, and the name before this returns.
     """
     target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # a device, say, that came here since the path was checked
+        raise OSError(errno.EINVAL, "it is not a regular file", str(target))
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
     stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
     try:

@@ -155,7 +155,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),
     ({}, ["p.jsonl", "--temprature", "1"], "--temperature"),
     ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): 'tables'"),
-    ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the output folder nowhere is not there"),
+    ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the folder nowhere is not there"),
     ({}, ["p.jsonl", "--out", "/proc/o.jsonl"], "/proc/o.jsonl: "),
     ({}, ["p.jsonl", "--out", "."], ".: this is a folder"),
     ({"o.jsonl": "mine\n"}, ["p.jsonl", "--out", "o.jsonl"], "o.jsonl: it exists and has no manifest"),

@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["generate", "p.txt", "--out", "o.jsonl.gz"], "--out o.jsonl.gz: nothing is written as .gz; samples are plain JSON"),
     (["generate", "p.txt", "--out", "o.JSON"], "nothing is written as .json;"),
     (["generate", "p.txt", "--resume"], "--resume: samples go to standard output, where no file is kept; add --out FILE"),
-    (["generate", "p.txt", "--overwrite", "--out", "/dev/null"], "--overwrite: samples go to /dev/null, where no file is"),
+    (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to /dev/stderr, where no"),
     (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no"),
     (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets"),
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),

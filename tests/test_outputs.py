@@ -121,7 +121,7 @@ def test_an_existing_file_without_a_sound_manifest_is_refused(tmp_path: Path) ->
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the output folder .*nowhere is not there"):
+    with pytest.raises(UserError, match=r"the folder .*nowhere is not there"):
         open_output(str(tmp_path / "nowhere" / "out.jsonl"), MANIFEST)
     with pytest.raises(UserError, match="this is a folder"):
         open_output(str(tmp_path), MANIFEST)
@@ -135,19 +135,26 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: not (Path(path) == tmp_path and mode == os.W_OK))
-    with pytest.raises(UserError, match=r"the output folder .* is not writable"):
+    with pytest.raises(UserError, match=r"the folder .* is not writable"):
         open_output(str(tmp_path / "out.jsonl"), MANIFEST)
 
 
 def test_a_full_disk_is_a_lack_of_the_machine() -> None:
-    with pytest.raises(MachineError, match="No space left"), open_output("/dev/full", MANIFEST) as writer:
-        writer.write(SAMPLE)
+    with open("/dev/full", "wb") as full:
+        name = f"/dev/fd/{full.fileno()}"
+        with pytest.raises(MachineError, match="No space left"), open_output(name, MANIFEST) as writer:
+            writer.write(SAMPLE)
 
 
-def test_devices_and_stdout_have_no_manifest(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    with open_output("/dev/null", MANIFEST) as writer:
-        writer.write(SAMPLE)
-    assert not manifest_path("/dev/null").exists()
+def test_streams_have_no_manifest(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    (tmp_path / "fd").mkdir()
+    with open(tmp_path / "fd" / "samples", "ab") as stream:
+        stream.write(b"before\n")
+        stream.flush()
+        with open_output(f"/dev/fd/{stream.fileno()}", MANIFEST) as writer:
+            writer.write(SAMPLE)
+    assert (tmp_path / "fd" / "samples").read_text() == f"before\n{SAMPLE.to_line()}\n"
+    shutil.rmtree(tmp_path / "fd")
     code = "from bass_cli.outputs import *; w = open_output('-', {})\n"
     code += "w.write(Completion.failed('é', 'e', seed=0, meta={}))"
     subprocess.run([sys.executable, "-c", code + "; w.close(finished=True)"], cwd=tmp_path, check=True)

@@ -26,10 +26,13 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     if given["plot"] is not None:
         if len(settings.acceptances) > 1:
             raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
-        plot.check(given["plot"])
+    elif given["overwrite"]:
+        raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --plot FILE, and none was given; leave it out")
     if settings.shape is None:
         refuse_shared_files([("--plot", given["plot"])],
                             [("the prompt file", settings.prompts), *files_read(given, settings.job)])
+    if given["plot"] is not None:
+        plot.check(given["plot"], overwrite=given["overwrite"])
     if settings.prompts is not None:
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 

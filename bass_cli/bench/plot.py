@@ -8,15 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.job import MachineError, UserError
+from bass_cli.places import check_place, refuse_foreign
 from bass_cli.saving import write_file
 
+_SIGNATURE = b"tEXtSoftware\0bass"  # how a PNG file says what has drawn it, before the picture
 
-def check(file: str) -> None:
-    """UserError or MachineError now if `draw` could not work after the measurements."""
+
+def check(file: str, *, overwrite: bool) -> None:
+    """UserError or MachineError now if `draw` could not work after the measurements, or would replace what is no chart of
+    bass."""
     if Path(file).suffix.lower() != ".png":
         raise UserError(f"--plot {file}: the file must end in .png")
-    if not Path(file).absolute().parent.is_dir():
-        raise UserError(f"--plot {file}: the folder {Path(file).parent} is not there")
+    check_place(f"--plot {file}", file)
+    if not overwrite:
+        refuse_foreign(f"--plot {file}", file, lambda content: _SIGNATURE in content[:1024], kind="a chart of bass")
     if importlib.util.find_spec("matplotlib") is None:
         raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
 
@@ -44,7 +49,7 @@ def draw(document: dict[str, Any], file: str) -> None:
 def save(figure: Any, file: str) -> None:
     """Replace the PNG by the figure in one step. MachineError where that cannot be."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=144)
+    figure.savefig(picture, format="png", dpi=144, metadata={"Software": "bass"})
     try:
         write_file(file, picture.getvalue())
     except OSError as error:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.eval import scoring
-from bass_cli.eval.judging import verdicts_path
+from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.score_command import parse_ks, parse_workers
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
 from bass_cli.generation import check_name, describe, files_read, files_written, read_job, tell, write_samples
 from bass_cli.job import Job, UserError, parse_duration
-from bass_cli.outputs import Completion, Named, open_output, refuse_shared_files
+from bass_cli.outputs import Completion, Named, is_stream, open_output, refuse_shared_files
 from bass_cli.prompts import Prompt
 from bass_cli.screen import Screen
 from bass_cli.threads import settle
@@ -56,8 +56,8 @@ class Evaluation:
         self.job = self._job()
         first = "" if self.job.limit is None else f"-first{self.job.limit}"  # a trial keeps out of the whole task's file
         self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
-        if self.out == "-":
-            raise UserError("--out -: an evaluation needs a file, which is scored afterwards")
+        if is_stream(self.out):
+            raise UserError(f"--out {self.out}: an evaluation needs a file, which is scored afterwards")
         problems = list(self.task.problems.values())
         self.problems = problems if self.job.limit is None else problems[: self.job.limit]
         if self.task.executes and not self.scoring.allow_execution:
@@ -65,8 +65,8 @@ class Evaluation:
 
     def run(self) -> tuple[dict[str, Any], bool]:
         """Generate what is missing in the file and score it; the report, and whether all prompts could be run."""
-        scoring.check_report(self.report_path(self.out))
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
+        self.check_places(self.out)
         settle(self.job.threads, self._screen.note)
 
         self.generate(self.plan(), self.out)
@@ -86,9 +86,16 @@ class Evaluation:
         return [*files_written(out), ("--report", self.report_path(out))]
 
     def check_files(self, outputs: Named) -> None:
-        """UserError where one of them is another, or a file that is read, or the samples' name promises another format."""
+        """UserError where one of them is another, or a file that is read."""
         refuse_shared_files(outputs, [("the data", self._given["data"]), *files_read(self._given, self.job)])
-        check_name(self.out)
+
+    def check_places(self, out: str) -> None:
+        """UserError where the samples in `out`, their report or the verdicts cannot be written, or would replace anything
+        else."""
+        check_name(out, overwrite=self._given["overwrite"])
+        scoring.check_report(self.report_path(out), out, overwrite=self._given["overwrite"])
+        if self.task.executes:
+            check_verdicts(verdicts_path(self.out))
 
     def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
         """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
@@ -102,7 +109,7 @@ class Evaluation:
     def score(self, out: str, verdicts: str) -> dict[str, Any]:
         """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not be run."""
         found = scoring.score_file(out, self.task, **self.scoring._asdict(), report_path=self.report_path(out),
-                                   screen=self._screen, verdicts=verdicts)
+                                   screen=self._screen, verdicts=verdicts, overwrite=self._given["overwrite"])
         self.scoring = self.scoring._replace(rejudge=False)  # other files of a sweep share these verdicts
         return found
 

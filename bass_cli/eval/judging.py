@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Protocol, cast
 
 from bass_cli.eval.jail.order import Program
 from bass_cli.job import MachineError, UserError
+from bass_cli.places import check_place, refuse_foreign
 
+_BEGINNING = b'{"task_id": '  # of every verdict
 DETAIL = 300  # characters kept of what a program said: enough for the last line of a traceback
 
 Key = tuple[str, int]
@@ -62,6 +63,18 @@ def _texts(program: Program) -> tuple[str, ...]:
     return (program,) if isinstance(program, str) else program
 
 
+def check_verdicts(path: str) -> None:
+    """UserError where verdicts cannot be kept, or would be added to something else."""
+    check_place(path, path)
+    refuse_foreign(path, path, _is_ours, kind="a file of verdicts", remedy="move it away")
+
+
+def _is_ours(content: bytes) -> bool:
+    """Whether it begins with a verdict, whole, torn or with a hole, as a power cut leaves them."""
+    first = content.splitlines(keepends=True)[0]
+    return _parse(first) is not None or b"\0" in first or first.startswith(_BEGINNING) or _BEGINNING.startswith(first)
+
+
 class Ledger:
     """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one line and flushes it.
 
@@ -72,6 +85,7 @@ class Ledger:
         self.path = path
         self.rulings: dict[str, Ruling] = {}
         self._written: set[tuple[str, int, str]] = set()
+        check_verdicts(path)
         self._stream = _open_locked(path)
         try:
             self._read(anew)
@@ -134,8 +148,6 @@ class Ledger:
 
 
 def _open_locked(path: str) -> IO[bytes]:
-    if not Path(path).parent.is_dir():
-        raise UserError(f"{path}: the folder {Path(path).parent} is not there")
     try:
         stream = open(path, "a+b")  # noqa: SIM115 - the Ledger closes it
     except OSError as error:

@@ -24,6 +24,7 @@ def score(
     workers: options.Workers = None,
     timeout: options.Timeout = None,
     report: options.Report = None,
+    overwrite: options.OverwriteReport = False,
     rejudge: options.Rejudge = False,
     json_document: options.ReportDocument = False,
     quiet: options.Quiet = False,
@@ -48,24 +49,26 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     from bass_cli.eval.judging import verdicts_path
     from bass_cli.eval.samples import guess_task, read_generations
     from bass_cli.eval.tasks import load_task
-    from bass_cli.job import parse_duration
+    from bass_cli.job import UserError, parse_duration
     from bass_cli.outputs import refuse_shared_files
     from bass_cli.resume import manifest_path
 
     ks = parse_ks(given["k"] or "1,10")
     workers = parse_workers(given["workers"])
     timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
-    scoring.check_report(given["report"])
     path = given["file"]
+    if given["overwrite"] and given["report"] is None:
+        raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; leave it out")
     refuse_shared_files([("the verdicts", verdicts_path(path)), ("--report", given["report"])],
                         [("the generation file", path), ("its manifest", manifest_path(path)), ("the data", given["data"])])
+    scoring.check_report(given["report"], path, overwrite=given["overwrite"])
     screen.phase("reading the file and the task's data", live=False)
     file = read_generations(path)
     task = load_task(given["task"] or guess_task(file), given["data"])
     scoring.refuse_without_programs(task, given)
     scoring.refuse(task, allow_execution=given["allow_code_execution"])
     return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],
-                         screen=screen, rejudge=given["rejudge"])
+                         screen=screen, rejudge=given["rejudge"], overwrite=given["overwrite"])
 
 
 def parse_ks(text: str) -> list[int]:

@@ -6,6 +6,7 @@ The order of refusals and checks is here; reading, judging and reporting are in 
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
 from bass_cli.job import UserError
 from bass_cli.outputs import check_format
+from bass_cli.places import check_place, descriptor_of, refuse_foreign
 from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from bass_cli.eval.sandbox import Limits
     from bass_cli.eval.tasks import Task
 
+_REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
+_SWEEP = {"task", "pair", "n", "budgets", "reports"}
 Problems = Mapping[str, Sequence[Generation]]
 
 
@@ -43,16 +47,29 @@ def refuse_without_programs(task: Task, given: Mapping[str, Any]) -> None:
             raise UserError(f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out")
 
 
-def check_report(path: str | None) -> None:
-    """UserError where a report could not be written."""
-    if path is None:
+def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
+    """UserError where a report on `samples` (a `sweep`: on the files beside it) could not be written, or would replace
+    anything but an earlier one: a document with a report's keys, on a file of that name."""
+    if path is None or descriptor_of(path) is not None:
         return
     check_format("--report", path, suffix=".json", written="a report is one JSON document")
-    place = Path(path)
-    if place.is_dir():
-        raise UserError(f"--report {path}: this is a folder, a file is needed")
-    if not place.parent.is_dir():
-        raise UserError(f"--report {path}: the folder {place.parent} is not there")
+    check_place(f"--report {path}", path)
+    if not overwrite:
+        ours = functools.partial(_is_report, name=Path(samples).name, sweep=sweep)
+        refuse_foreign(f"--report {path}", path, ours, kind=f"a report on {samples}")
+
+
+def _is_report(content: bytes, *, name: str, sweep: bool) -> bool:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(found, dict) or not (_SWEEP if sweep else _REPORT) <= found.keys():
+        return False
+    if not sweep:
+        return Path(str(found["file"])).name == name
+    parts = found["reports"] if isinstance(found["reports"], list) else []
+    return all(isinstance(one, dict) and Path(str(one.get("file"))).name.startswith(f"{Path(name).stem}.") for one in parts)
 
 
 def score_file(
@@ -67,18 +84,20 @@ def score_file(
     screen: Screen,
     rejudge: bool = False,
     verdicts: str | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also written to `report_path`.
 
     `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept beside the file: after an
     interruption the same call goes on (`verdicts` names another file for them, which several calls may share);
-    `rejudge` runs all programs again. UserError if execution is needed and not
-    allowed, before the file is read; for any fault of the file; for a task_id that the task does not know.
+    `rejudge` runs all programs again; `overwrite` lets the report replace what is no report on this file. UserError if
+    execution is needed and not allowed, before the file is read; for any fault of the file; for a task_id that the task
+    does not know.
     """
     refuse(task, allow_execution=allow_execution)
     file = read_generations(path)
     return score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=report_path, screen=screen,
-                 rejudge=rejudge, verdicts=verdicts)
+                 rejudge=rejudge, verdicts=verdicts, overwrite=overwrite)
 
 
 def score(
@@ -92,9 +111,10 @@ def score(
     screen: Screen,
     rejudge: bool,
     verdicts: str | None = None,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """`score_file` for a file that is read already, by a caller who may run programs."""
-    check_report(report_path)
+    check_report(report_path, file.path, overwrite=overwrite)
     problems = by_problem(file, task.problems)
     isolation = None
     if task.executes:
@@ -107,6 +127,7 @@ def score(
     document = report.build(file, outcomes, task=task.name, executes=task.executes, known=len(task.problems), ks=ks,
                             isolation=isolation)
     if report_path is not None:
+        check_report(report_path, file.path, overwrite=overwrite)  # again, for judging may have taken hours
         write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
     table.show(document, screen)
     return document

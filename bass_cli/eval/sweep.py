@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bass_cli.bench.plot import check
 from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.scoring import check_report
-from bass_cli.job import MachineError, UserError, parse_duration
+from bass_cli.job import UserError, parse_duration
 from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 from bass_cli.threads import settle
@@ -35,12 +36,16 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     budgets = _budgets(given)
     evaluation = Evaluation(given, screen)
     document_path = given["report"] or str(Path(evaluation.out).with_suffix(".sweep.json"))
-    check_report(document_path)
     chart = _chart(given["plot"], evaluation.out, screen)
     evaluation.report = None  # that of each file has a name of its own; --report is the document's
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
     evaluation.check_files([("--report", document_path), ("--plot", chart), ("the verdicts", verdicts_path(evaluation.out)),
                             *(one for out in samples for one in evaluation.files_of(out))])
+    if chart is not None:
+        check(chart, overwrite=given["overwrite"])
+    check_report(document_path, evaluation.out, overwrite=given["overwrite"], sweep=True)
+    for out in samples:
+        evaluation.check_places(out)
     settle(evaluation.job.threads, screen.note)
 
     plan = evaluation.plan(options=("--n", "--max-new-tokens"))  # the methods say how many of them are drawn at once
@@ -73,12 +78,8 @@ def _budgets(given: Mapping[str, Any]) -> list[float]:
 
 def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
     """Where the chart goes, if there can be one."""
-    if plot is not None and not plot.lower().endswith(".png"):
-        raise UserError(f"--plot {plot}: the file must end in .png")
-    if importlib.util.find_spec("matplotlib") is not None:
+    if plot is not None or importlib.util.find_spec("matplotlib") is not None:
         return plot or str(Path(out).with_suffix(".sweep.png"))
-    if plot is not None:
-        raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
     screen.note("no chart will be drawn: that needs matplotlib (pip install 'bass-cli[plot]')")
     return None
 
