@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import sys
 from collections.abc import Iterator
 
 import typer
@@ -10,6 +13,8 @@ import typer
 from bass_cli import signals
 from bass_cli.host import is_refused_memory, unsupported
 from bass_cli.screen import Screen
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
@@ -32,6 +37,8 @@ def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
     """Say what an end is due to, and raise its exit code."""
     try:
         yield
+        if sys.stdout is not None:  # what is only buffered may not fit
+            sys.stdout.flush()
     except KeyboardInterrupt:
         screen.error(interrupted)
         raise typer.Exit(signals.INTERRUPTED) from None
@@ -43,9 +50,21 @@ def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
             screen.close()
             raise
         screen.error(sentence)
+        _drop_what_cannot_be_written()
         raise typer.Exit(code) from None
     finally:
         screen.close()
+
+
+def _drop_what_cannot_be_written() -> None:
+    """Python would try once more at its end, and turn the exit code into 120."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end_of(error: Exception) -> tuple[int | None, str]:
@@ -56,6 +75,8 @@ def _end_of(error: Exception) -> tuple[int | None, str]:
         return 3, str(error)
     if isinstance(error, UserError):
         return 2, str(error)
+    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        return 3, f"{error.filename or 'standard output'}: cannot write: {error.strerror}"
     if is_refused_memory(error):
         first = (str(error).splitlines() or [""])[0]
         return 3, f"there was not enough memory: use smaller batches, fewer new tokens or a smaller model ({first})"

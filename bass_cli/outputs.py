@@ -294,7 +294,7 @@ def refuse_shared_files(outputs: Named, inputs: Named) -> None:
     """
     taken: dict[object, str] = {}
     for what, path in inputs:
-        if path is not None and isinstance(found := _identity(path, sys.stdin), tuple):
+        if path is not None and (found := _identity(path, sys.stdin)) is not None:
             taken.setdefault(found, f"{what}, which would be lost")
     for what, path in outputs:
         found = None if path is None else _identity(path, sys.stdout)

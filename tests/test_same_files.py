@@ -78,6 +78,15 @@ def test_an_output_that_is_an_input_is_refused(
     assert contents(place) == before
 
 
+def test_a_report_does_not_become_the_manifest_that_is_not_there(place: Path) -> None:
+    Path("f.jsonl.manifest.json").unlink()
+    before = contents(place)
+    result = CliRunner().invoke(app, [*SCORE, "--report", "other/../f.jsonl.manifest.json"])
+    assert result.exit_code == 2
+    assert "this is its manifest, which would be lost" in result.stderr
+    assert contents(place) == before
+
+
 def test_a_chart_does_not_replace_what_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
     for number, (command, read) in enumerate([(BENCH, "p.jsonl"), (BENCH, "pair.yaml"), (SWEEP, "tiny.jsonl")]):

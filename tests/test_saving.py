@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from test_cli import cli, result_keys  # noqa: F401 - a fixture
+from test_interruption import start
 from test_outputs import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli import outputs, saving
@@ -250,3 +251,14 @@ def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
             ledger.add(ruling._replace(sample=9, sha256="9"))
         with Ledger(str(path)) as ledger:
             assert set(ledger.rulings) == left | {"9"}
+
+
+@pytest.mark.parametrize("arguments", [["pairs"], ["generate", "p.txt", "--out", "o.jsonl", "--json"]])
+def test_a_full_disk_behind_standard_output_is_exit_code_3(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "p.txt").write_text("a\n")
+    with open("/dev/full", "w") as full:
+        process = start(tmp_path, "0", *arguments, stdout=full)
+        _, messages = process.communicate(timeout=60)
+    assert process.returncode == 3, messages
+    assert messages.endswith("bass: error: standard output: cannot write: No space left on device\n")
+    assert "Traceback" not in messages
