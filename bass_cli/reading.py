@@ -43,7 +43,8 @@ def parse_json(raw: str | bytes) -> Any:
     try:
         return json.loads(raw)
     except json.JSONDecodeError as error:
-        raise ValueError(f"broken JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"broken JSON: {error.msg} at {line}column {error.colno}") from None
     except UnicodeDecodeError:
         raise ValueError("broken JSON: the text is not valid UTF-8") from None
     except RecursionError:
@@ -68,7 +69,7 @@ def whole(value: Any, *, least: int = 0, most: int = LARGEST) -> int:
     return value
 
 
-def number(value: Any, *, least: float = -math.inf) -> float:
+def finite(value: Any, *, least: float = -math.inf) -> float:
     """The value if it is a finite number, at least `least`, and not true or false."""
     bounds = "" if least == -math.inf else f" from {least:g} on"
     known = type(value) is float or (type(value) is int and abs(value) <= LARGEST)
@@ -81,6 +82,13 @@ def text(value: Any) -> str:
     """The value if it is a text."""
     if not isinstance(value, str):
         raise ValueError(f"a text is needed, not {shown(value)}")
+    return value
+
+
+def texts(value: Any) -> list[str]:
+    """The value if it is a list of texts."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise ValueError(f"a list of texts is needed, not {shown(value)}")
     return value
 
 

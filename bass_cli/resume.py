@@ -18,11 +18,16 @@ from typing import IO, Any
 
 from bass_cli.job import MachineError, UserError
 from bass_cli.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.reading import finite, parse_object, read_bytes, shown, text, whole
 from bass_cli.saving import replace_file, write_file
 
 GROWING = ("n", "limit")
 ATTRIBUTE = "user.bass.results"  # of the output, where its file system keeps such: what its results depend on
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
+# What a result line must have, and what of it may be missing or null
+_FIELDS: dict[str, Callable[[Any], Any]] = {"id": text, "sample": whole, "finish_reason": text}
+_OPTIONAL = dict.fromkeys((*COUNTED, "copy_of"), whole)
+_MANIFEST_BYTES = 1 << 24  # it has some thousand
 Key = tuple[str, int]
 Check = Callable[[dict[str, Any]], str | None]  # of a result line: why it cannot be one of this run
 
@@ -68,6 +73,11 @@ class Past:
 def manifest_path(output: str) -> Path:
     """Where the manifest of an output file lies."""
     return Path(f"{output}.manifest.json")
+
+
+def read_manifest(output: str) -> dict[str, Any]:
+    """The manifest beside an output file. OSError if it cannot be read, ValueError if it is none."""
+    return parse_object(read_bytes(manifest_path(output), _MANIFEST_BYTES))
 
 
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:
@@ -122,10 +132,10 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
     """Notes on what grew since the file was begun; UserError, key by key, if anything that changes results differs."""
     path = manifest_path(output)
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))["results"]
+        before = read_manifest(output).get("results")
         if not isinstance(before, dict):
-            raise TypeError
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise ValueError
+    except (OSError, ValueError):
         raise DamagedManifestError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
     now = json.loads(json.dumps(results, default=str))
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -183,18 +193,21 @@ def _digest(results: dict[str, Any]) -> bytes:
 def known_seconds(output: str, samples: int) -> float | None:
     """How long the `samples` in a file took to generate; None where its manifest does not know of all of them."""
     try:
-        totals = json.loads(manifest_path(output).read_text(encoding="utf-8"))["totals"]
-        return float(totals["seconds"]) if totals["samples"] == samples else None
+        totals = read_manifest(output)["totals"]
+        return finite(totals["seconds"], least=0) if totals["samples"] == samples else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _grows(before: int | None, now: int | None) -> bool:
-    return now is None or (before is not None and now > before)
+def _grows(before: Any, now: int | None) -> bool:
+    return now is None or (type(before) is int and now > before)
 
 
 def _show(results: dict[str, Any], key: str) -> str:
-    return json.dumps(results[key], ensure_ascii=False) if key in results else "not given"
+    if key not in results:
+        return "not given"
+    value = results[key]
+    return shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
 
 
 def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
@@ -211,18 +224,26 @@ def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes
         if row is None:
             broken, past.torn = number, len(line)
             continue
-        if not isinstance(row.get("id"), str) or not isinstance(row.get("sample"), int) or "finish_reason" not in row:
-            raise UserError(f'{name}:{number}: this is not a result line: "id", "sample" or "finish_reason" is missing')
+        _check_row(row, f"{name}:{number}")
         past.end += len(line)
         yield number, line, row
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_object(line)
+    except ValueError:
         return None
-    return row if isinstance(row, dict) else None
+
+
+def _check_row(row: dict[str, Any], place: str) -> None:
+    """UserError where a field that is counted on is missing or has another type."""
+    wanted = _FIELDS | {key: kind for key, kind in _OPTIONAL.items() if row.get(key) is not None}
+    for key, kind in wanted.items():
+        try:
+            kind(row.get(key))
+        except ValueError as error:
+            raise UserError(f'{place}: this is not a result line: field "{key}": {error}') from None
 
 
 def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:

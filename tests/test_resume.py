@@ -67,7 +67,8 @@ def test_the_rewritten_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
     ("line", "expected"),
     [
         ('{"id": "b", "sam', "out.jsonl:2: the line is broken"),
-        ("{}", "out.jsonl:2: this is not a result line"),
+        ("{}", 'out.jsonl:2: this is not a result line: field "id": a text is needed, not None'),
+        ("[" * 10**5, "out.jsonl:2: the line is broken"),
         (sample("a", 0).to_line(), 'out.jsonl:2: sample 0 of "a" is in the file twice'),
     ],
 )
@@ -80,6 +81,48 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path, line: str, expec
         open_output(str(path), MANIFEST)
     assert expected in str(caught.value)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    ({"sample": True}, '"sample": a whole number from 0 on is needed, not True'),
+    ({"sample": -1}, '"sample": a whole number from 0 on is needed, not -1'), ({"sample": 1.0}, '"sample": a whole number'),
+    ({"finish_reason": ["eos"]}, '"finish_reason": a text is needed'), ({"finish_reason": None}, '"finish_reason": a text'),
+    ({"id": 3}, '"id": a text is needed, not 3'), ({"tokens": "3"}, '"tokens": a whole number from 0 on is needed, not .3'),
+    ({"rounds": [1]}, '"rounds": a whole number'), ({"drafted": 10**400}, '"drafted": a whole number'),
+    ({"accepted": float("nan")}, '"accepted": a whole number'), ({"copy_of": "a"}, '"copy_of": a whole number'),
+])  # fmt: skip
+def test_a_line_of_other_types_is_refused(tmp_path: Path, change: dict[str, object], fault: str) -> None:
+    path = tmp_path / "out.jsonl"
+    fill(path, sample("a", 0), sample("b", 0))
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{json.dumps(json.loads(second) | change)}\n")
+    with pytest.raises(UserError, match=rf"out\.jsonl:2: this is not a result line: field {fault}"):
+        open_output(str(path), MANIFEST)
+
+
+@pytest.mark.parametrize("value", ["2", [2], {"a": 2}, True, 2.5, None, float("inf"), 10**400, [[[[[]]]]]])
+def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: object) -> None:
+    """Also of those that may grow."""
+    path = tmp_path / "out.jsonl"
+    fill(path, sample("a", 0))
+    file = manifest_path(str(path))
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value}))
+    with pytest.raises(UserError, match=r"out\.jsonl: it was begun with other settings;.*\n  n: .* there, 2 now"):
+        open_output(str(path), MANIFEST)
+
+
+@pytest.mark.parametrize("totals", [
+    "null", "[]", '{"samples": 1}', '{"samples": 1, "seconds": "1"}', '{"samples": 1, "seconds": NaN}',
+    f'{{"samples": 1, "seconds": {10**400}}}', '{"samples": [], "seconds": 1}', '{"samples": 1, "seconds": -1}',
+])  # fmt: skip
+def test_totals_that_are_none_are_not_known(tmp_path: Path, totals: str) -> None:
+    path = tmp_path / "out.jsonl"
+    fill(path, sample("a", 0))
+    file = manifest_path(str(path))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"totals": "?"}).replace('"?"', totals))
+    with open_output(str(path), MANIFEST) as writer:
+        assert (writer.done, writer.totals["seconds"]) == ({("a", 0)}, None)
 
 
 def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,7 @@ def test_execution_has_to_be_allowed() -> None:
 
 
 GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'
+LINE = '{"task_id": "HumanEval/0", "completion": "x"'
 BAD: list[tuple[str | None, list[str], str]] = [
     (None, [], "f.jsonl: cannot read the generation file: No such file"),
     ("", [], "f.jsonl: there is no sample in the file"),
@@ -196,8 +198,19 @@ BAD: list[tuple[str | None, list[str], str]] = [
      'f.jsonl:1: field "completion" (or "solution"): it is missing; the line has "completions"'),
     ('{"task_id": "HumanEval/0", "completion": null}\n', [], 'f.jsonl:1: field "completion": it must be a text'),
     ('{"task_id": true, "completion": "x"}\n', [], 'f.jsonl:1: field "task_id": it must be a text or a whole number'),
-    ('{"task_id": "HumanEval/0", "completion": "x", "seconds": "1"}\n', [], 'f.jsonl:1: field "seconds": it must be a num'),
-    ('{"task_id": "HumanEval/0", "completion": "x", "sample": -1}\n', [], 'f.jsonl:1: field "sample": it must be at least'),
+    ('{"task_id": "HumanEval/0", "completion": "x", "seconds": "1"}\n', [],
+     "f.jsonl:1: field \"seconds\": a finite number from 0 on is needed, not '1'"),
+    (f'{LINE}, "seconds": -1}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 on is needed, not -1'),
+    (f'{LINE}, "seconds": {10**400}}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 on is needed, not 1000'),
+    (f'{LINE}, "tokens": {10**400}}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on is needed, not 1000'),
+    (f'{LINE}, "tokens": 3.5}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on is needed, not 3.5'),
+    (f'{LINE}, "mean_logprob": [1]}}\n', [], 'f.jsonl:1: field "mean_logprob": a finite number is needed, not [1]'),
+    (f'{LINE}, "finish_reason": []}}\n', [], 'f.jsonl:1: field "finish_reason": it must be a text'),
+    (f'{{"task_id": "{"H" * 10**6}", "completion": "x"}}\n', ["--task", "humaneval"], 'f.jsonl:1: unknown task_id "HHHH'),
+    (f'{GOOD}{"[" * 10**5}\n{GOOD}', [], "f.jsonl:2: broken JSON: it is nested too deep"),
+    (f'{GOOD}{{"a": {"9" * 6000}}}\n{GOOD}', [], "f.jsonl:2: broken JSON: a number has too many digits"),
+    ('{"task_id": "HumanEval/0", "completion": "x", "sample": -1}\n', [],
+     'f.jsonl:1: field "sample": a whole number from 0 on is needed, not -1'),
     (f'{GOOD}{{"task_id": "HumanEval/0", "completion": "x", "sample": 0}}\n', [],
      'f.jsonl:2: sample 0 of "HumanEval/0" is in the file twice, first in line 1'),
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
@@ -219,6 +232,45 @@ def test_bad_input_is_found_before_anything_is_run(content: str | None, argument
     result = cli("f.jsonl", ALLOW, *arguments)
     assert expected in result.stderr
     assert (result.exit_code, result.stdout, Sandbox.opened, Path("f.jsonl.verdicts.jsonl").exists()) == (2, "", 0, False)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "bomb"])
+def test_what_has_no_end_is_not_read(kind: str) -> None:
+    """A pipe that nobody writes to, a device, and a small file with a line of 100 MB in it."""
+    path = Path("f.jsonl")
+    {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"),
+     "bomb": lambda: path.write_bytes(gzip.compress(b'{"text": "' + bytes(100 * 2**20), 1))}[kind]()
+    result = cli("f.jsonl", ALLOW)
+    expected = "f.jsonl:1: the line has more than 64 MB" if kind == "bomb" else "generation file: a file is needed, not"
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in result.stderr
+
+
+@pytest.mark.parametrize("manifest", [
+    "null", "[]", "{", '{"results": null}', '{"results": [], "totals": 3}', "[" * 10**5, '{"a": ' + "9" * 6000 + "}",
+    '{"results": {"budget": Infinity, "n": "2"}, "totals": {"seconds": NaN}}',
+    f'{{"results": {{"budget": {10**400}, "n": -1}}, "totals": {{"seconds": {10**400}}}}}',
+    '{"results": {"budget": [], "task": ["a"], "n": {}}, "totals": {"seconds": "1"}}',
+])  # fmt: skip
+def test_a_score_needs_no_sound_manifest(manifest: str) -> None:
+    write("f.jsonl", [line(0, 0, "+ 1")])
+    Path("f.jsonl.manifest.json").write_text(manifest)
+    report = scored("f.jsonl")
+    assert (report["pass_first"], report["budget"]) == (1.0, None)
+
+
+@pytest.mark.parametrize("change", [
+    {"isolation": {"network": ["a"]}}, {"isolation": []}, {"seconds": "1"}, {"sample": True}, {"status": None},
+    {"seconds": float("inf")}, {"sample": 2**64}, {"detail": 3},
+])  # fmt: skip
+def test_a_verdict_of_other_types_is_none(change: dict[str, Any]) -> None:
+    write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 1")])
+    scored("f.jsonl")
+    first, second = verdicts()
+    Path("f.jsonl.verdicts.jsonl").write_text(f"{json.dumps(first | change)}\n{json.dumps(second)}\n")
+    result = cli("f.jsonl", ALLOW)
+    assert result.exit_code == 2
+    assert "f.jsonl.verdicts.jsonl:1: this is not a verdict" in result.stderr
 
 
 def test_bytes_that_are_not_text() -> None:

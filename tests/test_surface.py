@@ -53,13 +53,16 @@ def test_it_is_read_as_it_was_written():
     {"format": 2}, {"rows": [64, 8]}, {"rows": [8]}, {"widths": [0, 1]}, {"verify": [[4.0, 4.2, -1.0], [5.0, 7.0, 15.0]]},
     {"verify": [[0.0, 4.2, 5.0], [5.0, 7.0, 15.0]]}, {"growth": [0.1]}, {"growth": [-0.1, 0.0]}, {"context": None},
     {"draft": "none"}, {"verify": [[4.0, 4.2, float("nan")], [5.0, 7.0, 15.0]]},
+    {"rows": "89"}, {"rows": [8.0, 64]}, {"rows": [8, float("inf")]}, {"rows": {"8": 1}}, {"widths": [0, True, 4]},
+    {"verify": [["4", 4.2, 4.6], [5.0, 7.0, 15.0]]}, {"verify": [[4.0, 4.2, 10**400], [5.0, 7.0, 15.0]]},
+    {"context": 10**400}, {"context": "400"}, {"measured": "false"}, {"acceptance": 1.5}, {"acceptance": float("nan")},
 ])
 def test_what_is_not_a_surface_is_refused(changes):
     with pytest.raises(ValueError):  # noqa: PT011 - the reasons are json's too
         read_surface(json.dumps(json.loads(surface().to_json()) | changes))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "{\"format\": 1}", surface().to_json()[:-5]])
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{\"format\": 1}", "[" * 10**5, "9" * 6000, surface().to_json()[:-5]])
 def test_broken_files_are_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011
         read_surface(text)

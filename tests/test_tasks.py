@@ -102,7 +102,12 @@ def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "record", "fault"), [
-    ("mbpp", {**MBPP, "test_list": "x"}, r'm.jsonl:2: field "test_list": it must be a list'),
+    ("mbpp", {**MBPP, "test_list": "x"}, r'm.jsonl:2: field "test_list": a list of texts is needed, not .x'),
+    ("mbpp", {**MBPP, "test_list": ["a", None]}, r'm.jsonl:2: field "test_list": a list of texts is needed, not ..a'),
+    ("mbpp", {**MBPP, "test_imports": 3}, r'm.jsonl:2: field "test_imports": a list of texts is needed, not 3'),
+    ("mbpp", {**MBPP, "test_setup_code": ["a"]}, r'm.jsonl:2: field "test_setup_code": a text is needed, not'),
+    ("mbpp", {**MBPP, "text": {}}, r'm.jsonl:2: field "text": a text is needed, not {}'),
+    ("mbpp", {**MBPP, "task_id": True}, r'm.jsonl:2: field "task_id": a whole number from 0 on is needed, not True'),
     ("mbpp", {k: v for k, v in MBPP.items() if k != "test_list"}, r'm.jsonl:2: field "test_list": it is missing'),
     ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" is in the data twice'),
     ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be an object"),

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from bass_cli.reading import finite, parse_object, truth, whole
+
 FORMAT = 1  # of what is written down; another one is not read
 Grid = tuple[tuple[float, ...], ...]
 
@@ -75,10 +77,10 @@ def make_surface(rows: Sequence[int], widths: Sequence[int], *, verify: Sequence
     return Surface(tuple(rows), tuple(widths), _rising(verify), _rising(draft), context, growth, acceptance, measured)
 
 
-def read_surface(text: str) -> Surface:
+def read_surface(text: str | bytes) -> Surface:
     """The Surface that `to_json` wrote. ValueError for anything else."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    found = parse_object(text)
+    if found.pop("format", None) != FORMAT:
         raise ValueError("of another format")
     try:
         surface = _typed(found)
@@ -90,13 +92,13 @@ def read_surface(text: str) -> Surface:
 
 def _typed(found: Mapping[str, Any]) -> Surface:
     def grid(key: str) -> Grid:
-        return tuple(tuple(float(value) for value in line) for line in found[key])
+        return tuple(tuple(finite(value) for value in line) for line in found[key])
 
     verify, draft = found["growth"]
     acceptance = found["acceptance"]
-    return Surface(tuple(int(n) for n in found["rows"]), tuple(int(n) for n in found["widths"]), grid("verify"),
-                   grid("draft"), float(found["context"]), (float(verify), float(draft)),
-                   None if acceptance is None else float(acceptance), bool(found["measured"]))
+    return Surface(tuple(whole(n) for n in found["rows"]), tuple(whole(n) for n in found["widths"]), grid("verify"),
+                   grid("draft"), finite(found["context"]), (finite(verify), finite(draft)),
+                   None if acceptance is None else finite(acceptance), truth(found["measured"]))
 
 
 def _check(surface: Surface) -> None:
@@ -110,6 +112,8 @@ def _check(surface: Surface) -> None:
             raise ValueError("seconds below 0")
     if not all(map(math.isfinite, (surface.context, *surface.growth))) or min(surface.growth) < 0:
         raise ValueError("a context or a growth that cannot be")
+    if surface.acceptance is not None and not 0 <= surface.acceptance <= 1:
+        raise ValueError("an acceptance that is no chance")
     if surface.verify[0][0] <= 0:
         raise ValueError("a pass of no time")
 

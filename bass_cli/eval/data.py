@@ -8,23 +8,28 @@ from typing import Any
 from bass_cli.eval.tasks import Problem
 from bass_cli.job import UserError, nearest
 from bass_cli.prompts import open_source
+from bass_cli.reading import text, whole
 from bass_cli.records import READERS, hub_records
 
-Fields = Mapping[str, type | tuple[type, ...]]
+Fields = Mapping[str, Callable[[Any], Any]]  # by name, what raises ValueError at a value of another type
 
 
-def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], Problem]) -> dict[str, Problem]:
-    """The problems by task_id. `needed`: the fields that each record must have, and of which type; a UserError names
-    file, line and field otherwise, and at a task_id that comes twice."""
+def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], Problem],
+                  optional: Fields | None = None) -> dict[str, Problem]:
+    """The problems by task_id. `needed`: the fields that each record must have, `optional`: those that may be missing or
+    null; a UserError names file, line and field otherwise, and at a task_id that comes twice."""
     found: dict[str, Problem] = {}
     for place, record in _records(source):
         if not isinstance(record, dict):
             raise UserError(f"{place}: a problem must be an object")
-        for field, kind in needed.items():
-            if field not in record:
+        for field, check in {**(optional or {}), **needed}.items():
+            if field in needed and field not in record:
                 raise UserError(f'{place}: field "{field}": it is missing; {nearest(field, record)}')
-            if not isinstance(record[field], kind):
-                raise UserError(f'{place}: field "{field}": it must be {_kind(kind)}')
+            if field in needed or record.get(field) is not None:
+                try:
+                    check(record[field])
+                except ValueError as error:
+                    raise UserError(f'{place}: field "{field}": {error}') from None
         problem = make(record)
         if problem.task_id in found:
             raise UserError(f'{place}: problem "{problem.task_id}" is in the data twice')
@@ -34,11 +39,9 @@ def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], 
     return found
 
 
-_NAMES = {str: "a text", int: "a whole number", list: "a list"}
-
-
-def _kind(kind: type | tuple[type, ...]) -> str:
-    return " or ".join(_NAMES[one] for one in (kind if isinstance(kind, tuple) else (kind,)))
+def identity(value: Any) -> str:
+    """What tells a record from the others: a text or a whole number."""
+    return text(value) if isinstance(value, str) else str(whole(value))
 
 
 def _records(source: str) -> Iterator[tuple[str, Any]]:

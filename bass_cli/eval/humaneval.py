@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bass_cli.job import UserError
+from bass_cli.reading import text
 
 from .data import Fields, read_problems
 from .tasks import Answer, Defaults, Problem, code_in
 
-_FIELDS: Fields = {"task_id": str, "prompt": str, "entry_point": str, "test": str}
+_FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 
 
 class HumanEval:

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple, Protocol, cast
 from bass_cli.eval.jail.order import Program
 from bass_cli.job import MachineError, UserError
 from bass_cli.places import check_place, refuse_foreign
+from bass_cli.reading import finite, parse_object, text, whole
 
 _BEGINNING = b'{"task_id": '  # of every verdict
 DETAIL = 300  # characters kept of what a program said: enough for the last line of a traceback
@@ -162,14 +163,17 @@ def _open_locked(path: str) -> IO[bytes]:
 
 def _parse(line: bytes) -> Ruling | None:
     """The verdict on a whole line, None if it is torn or something else."""
-    try:
-        row = json.loads(line)
-        ruling = Ruling(**{key: row[key] for key in Ruling._fields})
-    except (ValueError, TypeError, KeyError):
+    if not line.endswith(b"\n"):
         return None
-    texts = (ruling.task_id, ruling.sha256, ruling.status, ruling.detail)
-    whole = line.endswith(b"\n") and isinstance(ruling.isolation, dict) and isinstance(ruling.sample, int)
-    return ruling if whole and all(isinstance(text, str) for text in texts) else None
+    try:
+        row = parse_object(line)
+        isolation = row["isolation"]
+        if not isinstance(isolation, dict):
+            return None
+        return Ruling(text(row["task_id"]), whole(row["sample"]), text(row["sha256"]), text(row["status"]),
+                      text(row["detail"]), finite(row["seconds"]), {key: text(word) for key, word in isolation.items()})
+    except (ValueError, KeyError):
+        return None
 
 
 class Executor(NamedTuple):

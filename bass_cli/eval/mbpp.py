@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from bass_cli.job import UserError
+from bass_cli.reading import text, texts
 
-from .data import Fields, read_problems
+from .data import Fields, identity, read_problems
 from .tasks import Answer, Defaults, Problem, code_in
 
 _DATA = "hf:google-research-datasets/mbpp:full:test"
-_FIELDS: Fields = {"task_id": (int, str), "test_list": list}
+_FIELDS: Fields = {"task_id": identity, "test_list": texts}
+_OPTIONAL: Fields = {"test_imports": texts, "test_setup_code": text, "text": text, "prompt": text}
 
 
 class Mbpp:
@@ -25,7 +27,7 @@ class Mbpp:
     stops: Sequence[str] = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\n```")
 
     def __init__(self, data: str | None = None):
-        self.problems = read_problems(data or _DATA, _FIELDS, _problem)
+        self.problems = read_problems(data or _DATA, _FIELDS, _problem, _OPTIONAL)
 
     def question(self, problem: Problem) -> str:
         tests = "\n".join(problem.fields["test_list"])
@@ -37,7 +39,7 @@ class Mbpp:
 
     def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
         """The prompt is a docstring, which does nothing."""
-        setup = [*problem.fields.get("test_imports", ()), problem.fields.get("test_setup_code", "")]
+        setup = [*(problem.fields.get("test_imports") or ()), problem.fields.get("test_setup_code")]
         return answer.text, "\n".join([*filter(None, setup), *problem.fields["test_list"]])
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import gzip
-import json
 import math
 import zlib
 from collections import Counter
@@ -16,12 +15,14 @@ from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
 from bass_cli.job import UserError
-from bass_cli.resume import manifest_path
+from bass_cli.reading import finite, open_regular, parse_json, whole
+from bass_cli.resume import read_manifest
 
 UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 TASKS = ("humaneval", "mbpp", "xsum")
+_LINE_BYTES = 1 << 26  # of a sample; gzip can make a line a thousand times as long as its file
 
 
 class Generation(NamedTuple):
@@ -102,16 +103,18 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
     broken: tuple[int, str] | None = None
     try:
         with _open(path) as stream:
-            for number, line in enumerate(stream, 1):
+            for at, line in enumerate(iter(lambda: stream.readline(_LINE_BYTES + 1), b""), 1):
+                if len(line) > _LINE_BYTES:
+                    raise UserError(f"{path}:{at}: the line has more than {_LINE_BYTES >> 20} MB")
                 if not line.strip():
                     continue
                 if broken is not None:
                     raise UserError(f"{path}:{broken[0]}: {broken[1]}")
                 value = _parse(line)
                 if isinstance(value, dict):
-                    yield number, value
+                    yield at, value
                 else:
-                    broken = number, value
+                    broken = at, value
     except OSError as error:
         raise UserError(f"{path}: cannot read the generation file: {error.strerror or error}") from None
     except (EOFError, zlib.error):
@@ -121,20 +124,20 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _open(path: str) -> IO[bytes]:
-    with open(path, "rb") as stream:
-        is_gzip = stream.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if is_gzip else open(path, "rb")  # type: ignore[return-value]
+    stream = open_regular(path)
+    is_gzip = stream.read(2) == b"\x1f\x8b"
+    stream.seek(0)
+    return gzip.open(stream, "rb") if is_gzip else stream  # type: ignore[return-value]
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
     """The object on the line, or why there is none."""
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return "the text is not valid UTF-8"
-    except (ValueError, RecursionError) as error:
-        at = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        return f"broken JSON: {getattr(error, 'msg', error)}{at}"
+    except ValueError as error:
+        return str(error)
     return value if isinstance(value, dict) else "a line must be a JSON object, {...}"
 
 
@@ -186,23 +189,20 @@ def _hint(row: dict[str, Any], key: str) -> str:
 def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
     """A number of the line; None where it is absent, null or not finite."""
     value = row.get(key)
-    if value is None:
+    if value is None or (kind is float and type(value) is float and not math.isfinite(value)):
         return None
-    fits = isinstance(value, (int, kind)) and not isinstance(value, bool)
-    if not fits:
-        raise UserError(f'{place}: field "{key}": it must be a {"whole number" if kind is int else "number"}')
-    if kind is int and value < 0:
-        raise UserError(f'{place}: field "{key}": it must be at least 0')
-    return kind(value) if math.isfinite(value) else None
+    try:
+        return whole(value) if kind is int else finite(value, least=0 if key == "seconds" else -math.inf)
+    except ValueError as error:
+        raise UserError(f'{place}: field "{key}": {error}') from None
 
 
 def _read_manifest(path: str) -> dict[str, Any]:
     """The manifest beside the file, empty where there is none that can be read: a score does not need it."""
     try:
-        found = json.loads(manifest_path(path).read_text(encoding="utf-8"))
+        return read_manifest(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _part(manifest: dict[str, Any], key: str) -> dict[str, Any]:
@@ -211,8 +211,10 @@ def _part(manifest: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    return float(value) if known else None
+    try:
+        return finite(value) if value > 0 else None
+    except (ValueError, TypeError):
+        return None
 
 
 def guess_task(file: GenerationFile) -> str:
@@ -226,7 +228,7 @@ def guess_task(file: GenerationFile) -> str:
     for prefix, task in PREFIXES.items():
         if task_id.startswith(prefix):
             return task
-    reason = f'the task_id "{task_id}" does not tell the task; give --task {", ".join(TASKS[:-1])} or {TASKS[-1]}'
+    reason = f'the task_id "{task_id[:80]}" does not tell the task; give --task {", ".join(TASKS[:-1])} or {TASKS[-1]}'
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")
 
 
@@ -237,9 +239,10 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
         bare = row.task_id.removeprefix("Mbpp/")  # MBPP's own numbers, and as other tools write them
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
-            close = difflib.get_close_matches(row.task_id, known, n=1, cutoff=0.0)
+            name = row.task_id[:80]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             hint = f'; did you mean "{close[0]}"?' if close else ""
-            raise UserError(f'{file.path}:{row.line}: unknown task_id "{row.task_id}"{hint}')
+            raise UserError(f'{file.path}:{row.line}: unknown task_id "{name}"{hint}')
         groups.setdefault(found, []).append(row)
     return {name: sorted(groups[name], key=lambda row: row.sample) for name in known if name in groups}
 

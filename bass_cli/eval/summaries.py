@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from bass_cli.job import UserError
+from bass_cli.reading import text
 
-from .data import Fields, read_problems
+from .data import Fields, identity, read_problems
 from .tasks import Answer, Defaults, Problem
 
 _DATA = "hf:EdinburghNLP/xsum:test"
-_FIELDS: Fields = {"document": str, "summary": str, "id": (str, int)}
+_FIELDS: Fields = {"document": text, "summary": text, "id": identity}
 _KINDS = ("rouge1", "rouge2", "rougeL")
 
 

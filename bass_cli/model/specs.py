@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from bass_cli.job import UserError, nearest
-from bass_cli.reading import number, shown, truth, whole
+from bass_cli.reading import finite, shown, truth, whole
 
 from .decoder import Norm, Rope, Spec
 from .families import CODEGEN_BLOCKS, FAMILIES, Family
@@ -69,7 +69,7 @@ class Values:
 
 def _above_0(value: Any) -> float:
     if isinstance(value, (int, float)) and value > 0:
-        return number(value)
+        return finite(value)
     raise ValueError(f"a number above 0 is needed, not {shown(value)}")
 
 

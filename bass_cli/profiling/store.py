@@ -20,6 +20,7 @@ from bass_cli import __version__
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.surface import Surface, read_surface
 from bass_cli.host import cache_folder
+from bass_cli.reading import read_bytes
 from bass_cli.saving import write_file
 from bass_cli.threads import most_threads
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
 
 Note = Callable[[str], None]
+_MOST_BYTES = 1 << 20  # of a profile, which has some thousand
 
 
 def folder() -> Path:
@@ -45,11 +47,11 @@ def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype
 def load_surface(path: Path, note: Note) -> Surface | None:
     """The surface kept there; None if there is none, or, after a note, if the file is not one."""
     try:
-        return read_surface(path.read_text(encoding="utf-8"))
+        return read_surface(read_bytes(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        note(f"{path}: this profile is ignored: {error}")
+        note(f"{path}: this profile is ignored: {getattr(error, 'strerror', None) or error}")
         return None
 
 
