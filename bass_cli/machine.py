@@ -198,12 +198,14 @@ def _room(folder: Path) -> str:
 
 def _sandbox() -> str:
     """The layers in which programs that a model wrote would run, and what they do not keep out."""
+    from bass_cli.eval.isolation import ACCEPT
     from bass_cli.eval.sandbox import Sandbox
 
     try:
         with Sandbox(workers=1) as sandbox:
             layers = ", ".join(sandbox.layers) or "only limits, in a process of its own"
-            return "; ".join((layers, *sandbox.isolation.warnings()))
+            weak = [f"weak, so running programs needs {ACCEPT}"] if sandbox.isolation.weaknesses() else []
+            return "; ".join((layers, *weak, *sandbox.isolation.warnings()))
     except MachineError as error:
         return str(error)
 

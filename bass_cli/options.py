@@ -232,6 +232,11 @@ AllowCodeExecution = Annotated[
     bool,
     _option("--allow-code-execution", "Run the programs that a model wrote, in a sandbox; nothing is run without", SCORING),
 ]
+AllowWeakSandbox = Annotated[
+    bool,
+    _option("--allow-weak-sandbox", "Run them also where the system offers too little to keep them from files, network and "
+                                    "processes (bass doctor says what)", SCORING),
+]
 Workers = Annotated[
     int | None, _option("--workers", "Programs run at once", SCORING, takes="N", default="the number of cores")
 ]

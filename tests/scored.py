@@ -44,6 +44,9 @@ class Isolation(NamedTuple):
     def warnings(self) -> list[str]:
         return ["files are not kept in"]
 
+    def refuse_weakness(self) -> None:
+        """There is none that counts."""
+
 
 class Programs:
     """A task whose answers are programs; `tests` go after them."""

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from bass_cli import machine
 from bass_cli.cli import app
+from bass_cli.eval.isolation import Isolation
 from bass_cli.host import host_memory
 from bass_cli.job import MachineError
 
@@ -76,6 +77,10 @@ def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch)
     assert facts["temporary"].endswith("GB free")
     assert "HF_HUB_OFFLINE is set" in facts["hub"]
     assert facts["sandbox"]
+
+    monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
+    assert machine._sandbox().partition("; ")[2].startswith(
+        "weak, so running programs needs --allow-weak-sandbox; programs can fly: no gravity")
 
     def refuse(**_: Any) -> None:
         raise MachineError("programs cannot be run on this system: why")

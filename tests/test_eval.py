@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli import app
 from bass_cli.engine.loop import Loop
+from bass_cli.eval.isolation import Isolation
 
 ALLOW = "--allow-code-execution"
 
@@ -29,6 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                  "test": "def check(f):\n    assert False\n" if i == 1 else "def check(f):\n    pass\n"} for i in range(3)]
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BASS_ALLOW_WEAK_SANDBOX", "1")  # whatever the system offers: these programs are of a tiny model
     return tmp_path
 
 
@@ -75,6 +77,27 @@ def test_without_permission_samples_are_written_and_scoring_is_refused() -> None
     assert "humaneval-pair.jsonl: complete, 9 samples are there already" in again.stderr
     assert "Pass@First" in again.stdout
     assert "Pass@First" not in again.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--budgets", "1s,2s"]])
+def test_a_weak_sandbox_has_to_be_allowed_before_anything_is_generated(
+    monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    monkeypatch.delenv("BASS_ALLOW_WEAK_SANDBOX")
+    monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
+    refused = bass(ALLOW, *more)
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    error = refused.stderr.splitlines()[-1]
+    assert error.startswith("bass: error: the sandbox is weak here: programs can fly: no gravity.")
+    assert "add --allow-weak-sandbox" in error
+    assert not list(Path().glob("humaneval-pair*"))
+
+
+def test_a_weak_sandbox_that_is_allowed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
+    allowed = bass(ALLOW, "--allow-weak-sandbox")
+    assert allowed.exit_code == 0
+    assert "warning: programs can fly: no gravity" in allowed.stderr
 
 
 def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_report() -> None:

@@ -77,7 +77,7 @@ def test_examples_parse(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [("generate --pair smo", "smollm2"), ("bench --device cu", "cuda"), ("gen", "generate"),
-     ("eval --allow", "--allow-code-execution")],
+     ("eval --allow-c", "--allow-code-execution")],
 )
 def test_the_shell_completes(words: str, expected: str) -> None:
     environment = {"_BASS_COMPLETE": "complete_bash", "COMP_WORDS": f"bass {words}", "COMP_CWORD": str(len(words.split()))}

@@ -65,7 +65,7 @@ TABLE: dict[str, set[str]] = {
     "bass_cli/progress.py": {"rich"},
     "bass_cli/machine.py": {
         "bass_cli.host", "bass_cli", "bass_cli.drafts", "bass_cli.job", "huggingface_hub", "torch", "bass_cli.threads",
-        "bass_cli.plan", f"{EVAL}.sandbox",
+        "bass_cli.plan", f"{EVAL}.isolation", f"{EVAL}.sandbox",
     },
     "bass_cli/eval/__init__.py": set(),
     "bass_cli/eval/sandbox.py": {

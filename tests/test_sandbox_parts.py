@@ -55,6 +55,7 @@ HARMLESS = {
                          "assert r.prlimit(0, r.RLIMIT_NOFILE, (9, 9)) == (20, 20)",
     "priorities of its own": "import os\nos.nice(1)\nos.setpriority(os.PRIO_PROCESS, 0, 9)\n"
                              "os.sched_setaffinity(0, os.sched_getaffinity(0))",
+    "a long text": f"x = '{'y' * (4 << 20)}'",
     "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, fcntl.F_GETFD))\nos.isatty(1)\n"
                           "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
@@ -301,6 +302,28 @@ def test_warnings_say_what_is_not_kept_out() -> None:
     assert "except over TCP" in Isolation("Landlock, TCP only", "Landlock", "seccomp").warnings()[0]
     assert "as root" in Isolation("seccomp", "Landlock", "seccomp, as root").warnings()[0]
     assert [len(describe(["uid"]).warnings()), describe(["uid"]).network] == [2, "none"]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "weak"),
+    [(describe(LAYERS), []), (Isolation("seccomp", "Landlock", "seccomp"), []),
+     (Isolation("network namespace", "mount namespace", "process namespace"), []),
+     (Isolation("seccomp", "Landlock", "seccomp, as root"), []),  # the filter lets nothing reach root's processes either
+     (Isolation("seccomp", "none", "seccomp"), ["read and write what this user can: no mount namespaces, no Landlock"]),
+     (Isolation("seccomp", "a user of its own", "seccomp"), ["where all users can: no mount namespaces, no Landlock"]),
+     (Isolation("Landlock, TCP only", "Landlock", "Landlock"), ["except over TCP: this", "can limit and slow this user's"]),
+     (Isolation("none", "none", "none"), ["reach the network: ", "read and write what", "can signal, limit and inspect"])],
+)
+def test_a_weak_sandbox_is_refused_with_what_is_missing(isolation: Isolation, weak: list[str]) -> None:
+    found = isolation.weaknesses()
+    assert len(found) == len(weak)
+    assert all(part in sentence for part, sentence in zip(weak, found, strict=True))
+    if not weak:
+        isolation.refuse_weakness()
+        return
+    with pytest.raises(MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox") as refusal:
+        isolation.refuse_weakness()
+    assert all(sentence in str(refusal.value) for sentence in found)
 
 
 def judge(filter_lines: list[seccomp.Instruction], number: int, arguments: tuple[int, ...], architecture: int) -> int:

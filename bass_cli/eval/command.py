@@ -23,6 +23,7 @@ def evaluate(
     prompt_format: options.PromptFormat = None,
     data: options.Data = None,
     allow_code_execution: options.AllowCodeExecution = False,
+    allow_weak_sandbox: options.AllowWeakSandbox = False,
     out: options.EvaluationOut = None,
     report: options.EvaluationReport = None,
     max_new_tokens: options.EvaluationTokens = None,
@@ -60,13 +61,10 @@ def evaluate(
     screen = Screen(quiet, document=json_document)
     with exit_codes(screen, "interrupted; samples and verdicts so far are kept, and the same command goes on from here"):
         from bass_cli.eval.evaluation import Evaluation
+        from bass_cli.eval.sweep import sweep
 
-        if budgets is None:
-            document, complete = Evaluation(context.params, screen).run()
-        else:
-            from bass_cli.eval.sweep import sweep
-
-            document, complete = sweep(context.params, screen)
+        given = context.params
+        document, complete = Evaluation(given, screen).run() if budgets is None else sweep(given, screen)
         if json_document:
             print(json.dumps(document, allow_nan=False))
         if not complete:

@@ -33,6 +33,7 @@ class Scoring(NamedTuple):
 
     ks: list[int]
     allow_execution: bool
+    allow_weak: bool
     workers: int | None
     timeout: float | None
     rejudge: bool
@@ -47,7 +48,7 @@ class Evaluation:
         self._given, self._screen, self.report = given, screen, given["report"]
         self.failed = False  # whether a prompt could not be run
         timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
-        self.scoring = Scoring(parse_ks(given["k"] or "1,10"), given["allow_code_execution"],
+        self.scoring = Scoring(parse_ks(given["k"] or "1,10"), given["allow_code_execution"], given["allow_weak_sandbox"],
                                parse_workers(given["workers"]), timeout, given["rejudge"])
         self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
         screen.phase("reading the task's data", live=False)
@@ -73,9 +74,12 @@ class Evaluation:
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
     def plan(self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
-        """The plan of the job, for every file that is to come of it; says once what may surprise. `options`: see Plan."""
+        """The plan of the job, for every file that is to come of it; says once what may surprise. `options`: see Plan.
+        MachineError where its programs could not be run afterwards."""
         from bass_cli.plan import prepare
 
+        if self.task.executes and self.scoring.allow_execution:
+            scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
         self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
         plan = prepare(self.job, longest_prompt=self.longest_prompt(), options=options)
         tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")

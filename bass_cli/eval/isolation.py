@@ -25,7 +25,8 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/e
           "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")  # fmt: skip
 NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
 DYNAMIC_USERS = range(61184, 65520)  # what systemd sets aside for users that exist only while something runs
-NONE, AS_ROOT = "none", ", as root"
+NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
+ACCEPT = "--allow-weak-sandbox"
 
 
 class Isolation(NamedTuple):
@@ -35,8 +36,9 @@ class Isolation(NamedTuple):
     files: str
     processes: str
 
-    def warnings(self) -> list[str]:
-        """A plain sentence for each thing that programs can reach here, and what would keep them from it."""
+    def weaknesses(self) -> list[str]:
+        """A plain sentence for each thing beside themselves that programs can reach here, and the layers that are missing:
+        each of them alone would keep programs from it."""
         notes = []
         if self.network == NONE or self.network.endswith("only"):
             what = "the network" if self.network == NONE else "the network except over TCP"
@@ -44,12 +46,26 @@ class Isolation(NamedTuple):
         if self.files == NONE:
             notes.append("programs can read and write what this user can: no mount namespaces, no Landlock, no other user")
         elif "mount" not in self.files and "Landlock" not in self.files:
-            notes.append("programs can read files that all users can read, and write where all users can")
-        if self.processes.removesuffix(AS_ROOT) == NONE:
-            notes.append("programs can signal and inspect this user's processes: run bass as a user of its own")
+            notes.append("programs can read files that all users can read, and write where all users can: no mount "
+                         "namespaces, no Landlock")
+        if self.processes.removesuffix(AS_ROOT) in (NONE, SCOPES):
+            what = "signal, limit and inspect" if self.processes.removesuffix(AS_ROOT) == NONE else "limit and slow"
+            missing = "no process namespaces, no seccomp, no other user"
+            notes.append(f"programs can {what} this user's processes, bass among them: {missing}")
+        return notes
+
+    def warnings(self) -> list[str]:
+        """The weaknesses, and what a user should know beside them."""
+        notes = self.weaknesses()
         if self.processes.endswith(AS_ROOT):
             notes.append("programs run as root, though without its privileges: no other user can read this Python")
         return notes
+
+    def refuse_weakness(self) -> None:
+        """MachineError if there is a weakness; it says what is missing, and which flag accepts that."""
+        if found := self.weaknesses():
+            remedy = f"Use a system that has what is missing, or add {ACCEPT} to run the programs all the same"
+            raise MachineError(f"the sandbox is weak here: {'; '.join(found)}. {remedy}")
 
 
 def describe(layers: Iterable[str]) -> Isolation:
@@ -65,7 +81,7 @@ def describe(layers: Iterable[str]) -> Isolation:
     if version >= landlock.NETWORK_SINCE and not found["network"]:
         found["network"] = ["Landlock, TCP only"]
     if version >= landlock.SCOPES_SINCE:
-        found["processes"].append("Landlock")
+        found["processes"].append(SCOPES)
     named = {what: " and ".join(words) or NONE for what, words in found.items()}
     if os.geteuid() == 0 and "uid" not in held:
         named["processes"] += AS_ROOT

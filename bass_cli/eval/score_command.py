@@ -21,6 +21,7 @@ def score(
     data: options.Data = None,
     k: options.Ks = None,
     allow_code_execution: options.AllowCodeExecution = False,
+    allow_weak_sandbox: options.AllowWeakSandbox = False,
     workers: options.Workers = None,
     timeout: options.Timeout = None,
     report: options.Report = None,
@@ -68,7 +69,8 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     scoring.refuse_without_programs(task, given)
     scoring.refuse(task, allow_execution=given["allow_code_execution"])
     return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],
-                         screen=screen, rejudge=given["rejudge"], overwrite=given["overwrite"])
+                         screen=screen, rejudge=given["rejudge"], overwrite=given["overwrite"],
+                         allow_weak=given["allow_weak_sandbox"])
 
 
 def parse_ks(text: str) -> list[int]:

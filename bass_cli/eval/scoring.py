@@ -78,6 +78,7 @@ def score_file(
     *,
     ks: Sequence[int] = (1, 10),
     allow_execution: bool = False,
+    allow_weak: bool = False,
     workers: int | None = None,
     timeout: float | None = None,
     report_path: str | None = None,
@@ -90,14 +91,14 @@ def score_file(
 
     `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept beside the file: after an
     interruption the same call goes on (`verdicts` names another file for them, which several calls may share);
-    `rejudge` runs all programs again; `overwrite` lets the report replace what is no report on this file. UserError if
-    execution is needed and not allowed, before the file is read; for any fault of the file; for a task_id that the task
-    does not know.
+    `rejudge` runs all programs again; `overwrite` lets the report replace what is no report on this file; `allow_weak` runs
+    them also where the sandbox keeps them in badly, which else is a MachineError. UserError if execution is needed and not
+    allowed, before the file is read; for any fault of the file; for a task_id that the task does not know.
     """
     refuse(task, allow_execution=allow_execution)
     file = read_generations(path)
     return score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=report_path, screen=screen,
-                 rejudge=rejudge, verdicts=verdicts, overwrite=overwrite)
+                 rejudge=rejudge, allow_weak=allow_weak, verdicts=verdicts, overwrite=overwrite)
 
 
 def score(
@@ -110,6 +111,7 @@ def score(
     report_path: str | None,
     screen: Screen,
     rejudge: bool,
+    allow_weak: bool,
     verdicts: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def score(
     isolation = None
     if task.executes:
         rulings = _judge(file, task, problems, workers=workers, timeout=timeout, screen=screen, rejudge=rejudge,
-                          verdicts=verdicts or verdicts_path(file.path))
+                          allow_weak=allow_weak, verdicts=verdicts or verdicts_path(file.path))
         outcomes = {name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()}
         isolation = isolation_of(rulings.values())
     else:
@@ -149,7 +151,7 @@ def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, tuple[str, 
 
 def _judge(
     file: GenerationFile, task: Task, problems: Problems, *, workers: int | None, timeout: float | None,
-    screen: Screen, rejudge: bool, verdicts: str,
+    screen: Screen, rejudge: bool, allow_weak: bool, verdicts: str,
 ) -> dict[Key, Ruling]:
     """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
     from bass_cli.eval.sandbox import Limits
@@ -167,13 +169,24 @@ def _judge(
         if ledger.rulings:
             screen.note(f"{ledger.path}: going on, {len(ledger.rulings)} programs are judged already")
         return judge(_programs(task, problems), ledger, limits._asdict(), progress=progress,
-                     open_executor=lambda: _open_sandbox(stack, workers, limits, screen))
+                     open_executor=lambda: _open_sandbox(stack, workers, limits, screen, allow_weak))
 
 
-def _open_sandbox(stack: ExitStack, workers: int | None, limits: Limits, screen: Screen) -> Executor:
+def check_sandbox(*, allow_weak: bool) -> None:
+    """MachineError where programs cannot be run, or only in a weak sandbox and that is not allowed."""
+    from bass_cli.eval.sandbox import Sandbox
+
+    with Sandbox(workers=1) as sandbox:
+        if not allow_weak:
+            sandbox.isolation.refuse_weakness()
+
+
+def _open_sandbox(stack: ExitStack, workers: int | None, limits: Limits, screen: Screen, allow_weak: bool) -> Executor:
     from bass_cli.eval.sandbox import Sandbox
 
     sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
+    if not allow_weak:
+        sandbox.isolation.refuse_weakness()
     for warning in sandbox.isolation.warnings():
         screen.note(f"warning: {warning}")
     return Executor(sandbox.run, dict(sandbox.isolation._asdict()))

@@ -77,13 +77,13 @@ def _volunteer() -> None:
 
 def _read_order() -> bytes:
     """The order, after its length as 8 bytes."""
-    data = b""
+    data = bytearray()
     while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
         piece = os.read(ORDERS, 1 << 20)
         if not piece:
             os._exit(1)
         data += piece
-    return data[8:]
+    return bytes(memoryview(data)[8:])
 
 
 def _report(status: str, detail: str, seconds: float, output: bytes) -> None:
