@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bass_cli.drafts import check_draft
 from bass_cli.reading import LARGEST, shown
 
+MOST_ROWS = 1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
 CONTROLLERS = ("auto", "bass", "table", "bass+table")
 
 
@@ -29,15 +30,14 @@ def _stops(value: Any) -> Any:
     return listed
 
 
-def _number_or(value: Any, words: tuple[str, ...], least: int, most: int | None = None) -> Any:
+def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any:
     """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
         value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if value in words or (whole and least <= value and (most is None or value <= most)):
+    if value in words or (whole and least <= value <= most):
         return value
-    bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{shown(value)} is not valid; use {', '.join(words)} or a whole number {bounds}")
+    raise ValueError(f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to {most}")
 
 
 def _draft_length(value: Any) -> Any:
@@ -45,7 +45,7 @@ def _draft_length(value: Any) -> Any:
 
 
 def _batch_size(value: Any) -> Any:
-    return _number_or(value, ("auto",), 1)
+    return _number_or(value, ("auto",), 1, MOST_ROWS)
 
 
 Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=LARGEST)]

@@ -44,6 +44,10 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     job = read_job(given)
     refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
     check_name(out, overwrite=given["overwrite"])
+    if given["prompts"] == "-" and sys.stdin is not None and sys.stdin.isatty():
+        screen.note("prompts are read from the terminal, one a line; Ctrl-D at the beginning of a line ends them")
+    else:  # whatever feeds standard input may take its time
+        screen.phase("reading the prompts")
     source = open_source(given["prompts"])
     if source.kind == "txt" and given["prompt_column"] is not None:
         raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from bass_cli.fields import CONTROLLERS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
+from bass_cli.fields import CONTROLLERS, MOST_ROWS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
 from bass_cli.reading import read_bytes, shown
 from bass_cli.yaml_file import MOST_BYTES, BrokenYamlError, parse_yaml
 
@@ -25,6 +25,7 @@ DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
+_LONGEST = 1_000_000  # seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 JOB_FLAGS = {*SAMPLING_FLAGS, *SPECULATION_FLAGS.values(), "n", "draft", "budget", "batch_size", "device", "dtype", "chat",
@@ -95,7 +96,7 @@ class Job(Strict):
     """One run of `bass generate`. `budget` is in seconds; `chat` None means: chat if the prompt has messages."""
 
     pair: Pair
-    n: Count = 8
+    n: Annotated[Count, Field(le=MOST_ROWS)] = 8
     sampling: Sampling = Sampling()
     speculation: Speculation = Speculation()
     budget: Annotated[Real, Field(gt=0)] | None = None
@@ -115,11 +116,12 @@ class Job(Strict):
 
 
 def parse_duration(text: str, key: str = "duration") -> float:
-    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0."""
+    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0, up to _LONGEST."""
     match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII)
     seconds = float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise UserError(f'{key}: "{text}" is not a time above 0; write it like 2s, 500ms or 1.5m')
+    if not 0 < seconds <= _LONGEST:
+        raise UserError(f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it like 2s, '
+                        "500ms or 1.5m")
     return seconds
 
 

@@ -6,10 +6,12 @@ afterwards; every fault is a UserError that names file, line and field.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import hashlib
+import io
 import itertools
-import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,9 +20,12 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.job import MachineError, UserError, nearest
-from bass_cli.records import BOM, READERS, hub_records
+from bass_cli.reading import shown
+from bass_cli.records import BOM, LONGEST_LINE, READERS, hub_records
 
 IN_MEMORY = 64 * 2**20
+BLOCK = 2**20
+_HINTS = 9  # fields that an error names
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list"}
 _KINDS |= {dict: "an object", type(None): "null"}
 _DEPTH = 100  # of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python allows
@@ -68,7 +73,7 @@ class Source:
             return None
         with self.open() as stream:
             summary = hashlib.sha256()
-            while block := stream.read(2**20):
+            while block := stream.read(BLOCK):
                 summary.update(block)
             return summary.hexdigest()
 
@@ -76,22 +81,28 @@ class Source:
 def open_source(source: str) -> Source:
     """The Source that "-", "hf:NAME[:CONFIG][:SPLIT]" or a path stands for; stdin is read to its end here."""
     if source == "-":
+        if sys.stdin is None:
+            raise UserError("stdin: it is closed; give a prompt file, or feed standard input")
         return _spool(sys.stdin.buffer)
     if source.startswith("hf:"):
         return Source(source, "hf")
     path = Path(source)
     kind = path.suffix.lower().removeprefix(".")
-    if path.is_dir():
-        raise UserError(f"{source}: this is a folder, a prompt file is needed")
-    if not path.exists():
-        raise UserError(f"{source}: there is no such prompt file")
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UserError(f"{source}: this is a folder, a prompt file is needed")
+        if not stat.S_ISREG(mode):  # a file is read more than once; a pipe is empty then, and a device may have no end
+            raise UserError(f"{source}: this is a pipe or a device, not a file; give - in its place and feed standard "
+                            f"input: < {source}")
+        path.open("rb").close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{source}: there is no such prompt file") from None
+    except OSError as error:
+        raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
     if kind not in READERS:
         hint = nearest(path.suffix, (f".{kind}" for kind in READERS))
         raise UserError(f'{source}: a prompt file cannot end in "{path.suffix}"; {hint}')
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise UserError(f"{source}: cannot read the prompt file: {error.strerror}") from None
     return Source(source, kind)
 
 
@@ -125,7 +136,7 @@ def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | N
         default = str(line - 1 if opened.kind == "txt" else index)
         prompt = _to_prompt(record, default, column, place)
         if prompt.id in seen:
-            _refuse(place, "id", f'"{prompt.id}" is already the id of {seen[prompt.id]}')
+            _refuse(place, "id", f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}')
         seen[prompt.id] = place
         yield prompt
     if not seen:
@@ -152,7 +163,8 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     text = fields.pop(column, None) if column != "messages" else None
     messages = fields.pop("messages", None)
     if text is None and messages is None:
-        hint = f"; {nearest(column, fields)}" if fields else ""
+        known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
+        hint = f"; {nearest(column, known)}" if fields else ""
         _refuse(place, column, f'it is missing, and there is no "messages"{hint}')
     if text is not None and messages is not None:
         _refuse(place, column, 'there is "messages" too; give one of the two')
@@ -211,12 +223,35 @@ def _check_messages(messages: Any, place: str) -> None:
 
 def _spool(stream: IO[bytes]) -> Source:
     spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the Source
-    try:
-        shutil.copyfileobj(stream, spooled)
-    except OSError as error:
-        raise MachineError(f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; set TMPDIR to "
-                           "a folder with room, or give a prompt file") from None
+    for block in _until_fault(stream):
+        try:
+            spooled.write(block)
+        except OSError as error:
+            raise MachineError(f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; set TMPDIR "
+                               "to a folder with room, or give a prompt file") from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
         start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
     return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)
+
+
+def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
+    """Standard input block by block, to its end or just beyond a fault, which its reader will name: what is no text, or has
+    no line ends, may never end."""
+    decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
+    while True:
+        try:
+            block = stream.read1(BLOCK) if isinstance(stream, io.BufferedReader) else stream.read(BLOCK)
+        except OSError as error:
+            raise UserError(f"stdin: cannot read it: {error.strerror}") from None
+        if not block:
+            return
+        yield block
+        end = block.rfind(b"\n")
+        length = length + len(block) if end < 0 else len(block) - end - 1
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError:
+            return
+        if length > LONGEST_LINE:
+            return

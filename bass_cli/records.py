@@ -5,6 +5,8 @@ Nothing here knows what a prompt is; that is prompts.py. Every reader streams: o
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +18,17 @@ from bass_cli.job import UserError, nearest
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
 _PATIENCE = 20.0  # seconds in which a hub that can be reached has answered, whatever the line
+LONGEST_LINE = 64 * 2**20  # bytes: a million tokens take some 5 MB, and a line is in memory several times over
+_LONGEST_LIST = 2**30  # bytes of a .json file, which is in memory as a whole, and once more as values
 SPLITS = ("train", "validation", "test", "dev")
 
 
-def _text_lines(stream: IO[bytes], name: str) -> Iterator[tuple[int, str]]:
-    """Every line with its number, from 1, decoded; a byte-order mark at the start is dropped."""
-    for number, raw in enumerate(stream, 1):
+def _text_lines(stream: IO[bytes], name: str, *, longest: int = LONGEST_LINE) -> Iterator[tuple[int, str]]:
+    """Every line with its number, from 1, decoded; a byte-order mark at the start is dropped. UserError at a line of more
+    than `longest` bytes, of which no more are read."""
+    for number, raw in enumerate(iter(functools.partial(stream.readline, longest + 1), b""), 1):
+        if len(raw) > longest:
+            raise UserError(f"{name}:{number}: the line has more than {longest >> 20} MB, so it cannot be a prompt")
         line = raw.removeprefix(BOM) if number == 1 else raw
         try:
             yield number, line.decode("utf-8")
@@ -40,7 +47,12 @@ def _no_constant(word: str) -> NoReturn:
 
 
 def _broken(name: str, line: int, error: Exception) -> UserError:
-    reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+    if isinstance(error, json.JSONDecodeError):
+        reason = f"{error.msg} at column {error.colno}"
+    elif isinstance(error, RecursionError):
+        reason = "it is nested too deep"
+    else:  # NaN, or the digits that Python limits, which it says in its own words
+        reason = "a number has too many digits" if "digits" in str(error) else str(error)
     return UserError(f"{name}:{line}: broken JSON: {reason}")
 
 
@@ -55,7 +67,11 @@ def read_jsonl(stream: IO[bytes], name: str) -> Records:
 
 def read_json(stream: IO[bytes], name: str) -> Records:
     """The items of one JSON list, each with the line on which it starts."""
-    text = "".join(line for _, line in _text_lines(stream, name))
+    content = stream.read(_LONGEST_LIST + 1)
+    if len(content) > _LONGEST_LIST:
+        raise UserError(f"{name}:1: a .json file is read as a whole, so it may have {_LONGEST_LIST >> 20} MB; convert it "
+                        "to .jsonl")
+    text = "".join(line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST))
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     position, line = _skip_blank(text, 0, 1)
     if text[position : position + 1] != "[":

@@ -153,6 +153,12 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got 0)"),
     ({}, ["p.jsonl", "--n", "many"], "--n"),
     ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),
+    *(({}, ["p.jsonl", "--budget", time], "--budget (or BASS_BUDGET): ")
+      for time in ("1e400", "1" + "0" * 400, "9" * 6000, "nan", "inf", "1000001", "20000m")),
+    *(({}, ["p.jsonl", option, "9" * digits], option) for digits in (19, 400, 6000)
+      for option in ("--n", "--seed", "--max-new-tokens", "--threads", "--limit", "--batch-size", "--top-k")),
+    ({}, ["p.jsonl", "--n", "1000001"], "--n (or BASS_N): it should be less than or equal to 1000000"),
+    ({}, ["p.jsonl", "--batch-size", "1000001"], "--batch-size (or BASS_BATCH_SIZE): 1000001 is not valid"),
     ({}, ["p.jsonl", "--temprature", "1"], "--temperature"),
     ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): 'tables'"),
     ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the folder nowhere is not there"),

@@ -40,7 +40,7 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.engine.batch", "bass_cli.host", "bass_cli.job", f"{MODEL}.cache", f"{MODEL}.decoder", f"{MODEL}.prompts",
         "torch",
     },
-    "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.records"},
+    "bass_cli/prompts.py": {"bass_cli.job", "bass_cli.reading", "bass_cli.records"},
     "bass_cli/records.py": {"bass_cli.hub", "bass_cli.job", "datasets", "huggingface_hub", "pyarrow"},
     "bass_cli/hub.py": {"bass_cli.job", "huggingface_hub"},
     "bass_cli/plan.py": {
@@ -151,8 +151,8 @@ TABLE: dict[str, set[str]] = {
         f"{EVAL}.judging", f"{EVAL}.report", f"{EVAL}.samples", f"{EVAL}.sandbox", f"{EVAL}.table", f"{EVAL}.tasks",
     },
     "bass_cli/eval/score_command.py": {
-        "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.outputs", "bass_cli.resume",
-        "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.samples", f"{EVAL}.scoring", f"{EVAL}.tasks",
+        "typer", "bass_cli", "bass_cli.exits", "bass_cli.job", "bass_cli.options", "bass_cli.outputs", "bass_cli.reading",
+        "bass_cli.resume", "bass_cli.screen", f"{EVAL}.judging", f"{EVAL}.samples", f"{EVAL}.scoring", f"{EVAL}.tasks",
     },
     "bass_cli/bench/comparison.py": set(),
     "bass_cli/profiling/__init__.py": set(),

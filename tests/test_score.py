@@ -233,7 +233,9 @@ BAD: list[tuple[str | None, list[str], str]] = [
     ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell the task; give --task hum'),
     (GOOD, ["--task", "humanevil"], 'unknown task "humanevil"'),
     (GOOD, ["--k", "1,0"], '--k (or BASS_K): "0" is not a whole number above 0'),
-    (GOOD, ["--workers", "0"], "--workers (or BASS_WORKERS): 0 is not valid"),
+    *((GOOD, ["--workers", number], "--workers (or BASS_WORKERS): it should be a whole number from 1 to 1024")
+      for number in ("0", "100000", "9" * 400)),
+    (GOOD, ["--timeout", "1e400"], '--timeout (or BASS_TIMEOUT): "1e400" is not a time above 0 and up to'),
     (GOOD, ["--timeout", "soon"], '--timeout (or BASS_TIMEOUT): "soon" is not a time above 0'),
     (GOOD, ["--report", "no/r.json"], "--report no/r.json: the folder no is not there"),
     (GOOD, ["--report", "f.jsonl"], "--report f.jsonl: this is the generation file"),

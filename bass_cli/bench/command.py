@@ -34,6 +34,8 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     if given["plot"] is not None:
         plot.check(given["plot"], overwrite=given["overwrite"])
     if settings.prompts is not None:
+        if settings.prompts == "-":
+            raise UserError("--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once")
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
     from bass_cli.bench.grid import measure

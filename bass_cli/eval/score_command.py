@@ -13,6 +13,8 @@ from bass_cli import options
 from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
 
+_MOST_WORKERS = 1024
+
 
 def score(
     context: typer.Context,
@@ -85,9 +87,11 @@ def parse_ks(text: str) -> list[int]:
 
 
 def parse_workers(given: int | None) -> int | None:
-    """The number as it is; UserError below 1."""
+    """The number as it is; UserError below 1, and beyond what a machine's limits of processes and files allow."""
     from bass_cli.job import UserError
+    from bass_cli.reading import shown
 
-    if given is not None and given < 1:
-        raise UserError(f"--workers (or BASS_WORKERS): {given} is not valid; it must be at least 1")
+    if given is not None and not 1 <= given <= _MOST_WORKERS:
+        raise UserError(f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} (got "
+                        f"{shown(given)})")
     return given
