@@ -250,6 +250,96 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
     assert survivors() == []
 
 
+SPIN = """
+import os, time
+def spin(seconds):
+    while time.process_time() < seconds: pass
+"""
+TREES = {  # processes that together use more than a second, or less, but none of them does
+    "more at once": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\nfor _ in range(4): os.wait()",
+    "more in turn": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\n    os.wait()",
+    "more of orphans": SPIN + "for _ in range(4):\n    if not os.fork(): os.fork() or spin(0.5), os._exit(0)\n"
+                              "    os.wait()\ntime.sleep(50)",
+    "less": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.1), os._exit(0)\n    os.wait()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [None, "pid"])
+def test_the_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | None) -> None:
+    need_namespaces(sandbox)
+    limits = Limits(seconds=60, cpu_seconds=1)
+    with Sandbox(workers=4, limits=limits, layers=layers and layers.split(",")) as made:
+        verdicts = dict(made.run(TREES.items()))
+    late = {name: verdict.detail for name, verdict in verdicts.items() if verdict.status == "timed out"}
+    assert late == {name: "more than 1 s of processor time" for name in TREES if name.startswith("more")}
+    assert verdicts["less"].passed
+
+
+def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
+    spinners = SPIN + "for _ in range(30):\n    if not os.fork(): break\nspin(99)"
+    with Sandbox(workers=2, limits=Limits(seconds=5, cpu_seconds=1)) as made:
+        need_namespaces(made)
+        verdicts = dict(made.run([("spinners", spinners), ("neighbour", SPIN + "spin(0.7)")]))
+    assert verdicts["spinners"][:2] == ("timed out", "more than 1 s of processor time")
+    assert verdicts["neighbour"].passed
+
+
+def test_who_was_late_in_company_runs_once_more_alone(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[str] = []
+    company: list[tuple[str, int]] = []
+
+    def run(_: cell.Crew, order: Order) -> Report:
+        name = order["texts"][0]
+        again = name in dict(company)
+        running.append(name)
+        time.sleep(0.05)
+        company.append((name, len(running)))
+        running.remove(name)
+        status = {"right": "passed", "asleep": "timed out", "slow": "starved", "late": "passed" if again else "starved"}
+        return Report(status[name], "", 8.0, b"")
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    names = ["late", "slow", "right", "asleep"]
+    verdicts = {name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)}
+    assert verdicts == {"late": "passed", "slow": "timed out", "right": "passed", "asleep": "timed out"}
+    assert {name: [beside for other, beside in company if other == name][1:] for name in names} == {
+        "late": [1], "slow": [1], "right": [], "asleep": []}  # fmt: skip
+
+
+WAITS = {  # one processor for two threads, which work outside of the interpreter's lock; a child that has ended
+    "for a processor": "import hashlib, os, threading\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+                       "def work():\n    while 1: hashlib.sha256(bytes(1 << 20))\n"
+                       "threading.Thread(target=work).start()\nwork()",
+    "for a child": "import os, time\nos.fork() or os._exit(0)\nos.wait()\ntime.sleep(99)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [None, "pid"])
+def test_who_waited_for_a_processor_is_starved(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
+) -> None:
+    need_namespaces(sandbox)
+    reports: list[str] = []
+    real = cell.Crew.run
+
+    def run(crew: cell.Crew, order: Order) -> Report:
+        report = real(crew, order)
+        reports.append(report.status)
+        return report
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    with Sandbox(workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")) as made:
+        reports.clear()
+        verdicts = dict(made.run(WAITS.items()))
+        assert {verdict.status for verdict in verdicts.values()} == {"timed out"}
+        assert reports == ["starved"] * len(WAITS)
+        for _ in range(9):  # on a busy machine who sleeps may have waited before
+            list(made.run([(0, "import time\ntime.sleep(99)")]))
+            if reports[-1] == "timed out":
+                return
+    pytest.fail("who sleeps does not wait for a processor")
+
+
 def test_a_warden_that_stands_still_costs_only_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox(workers=1, layers=[], limits=Limits(seconds=0.5)) as weak:
         monkeypatch.setattr(cell, "GRACE", 0.2)

@@ -29,7 +29,8 @@ GRACE = 30.0  # seconds beyond a program's own after which the warden itself is 
 
 
 class Report(NamedTuple):
-    """What a warden says at the end; `status` is also "refused" (detail "LAYER: reason") or "lost" (it said nothing)."""
+    """What a warden says at the end; `status` is also "refused" (detail "LAYER: reason"), "lost" (it said nothing) or
+    "starved" (timed out, after it had waited for a processor, or may have)."""
 
     status: str
     detail: str

@@ -28,7 +28,8 @@ LOSSES = 2  # of a warden while a program ran, the second without company: then 
 
 
 class Limits(NamedTuple):
-    """What one program may use. Memory and processor time are for each of its processes; `seconds` is wall-clock time.
+    """What one program may use. Memory is for each of its processes, processor time for all together; `seconds` is
+    wall-clock time.
 
     The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a pass into a failure.
     """
@@ -156,19 +157,22 @@ class Sandbox:
 
     def _judge(self, crew: Crew, program: Program) -> Verdict:
         """A warden that could not start, or was lost, is followed by another while no other program runs: whatever a
-        program has done to it, or to another's, then costs that program alone its verdict."""
+        program has done to it, or to another's, then costs that program alone its verdict. A program that the wall clock
+        ended while it waited for a processor ("starved") runs once more like that too."""
         losses = 0
         for attempt in range(ATTEMPTS):
             with self._turns.alone() if attempt else self._turns.together():
                 report = self._try(crew, program, self.layers)
             losses += report.status == "lost"
-            if crew.dismissed or losses == LOSSES or report.status not in ("refused", "lost"):
+            hindered = report.status == "starved" and self._workers > 1 and not attempt
+            if crew.dismissed or losses == LOSSES or not (hindered or report.status in ("refused", "lost")):
                 break
         if report.status == "refused" and not crew.dismissed:
             raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
         if report.status == "lost":
             return Verdict("failed", f"{report.detail}, also when it ran alone", report.seconds)
-        return Verdict(report.status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+        status = "timed out" if report.status == "starved" else report.status
+        return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(Crew(), "", layers)

@@ -13,7 +13,7 @@ import select
 import time
 
 from . import namespaces, program
-from .descendants import kill_descendants
+from .descendants import kill_descendants, processor_seconds, waited_seconds
 from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, SetupError, prctl
 
 TYPE_CHECKING = False
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ORDERS, REPORTS = 0, 1  # standard input stays open as long as the supervisor wants the program to run
 CHUNK, TICK = 65536, 0.05
+STARVED = 0.05  # of its time: who waited longer for a processor may have been late because of others
 KILL, XCPU = 9, 24
 LOST = "the process that watches the program has failed"
 ENDED = "the process ended before the program did: "
@@ -144,11 +145,21 @@ def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
     for descriptor in (say, output, *_sign_of_end(watch.process)):
         poll.register(descriptor, select.POLLIN)
     poll.register(ORDERS, 0)
+    cores = os.cpu_count() or 1
+    count_at = deadline - watch.order["seconds"] + watch.order["cpu_seconds"] / cores  # not before can all of it be used
     while watch.verdict is None:
-        left = deadline - time.monotonic()
+        now = time.monotonic()
+        left = deadline - now
         if left <= 0:
-            watch.verdict = "timed out", f"more than {watch.order['seconds']:g} s"
+            starved = waited_seconds() > STARVED * watch.order["seconds"]
+            watch.verdict = "starved" if starved else "timed out", f"more than {watch.order['seconds']:g} s"
             return
+        if now >= count_at:
+            unused = watch.order["cpu_seconds"] - processor_seconds()
+            if unused < 0:
+                watch.verdict = _used_up(watch.order)
+                return
+            count_at = now + max(TICK, unused / cores)
         ended = watch.end
         ready = dict(poll.poll(0 if ended else 1000 * min(left, TICK)))
         if ORDERS in ready:
@@ -228,5 +239,9 @@ def _judge_end(status: int, used: resource.struct_rusage, order: Order) -> tuple
     code = os.waitstatus_to_exitcode(status)
     cpu = used.ru_utime + used.ru_stime
     if -code == XCPU or (code == -KILL and cpu >= order["cpu_seconds"]):
-        return "timed out", f"more than {order['cpu_seconds']} s of processor time"
+        return _used_up(order)
     return "failed", ENDED + (f"exit code {code}" if code >= 0 else f"signal {-code}")
+
+
+def _used_up(order: Order) -> tuple[str, str]:
+    return "timed out", f"more than {order['cpu_seconds']} s of processor time"
