@@ -15,6 +15,7 @@ _CONTEXT = 200
 # What a line says of its run, and not of its sample: times, company in the batch, rounding.
 _MEASURED = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob", "isolation")
 _PROBLEMS = 2
+_ALLOW = ("--allow-code-execution", "--allow-weak-sandbox")  # the programs are harmless
 
 
 class Job(NamedTuple):
@@ -73,14 +74,14 @@ def evaluation(chance):
     """`bass eval`, its programs included."""
     return Job("eval", [
         "eval", "humaneval", "--data", "tasks.jsonl", "--pair", "pair.yaml", "--device", "cpu", "--out", OUT, "--n", "2",
-        "--max-new-tokens", "9", "--seed", str(chance.randrange(100)), "--workers", "2", "--allow-code-execution"],
+        "--max-new-tokens", "9", "--seed", str(chance.randrange(100)), "--workers", "2", *_ALLOW],
                (OUT, VERDICTS))
 
 
 def scoring(chance):
     """`bass score` of a file of another tool."""
     return Job("score", ["score", SCORED, "--data", "tasks.jsonl", "--task", "humaneval", "--workers", "2", "--report",
-                         "report.json", "--allow-code-execution"], (f"{SCORED}.verdicts.jsonl",))
+                         "report.json", *_ALLOW], (f"{SCORED}.verdicts.jsonl",))
 
 
 def import_everything(folder):
@@ -154,15 +155,21 @@ def finish_within(child, seconds):
     return None
 
 
-def whole_lines(content):
-    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of verdicts."""
-    found = {}
+def rows_of(content):
+    """Every line with its JSON object, None where it is broken."""
     for line in content.splitlines(keepends=True):
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             row = None
-        if isinstance(row, dict) and row.get("finish_reason") != "error":
+        yield line, row if isinstance(row, dict) else None
+
+
+def whole_lines(content):
+    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of verdicts."""
+    found = {}
+    for line, row in rows_of(content):
+        if row is not None and row.get("finish_reason") != "error":
             found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(line)
     return found
 
@@ -184,8 +191,8 @@ class Differences(NamedTuple):
 
 def compare(job, folder, undisturbed, kept):
     """The lines of a finished job against those of an undisturbed one, and against those that had to survive: `kept`,
-    {file: {key: [bytes]}}. Failed prompts have one line too. Whatever else differs (a manifest that does not know of its
-    end, a file that nobody needs) counts as changed."""
+    {file: {key: [bytes]}}. Failed prompts have one line too. Whatever else differs (a broken line, a manifest that does not
+    know of its end, a file that nobody needs) counts as changed."""
     total = Differences()
     for name in job.files:
         there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
@@ -194,7 +201,7 @@ def compare(job, folder, undisturbed, kept):
             there.get(key, [])[:1] != lines[:1] for key, lines in held.items()))
         total += Differences(doubled=sum(len(lines) - 1 for lines in there.values()), changed=sum(
             key not in due or _settled(lines[0]) != _settled(due[key][0]) for key, lines in there.items()))
-        total += Differences(changed=_failed(folder / name) != _failed(undisturbed / name))
+        total += Differences(changed=_others(folder / name) != _others(undisturbed / name))
     for name in ("o.jsonl.manifest.json",) if OUT in job.files else ():
         ours, theirs = (json.loads(read(place / name) or b"{}") for place in (folder, undisturbed))
         total += Differences(changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results")) or
@@ -207,6 +214,7 @@ def _settled(line):
     return {key: value for key, value in json.loads(line).items() if key not in _MEASURED}
 
 
-def _failed(path):
-    return sorted((row["id"], row["error"]) for row in map(json.loads, read(path).splitlines())
-                  if row.get("finish_reason") == "error")
+def _others(path):
+    """The lines of failed prompts, and broken ones."""
+    return sorted(str(line if row is None else (row["id"], row["error"])) for line, row in rows_of(read(path))
+                  if row is None or row.get("finish_reason") == "error")
