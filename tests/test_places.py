@@ -153,6 +153,7 @@ def test_what_came_to_the_report_s_place_meanwhile_is_kept(monkeypatch: pytest.M
     monkeypatch.setattr(scoring, "_judge", judge)
     result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, "--report", "r.json"])
     assert (result.exit_code, Path("r.json").read_text()) == (2, "precious")
+    assert "Pass@First" in result.stdout, "what was judged is shown all the same"
 
 
 @pytest.mark.usefixtures("files")

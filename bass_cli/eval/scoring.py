@@ -128,10 +128,10 @@ def score(
         outcomes = _rate(task, problems, screen)
     document = report.build(file, outcomes, task=task.name, executes=task.executes, known=len(task.problems), ks=ks,
                             isolation=isolation)
+    table.show(document, screen)
     if report_path is not None:
         check_report(report_path, file.path, overwrite=overwrite)  # again, for judging may have taken hours
         write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
-    table.show(document, screen)
     return document
 
 
