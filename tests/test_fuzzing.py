@@ -11,20 +11,35 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_checkpoint, write_gguf
+from checkpoints import write_checkpoint, write_gguf, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scored import line
 from test_families import EMBEDDING, GGUF, OLD
+from test_outputs import MANIFEST, sample
+from test_surface import surface
+from test_tasks import MBPP
+from typer.testing import CliRunner
 
+from bass_cli.cli import app
+from bass_cli.eval import report
+from bass_cli.eval.judging import Ledger, Ruling, isolation_of
+from bass_cli.eval.report import Outcome
+from bass_cli.eval.samples import by_problem, guess_task, read_generations
+from bass_cli.eval.tasks import Answer, load_task
 from bass_cli.job import UserError, load_pair
 from bass_cli.model.checkpoint import open_checkpoint
 from bass_cli.model.decoder import parameters
 from bass_cli.model.files import read_torch
 from bass_cli.model.gguf_families import spec_of_gguf
 from bass_cli.model.specs import spec_of_config
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.outputs import open_output
+from bass_cli.profiling.store import load_surface
+from bass_cli.resume import manifest_path
 
 # The same examples on every machine and in every run; a test's own folder is used again by all of them.
-FUZZ = settings(max_examples=200, deadline=None, derandomize=True, database=None,
+FUZZ = settings(max_examples=100, deadline=None, derandomize=True, database=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 PAIR = b"""name: &n mine
@@ -84,13 +99,13 @@ def replaced(draw: st.DrawFn, whole: Any) -> Any:
 
 
 def assert_read_or_named(read: Callable[[], object], file: Path) -> None:
-    """Whatever else is raised than an error in one line that names the file is a fault of ours."""
+    """Whatever else is raised than an error that names the file, in one line and perhaps a list, is a fault of ours."""
     try:
         read()
     except UserError as error:
         found = str(error)
         assert str(file) in found, found
-        assert "\n" not in found, found
+        assert "\n" not in found.replace("\n  ", ""), found
 
 
 @FUZZ
@@ -167,3 +182,138 @@ def test_torch_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
     bits = [b"c", b".", b"}", b"(", b"t", b"R", b"K\xff", b"\x8a\x08", *NUMBERS]
     path.write_bytes(data.draw(damaged(whole[: pickled + 1200], bits)) + whole[pickled + 1200 :])
     assert_read_or_named(lambda: read_torch(path), path)
+
+
+def as_line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+@st.composite
+def lines(draw: st.DrawFn, rows: list[Any]) -> bytes:
+    """The values as JSON lines: one of them with parts replaced, or all of them damaged."""
+    if draw(st.booleans()):
+        number = draw(st.integers(0, len(rows) - 1))
+        rows = [draw(replaced(row)) if at == number else row for at, row in enumerate(rows)]
+        return b"".join(map(as_line, rows))
+    return draw(damaged(b"".join(map(as_line, rows)), BITS))
+
+
+RESULTS = [json.loads(sample(prompt, number).to_line()) for prompt in "ab" for number in range(2)]
+
+
+@FUZZ
+@given(content=lines(RESULTS), manifest=st.one_of(st.just(MANIFEST), replaced({**MANIFEST, "totals": {"samples": 4}})))
+def test_results_that_a_run_goes_on_from(tmp_path: Path, content: bytes, manifest: Any) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(content)
+    manifest_path(str(path)).write_text(json.dumps(manifest))
+
+    def go_on() -> None:
+        with open_output(str(path), MANIFEST) as writer:
+            pass
+        with open_output(str(path), MANIFEST) as again:
+            assert again.done == writer.done
+    assert_read_or_named(go_on, path)
+
+
+@FUZZ
+@given(content=lines([line(number, 0, "+ 1", token_ids=[1], meta={"a": 1}) for number in range(3)]),
+       manifest=replaced({"results": {"task": "humaneval", "budget": 2.0, "n": 2}, "totals": {"seconds": 4.0}}))
+def test_generation_files_and_their_reports(tmp_path: Path, content: bytes, manifest: Any) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(content)
+    manifest_path(str(path)).write_text(json.dumps(manifest))
+
+    def build() -> None:
+        file = read_generations(str(path))
+        guess_task(file)
+        problems = by_problem(file, [f"HumanEval/{number}" for number in range(12)])
+        outcomes = {name: [Outcome(row, "passed") for row in rows] for name, rows in problems.items()}
+        found = report.build(file, outcomes, task="humaneval", executes=True, known=12, ks=[1, 2], isolation=None)
+        json.dumps(found, allow_nan=False)
+    assert_read_or_named(build, path)
+
+
+@FUZZ
+@given(content=lines([Ruling("HumanEval/0", number, "0" * 64, "passed", "", 0.5, {"files": "none"})._asdict()
+                      for number in range(3)]))
+def test_verdicts(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "f.jsonl.verdicts.jsonl"
+    path.write_bytes(content)
+
+    def read() -> None:
+        with Ledger(str(path)) as ledger:
+            json.dumps(isolation_of(ledger.rulings.values()))
+    assert_read_or_named(read, path)
+
+
+@FUZZ
+@given(content=lines([json.loads(surface().to_json())]))
+def test_profiles(tmp_path: Path, content: bytes) -> None:
+    """One that is none is told of and done without."""
+    path, notes = tmp_path / "profile.json", list[str]()
+    path.write_bytes(content)
+    found = load_surface(path, notes.append)
+    assert (found is None) == (len(notes) == 1)
+    assert all(note.startswith(f"{path}: this profile is ignored: ") for note in notes)
+    if found is not None:
+        assert found.seconds(9, 3, 500.0) >= 0
+
+
+@FUZZ
+@given(content=lines([MBPP, {**MBPP, "task_id": 12, "test_imports": ["import re"], "prompt": "Do it."}]))
+def test_data_of_tasks(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_bytes(content)
+
+    def read() -> None:
+        task = load_task("mbpp", str(path))
+        for problem in task.problems.values():
+            task.question(problem)
+            task.program(problem, Answer("", True))
+    assert_read_or_named(read, path)
+
+
+@settings(FUZZ, max_examples=40)
+@given(data=st.data())
+def test_tokenizers(tokenizer: Path, tmp_path: Path, data: st.DataObject) -> None:
+    for file in tokenizer.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    name = data.draw(st.sampled_from(["tokenizer.json", "tokenizer_config.json"]))
+    content = data.draw(lines([json.loads((tokenizer / name).read_text())]))
+    (tmp_path / name).write_bytes(content)
+    assert_read_or_named(lambda: Tokenizer.load(tmp_path).fingerprint(), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return folder
+
+
+BAD_COMMANDS = {
+    "a pair": (["pairs", "x.yaml"], {"x.yaml": "target: 2001-99-99"}, "x.yaml:1: broken YAML"),
+    "layers": (["generate", "p.txt", "--draft", "skip:²"], {"p.txt": "a"}, '--draft (or BASS_DRAFT): "skip:²": write the'),
+    "a config": (["generate", "p.txt", "--model", "m"], {"p.txt": "a", "m/config.json": '{"model_type": ["llama"]}'},
+                 'm/config.json: key "model_type"'),
+    "weights": (["generate", "p.txt", "--model", "m.gguf"], {"p.txt": "a", "m.gguf": "GGUF" + "\0" * 40},
+                "m.gguf: not a GGUF file"),
+    "samples": (["score", "f.jsonl"], {"f.jsonl": '{"task_id": "HumanEval/0", "completion": "", "sample": "1"}'},
+                'f.jsonl:1: field "sample"'),
+    "data": (["eval", "mbpp", "--data", "m.jsonl"], {"m.jsonl": '{"task_id": 1, "text": "a", "test_list": [1]}'},
+             'm.jsonl:1: field "test_list"'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_COMMANDS)
+def test_a_command_ends_with_a_sentence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, contents, expected = BAD_COMMANDS[kind]
+    monkeypatch.chdir(tmp_path)
+    for name, content in contents.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(content)
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert expected in result.stderr
+    assert "Traceback" not in result.stderr

@@ -190,7 +190,9 @@ TABLE: dict[str, set[str]] = {
         "bass_cli.job", f"{MODEL}.checkpoint", f"{MODEL}.decoder", f"{MODEL}.families", f"{MODEL}.files",
         f"{MODEL}.sources", "torch",
     },
-    "bass_cli/model/tokenizer.py": {"bass_cli.host", "bass_cli.job", f"{MODEL}.files", "tokenizers", "transformers"},
+    "bass_cli/model/tokenizer.py": {
+        "bass_cli.host", "bass_cli.job", "bass_cli.reading", f"{MODEL}.files", "tokenizers", "transformers",
+    },
     "bass_cli/model/continuation.py": {f"{MODEL}.tokenizer"},
     "bass_cli/draft/__init__.py": {
         "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner",

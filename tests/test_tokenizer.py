@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -365,3 +368,72 @@ def test_only_a_tail_is_decoded(tokenizer: Tokenizer, monkeypatch: pytest.Monkey
     assert all(detector.feed([id_]) is None for id_ in ids)
     assert max(decoded) < 150
     assert sum(decoded) < 100 * len(ids)
+
+
+def with_token(folder: Path, text: str, id_: int) -> Tokenizer:
+    """The tiny tokenizer with one more token."""
+    write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"][text] = id_
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("tokenizer.json", "pipe"), ("tokenizer_config.json", "device"), ("config.json", "pipe"),
+    ("chat_template.jinja", "pipe"), ("tokenizer.json", "large"), ("added_tokens.json", "device"), ("spiece.model", "pipe"),
+])  # fmt: skip
+def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> None:
+    """Nobody writes to the pipe, the device has no end, and the file of a terabyte has no content."""
+    write_tokenizer(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "large":
+        path.touch()
+        os.truncate(path, 2**40)
+    else:
+        {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero")}[kind](path)
+    reason = "it has 1099511627776 bytes" if kind == "large" else "cannot read the file: a file is needed"
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: {reason}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_id_far_beyond_the_others_is_not_counted_up_to(tmp_path: Path) -> None:
+    """Neither where it is a token nor where it is a placeholder."""
+    far = 2**32 - 2
+    one, other = with_token(tmp_path / "a", "far", far), with_token(tmp_path / "b", "[PAD1]", far)
+    assert (one.size, other.size) == (far + 1, 299)
+    check_same_vocabulary(one, other)
+    check_same_vocabulary(one, one)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{", "[" * 10**5, '{"model": 3}', '{"a": ' + "9" * 6000 + "}"])
+def test_a_tokenizer_that_is_none_names_its_folder(content: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: no tokenizer can be read there: "):
+        Tokenizer.load(tmp_path)
+
+
+def test_what_the_tokenizers_own_code_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its panics are no Exception; what is somebody's wish, or the machine's lack, stays what it is."""
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+
+    class PanicException(BaseException):
+        pass
+
+    def raising(error: type[BaseException]) -> Callable[..., Any]:
+        def call(*_: object, **__: object) -> None:
+            raise error("index out of bounds\nmore")
+        return call
+
+    monkeypatch.setattr(tokenizer, "_inner", raising(PanicException))
+    for encode in (tokenizer.encode, tokenizer.encode_part):
+        with pytest.raises(UserError, match=r": the tokenizer cannot read the text: index out of bounds$") as caught:
+            encode("a")
+        assert str(tmp_path) in str(caught.value)
+    for kind in (KeyboardInterrupt, MemoryError):
+        monkeypatch.setattr(tokenizer, "_inner", raising(kind))
+        with pytest.raises(kind):
+            tokenizer.encode("a")

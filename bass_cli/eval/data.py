@@ -17,7 +17,7 @@ Fields = Mapping[str, Callable[[Any], Any]]  # by name, what raises ValueError a
 def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], Problem],
                   optional: Fields | None = None) -> dict[str, Problem]:
     """The problems by task_id. `needed`: the fields that each record must have, `optional`: those that may be missing or
-    null; a UserError names file, line and field otherwise, and at a task_id that comes twice."""
+    null; `make` may raise ValueError. A UserError names file, line and field then, and at a task_id that comes twice."""
     found: dict[str, Problem] = {}
     for place, record in _records(source):
         if not isinstance(record, dict):
@@ -30,7 +30,10 @@ def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], 
                     check(record[field])
                 except ValueError as error:
                     raise UserError(f'{place}: field "{field}": {error}') from None
-        problem = make(record)
+        try:
+            problem = make(record)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
         if problem.task_id in found:
             raise UserError(f'{place}: problem "{problem.task_id}" is in the data twice')
         found[problem.task_id] = problem

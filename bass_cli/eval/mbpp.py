@@ -52,7 +52,7 @@ def _sentence(record: Any) -> str:
 
 def _problem(record: dict[str, Any]) -> Problem:
     if not _sentence(record):
-        raise UserError(f'problem {record["task_id"]}: there is neither "text" nor "prompt"')
+        raise ValueError('there is neither "text" nor "prompt"')
     tests = "\n".join(record["test_list"])
     task_id = f"Mbpp/{str(record['task_id']).removeprefix('Mbpp/')}"
     return Problem(task_id, f'"""\n{_sentence(record)}\n{tests}\n"""\n', record)

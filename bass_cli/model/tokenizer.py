@@ -6,17 +6,20 @@ takes transformers seconds to convert; the result is kept in the user's cache fo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bass_cli.host import cache_folder
 from bass_cli.job import UserError
+from bass_cli.reading import open_regular, parse_json, read_bytes
 
 from .files import read_gguf
 
@@ -27,6 +30,9 @@ _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 _PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
 _CONTROL = 3  # the kind of a GGUF token that has no text
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
+_FILES = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
+          *_NAMING)  # that transformers reads
+_MOST_BYTES = 1 << 27  # of one of them; the largest known, of 262,144 tokens, has a quarter of that
 _OTHER_TOKENIZER = 'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}  # transformers' name to GGUF's
 
@@ -38,7 +44,7 @@ class Tokenizer:
     def __init__(self, inner: Any, path: Path):
         self._inner, self.path = inner, path
         self.texts: dict[int, str] = {id_: text for text, id_ in inner.get_vocab().items()}
-        self.size = _trimmed(self.texts, max(self.texts, default=-1) + 1, _PADDING)
+        self.size = _trimmed(self.texts, _PADDING)
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -46,18 +52,14 @@ class Tokenizer:
         the folder's own, which is never run."""
         import transformers
 
-        _refuse_code(path if path.is_dir() else path.parent)
+        folder = path if path.is_dir() else path.parent
+        _check_files(folder)
+        _refuse_code(folder)
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        try:
-            inner = _from_gguf(path) if path.suffix == ".gguf" else _read(path)
-        except UserError:
-            raise
-        except Exception as error:  # transformers raises many kinds for a file that is missing, broken or unknown
-            reason = str(error).strip().splitlines()
-            raise UserError(f"{path}: no tokenizer can be read there: {reason[0] if reason else error!r}") from None
-        return cls(inner, path)
+        with _refusals(f"{path}: no tokenizer can be read there"):
+            return cls(_from_gguf(path) if path.suffix == ".gguf" else _read(path), path)
 
     @property
     def has_chat_template(self) -> bool:
@@ -72,11 +74,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the tokenizer puts around a text. This and the next two: UserError
         where there is half of a surrogate pair in the text."""
-        return self._inner(_checked(text))["input_ids"]
+        with _refusals(f"{self.path}: the tokenizer cannot read the text"):
+            return self._inner(_checked(text))["input_ids"]
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text as it may stand inside another, without special tokens."""
-        return self._inner(_checked(text), add_special_tokens=False)["input_ids"]
+        with _refusals(f"{self.path}: the tokenizer cannot read the text"):
+            return self._inner(_checked(text), add_special_tokens=False)["input_ids"]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation that is the assistant's to go on; UserError if there is no template or it refuses."""
@@ -100,6 +104,31 @@ class Tokenizer:
         return digest.hexdigest()[:32]
 
 
+@contextlib.contextmanager
+def _refusals(fault: str) -> Iterator[None]:
+    """UserError, beginning with `fault`, for whatever transformers raises at a file that is missing, broken or unknown:
+    many kinds, and what tokenizers raises where its own code fails is no Exception."""
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise UserError(f"{fault}: {reason[:300]}") from None
+
+
+def _check_files(folder: Path) -> None:
+    """UserError where a file that would be read is none, or too large for what it is."""
+    for path in (path for pattern in _FILES for path in folder.glob(pattern) if not path.is_dir()):
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+        if size > _MOST_BYTES:
+            raise UserError(f"{path}: it has {size} bytes, and {_MOST_BYTES} are the most that such a file may have")
+
+
 def _checked(text: str) -> str:
     """The text, if it is Unicode: JSON can spell half of a surrogate pair, which has no bytes that could be tokenised."""
     try:
@@ -117,8 +146,8 @@ def _refuse_code(folder: Path) -> None:
 
     for name in _NAMING:
         try:
-            content = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError):
+            content = parse_json(read_bytes(folder / name, _MOST_BYTES))
+        except (OSError, ValueError):
             continue  # not there, or broken: reading it will say so
         if not isinstance(content, dict):
             continue
@@ -214,19 +243,14 @@ def _without_extras(inner: Any, rows: int) -> Any:
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
     """UserError naming the first id whose token differs, up to the smaller vocabulary (but placeholders at its end)."""
-    for id_ in range(min(_real_size(target), _real_size(draft))):
+    size = min(_trimmed(one.texts, _PLACEHOLDER) for one in (target, draft))
+    for id_ in sorted(id_ for id_ in target.texts.keys() | draft.texts.keys() if id_ < size):
         ours, theirs = target.texts.get(id_), draft.texts.get(id_)
         if ours != theirs:
             raise UserError(f"the vocabularies of target and draft differ: id {id_} is {ours!r} in {target.path} and "
                             f"{theirs!r} in {draft.path}")
 
 
-def _real_size(tokenizer: Tokenizer) -> int:
-    return _trimmed(tokenizer.texts, tokenizer.size, _PLACEHOLDER)
-
-
-def _trimmed(texts: Mapping[int, str], size: int, placeholder: re.Pattern[str]) -> int:
-    """The size without the gaps and placeholders at its end."""
-    while size and placeholder.fullmatch(texts.get(size - 1, "[PAD0]")):
-        size -= 1
-    return size
+def _trimmed(texts: Mapping[int, str], placeholder: re.Pattern[str]) -> int:
+    """One more than the largest id that is no placeholder."""
+    return 1 + max((id_ for id_, text in texts.items() if not placeholder.fullmatch(text)), default=-1)
