@@ -195,8 +195,7 @@ class Writer:
             return
         self.confirm()
         with self._refusals():
-            for path in (self.name, manifest_path(self.name)):
-                remove_drafts(path)
+            remove_drafts(self.name)
             if self._past.failed or self._past.holes:
                 self._stream = rewrite_without_failed(self._stream, self.name)
             else:

@@ -6,7 +6,6 @@ It reads and repairs files; writing results is outputs.py, replacing a file in o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -270,7 +269,6 @@ def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
     lock."""
 
     def copy(fresh: IO[bytes]) -> None:
-        fcntl.flock(fresh, fcntl.LOCK_EX)
         for _, line, row in _rows(stream, name, Past()):
             if row["finish_reason"] != "error":
                 fresh.write(line)

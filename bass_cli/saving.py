@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import itertools
 import os
@@ -28,16 +29,17 @@ def write_file(path: str | Path, content: bytes) -> None:
 
 
 def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
-    """The same for what `write` puts into a stream; returns that stream, open to read and append, under the file's name.
+    """The same for what `write` puts into a stream; returns that stream, open to read and append, locked, under its name.
 
     The draft lies in the same folder, under a name that nobody can guess and that is opened exclusively, so no link is
-    ever followed there. It is on the disk before it gets the name, and the name before this returns.
+    ever followed there. It is on the disk before it gets the name, and the name before this returns. What a killed process
+    left of doing the same is removed.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():  # a device, say, that came here since the path was checked
         raise OSError(errno.EINVAL, "it is not a regular file", str(target))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
-    stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
+    remove_drafts(target)
+    draft, stream = _new_draft(target)
     try:
         with contextlib.suppress(FileNotFoundError):
             os.fchmod(stream.fileno(), os.stat(target).st_mode & 0o777)
@@ -55,8 +57,20 @@ def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[b
     return stream
 
 
+def _new_draft(target: Path) -> tuple[Path, IO[bytes]]:
+    """A new file beside the target, locked, so that nobody takes it for one that was left."""
+    while True:
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
+        stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
+        with contextlib.suppress(OSError):  # a file system without locks: there nothing that was left is removed either
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        if is_at(stream, draft):  # else it was removed before it was locked
+            return draft, stream
+        stream.close()
+
+
 def _open_here(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_APPEND, 0o666)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_APPEND | os.O_NONBLOCK, 0o666)
 
 
 def sync_folder(folder: Path) -> None:
@@ -73,10 +87,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(path: str | Path) -> None:
-    """Remove what a killed process left of replacing this file; for one who knows that no other is doing so."""
+    """Remove what killed processes left of replacing this file. Who is still doing so holds a lock on its draft."""
     target = Path(os.path.realpath(path))
     for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.new"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), open(draft, "rb", opener=_open_here) as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             draft.unlink()
 
 

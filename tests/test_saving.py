@@ -95,6 +95,35 @@ def test_what_a_kill_left_goes_and_nothing_else(tmp_path: Path) -> None:
     assert {file.name for file in tmp_path.iterdir()} == {*others, path.name, manifest_path(path.name).name}
 
 
+def test_what_a_kill_left_of_any_file_goes_but_not_what_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    (tmp_path / ".report.json.0123456789abcdef.new").write_text("left")
+    os.mkfifo(tmp_path / ".report.json.0123456789abcdee.new")
+
+    def write_meanwhile(stream: Any) -> None:
+        stream.write(b"slow")
+        saving.write_file(path, b"quick")
+
+    saving.replace_file(path, write_meanwhile).close()
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("report.json", b"slow")]
+
+
+def test_a_draft_that_is_taken_for_a_left_one_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock, removed = tmp_path / "f.json", saving.fcntl.flock, []
+
+    def remove_first(stream: Any, how: int) -> None:
+        if not removed:
+            removed.append(Path(stream.name).unlink())
+        lock(stream, how)
+
+    monkeypatch.setattr(saving.fcntl, "flock", remove_first)
+    saving.write_file(path, b"new")
+    assert removed
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("f.json", b"new")]
+
+
 def test_lines_are_on_the_disk_by_the_clock_and_before_the_manifest_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str, int]]
 ) -> None:
