@@ -277,10 +277,10 @@ def test_the_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: st
 
 def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
     spinners = SPIN + "for _ in range(30):\n    if not os.fork(): break\nspin(99)"
-    with Sandbox(workers=2, limits=Limits(seconds=5, cpu_seconds=1)) as made:
+    with Sandbox(workers=2, limits=Limits(seconds=10, cpu_seconds=2)) as made:
         need_namespaces(made)
-        verdicts = dict(made.run([("spinners", spinners), ("neighbour", SPIN + "spin(0.7)")]))
-    assert verdicts["spinners"][:2] == ("timed out", "more than 1 s of processor time")
+        verdicts = dict(made.run([("spinners", spinners), ("neighbour", SPIN + "spin(0.8)")]))
+    assert verdicts["spinners"].status == "timed out"
     assert verdicts["neighbour"].passed
 
 
