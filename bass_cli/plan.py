@@ -140,8 +140,16 @@ def prepare(job: Job, *, longest_prompt: str = "",
                         "make one with bass profile and the same --pair (or --model) and --draft, or use auto or bass")
     plan = Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes),
                 options=options)
-    longest = longest_prompt.encode(errors="replace").decode()  # only its length counts; what cannot be read fails later
-    return _fitted(plan, len(tokenizer.encode(longest)) if longest else 0)
+    return _fitted(plan, _tokens_of(longest_prompt, tokenizer, target.spec.context))
+
+
+def _tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
+    """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
+    text = prompt.encode(errors="replace").decode()  # only its length counts; what cannot be read fails later
+    try:
+        return min(len(tokenizer.encode(text, context)), context) if text else 0
+    except UserError:  # too long to be tokenised
+        return context
 
 
 def longest_draft(job: Job) -> int:

@@ -155,7 +155,13 @@ class Conductor:
             yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)
 
     def _reference(self, prompt: Prompt) -> list[int]:
-        return self._tokenizer.encode_part(prompt.reference) if prompt.reference else []
+        """What drafts may be looked up in. More than the context would take minutes to tokenise, and to index."""
+        if not prompt.reference:
+            return []
+        try:
+            return self._tokenizer.encode_part(prompt.reference, self._context)
+        except UserError as error:
+            raise UserError(f'field "reference": {error}') from None
 
     def _encode(self, prompt: Prompt) -> list[int]:
         messages = prompt.messages
@@ -163,7 +169,8 @@ class Conductor:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is not None and self._job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
-        tokens = self._tokenizer.encode(prompt.text or "") if messages is None else self._tokenizer.encode_chat(messages)
+        tokens = (self._tokenizer.encode(prompt.text or "", self._context) if messages is None else
+                  self._tokenizer.encode_chat(messages, self._context))
         if not tokens:
             raise UserError(f"{prompt.place}: the prompt has no tokens")
         return tokens

@@ -191,8 +191,11 @@ TABLE: dict[str, set[str]] = {
         f"{MODEL}.sources", "torch",
     },
     "bass_cli/model/tokenizer.py": {
-        "bass_cli.host", "bass_cli.job", "bass_cli.reading", f"{MODEL}.files", "tokenizers", "transformers",
+        "bass_cli.host", "bass_cli.job", "bass_cli.reading", f"{MODEL}.files", f"{MODEL}.template",
+        f"{MODEL}.text_length", "tokenizers", "transformers",
     },
+    "bass_cli/model/template.py": {"bass_cli.job"},
+    "bass_cli/model/text_length.py": set(),
     "bass_cli/model/continuation.py": {f"{MODEL}.tokenizer"},
     "bass_cli/draft/__init__.py": {
         "torch", "bass_kernels", "bass_cli.drafts", "bass_cli.engine.batch", f"{MODEL}.runner",

@@ -23,7 +23,7 @@ class Letters:
     has_chat_template = False
     texts: ClassVar[dict[int, str]] = {}
 
-    def encode(self, text):
+    def encode(self, text, most=None):
         return [ord(c) - ord("a") for c in text]
 
     encode_part = encode

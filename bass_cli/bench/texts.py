@@ -57,7 +57,7 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
         found = [_random_ids(i, length, spec.vocab) for i, length in enumerate(lengths)]
     else:
         spec = plan.target.spec
-        found = _real_prompts(plan.tokenizer, settings.prompts, lengths)
+        found = _real_prompts(plan.tokenizer, settings.prompts, lengths, spec.context)
     longest = max(map(len, found)) + settings.new_tokens + settings.longest + 1
     if longest > spec.context:
         raise UserError(f"prompts, new tokens and drafts need {longest} positions and the model has {spec.context}; "
@@ -65,10 +65,10 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
     return found
 
 
-def _real_prompts(tokenizer: Tokenizer, file: str | None, lengths: list[int]) -> list[list[int]]:
+def _real_prompts(tokenizer: Tokenizer, file: str | None, lengths: list[int], context: int) -> list[list[int]]:
     if file is None:
         return [joined(tokenizer, i, length) for i, length in enumerate(lengths)]
-    given = [_encode(tokenizer, prompt) for prompt in read_prompts(open_source(file), limit=len(lengths))]
+    given = [_encode(tokenizer, prompt, context) for prompt in read_prompts(open_source(file), limit=len(lengths))]
     return [given[i % len(given)] for i in range(len(lengths))]
 
 
@@ -92,8 +92,12 @@ def _random_ids(prompt: int, length: int, vocab: int) -> list[int]:
     return out
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    tokens = tokenizer.encode(prompt.text or "") if prompt.messages is None else tokenizer.encode_chat(prompt.messages)
+def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int) -> list[int]:
+    try:
+        tokens = (tokenizer.encode(prompt.text or "", context) if prompt.messages is None else
+                  tokenizer.encode_chat(prompt.messages, context))
+    except UserError as error:
+        raise UserError(f"{prompt.place}: {error}") from None
     if not tokens:
         raise UserError(f"{prompt.place}: the prompt has no tokens")
     return tokens

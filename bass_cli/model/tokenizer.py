@@ -7,6 +7,7 @@ takes transformers seconds to convert; the result is kept in the user's cache fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,8 @@ from bass_cli.job import UserError
 from bass_cli.reading import open_regular, parse_json, read_bytes
 
 from .files import read_gguf
+from .template import Template
+from .text_length import Spelling, spelling_of
 
 _CONVERSION = 2  # raise it when what we do to a converted tokenizer changes
 _HEAD = 1 << 24  # bytes of a GGUF file that tell it apart: the vocabulary is at the front
@@ -45,6 +48,12 @@ class Tokenizer:
         self._inner, self.path = inner, path
         self.texts: dict[int, str] = {id_: text for text, id_ in inner.get_vocab().items()}
         self.size = _trimmed(self.texts, _PADDING)
+        self._template = Template(lambda messages: inner.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True))
+
+    @functools.cached_property
+    def _spelling(self) -> Spelling | None:
+        return spelling_of(getattr(self._inner, "backend_tokenizer", None), self._inner.get_vocab())
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -71,26 +80,37 @@ class Tokenizer:
         id_ = self._inner.eos_token_id
         return () if id_ is None else (id_,)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a prompt, with the special tokens that the tokenizer puts around a text. This and the next two: UserError
-        where there is half of a surrogate pair in the text."""
+        where there is half of a surrogate pair in the text, and where its length alone tells that it has more than `most`
+        tokens; a text of which that is not certain may have more too."""
         with _refusals(f"{self.path}: the tokenizer cannot read the text"):
-            return self._inner(_checked(text))["input_ids"]
+            return self._inner(self._checked(text, most))["input_ids"]
 
-    def encode_part(self, text: str) -> list[int]:
+    def encode_part(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a text as it may stand inside another, without special tokens."""
         with _refusals(f"{self.path}: the tokenizer cannot read the text"):
-            return self._inner(_checked(text), add_special_tokens=False)["input_ids"]
+            return self._inner(self._checked(text, most), add_special_tokens=False)["input_ids"]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most: int | None = None) -> list[int]:
         """Ids of a conversation that is the assistant's to go on; UserError if there is no template or it refuses."""
         if not self.has_chat_template:
             raise UserError(f"{self.path}: the tokenizer has no chat template, so messages cannot be used")
+        return self.encode_part(self._template(messages), most)  # the template has written its own special tokens
+
+    def _checked(self, text: str, most: int | None) -> str:
+        """The text, if it is Unicode (half of a surrogate pair, which JSON can spell, has no bytes) and not too long."""
         try:
-            text = self._inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template is a program: jinja's errors, or any that it provokes
-            raise UserError(f"the chat template refuses the messages: {error}") from None
-        return self.encode_part(text)  # the template has written its own special tokens
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"character {error.start + 1} of the text is half of a surrogate pair, which is not "
+                            "text") from None
+        if most is not None and len(text) > most and self._spelling is not None:
+            fewest = self._spelling.fewest_tokens(text)
+            if fewest > most:
+                raise UserError(f"the text has {len(text)} characters, so at least {fewest} tokens, and the "
+                                f"model's context {most}")
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out, spaces as they are."""
@@ -127,15 +147,6 @@ def _check_files(folder: Path) -> None:
             raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
         if size > _MOST_BYTES:
             raise UserError(f"{path}: it has {size} bytes, and {_MOST_BYTES} are the most that such a file may have")
-
-
-def _checked(text: str) -> str:
-    """The text, if it is Unicode: JSON can spell half of a surrogate pair, which has no bytes that could be tokenised."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"character {error.start + 1} of the text is half of a surrogate pair, which is not text") from None
-    return text
 
 
 def _refuse_code(folder: Path) -> None:
