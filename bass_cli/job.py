@@ -140,7 +140,7 @@ def chosen_pair(given: Mapping[str, Any]) -> Pair:
         raise UserError("--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a target already")
     if not model:
         raise UserError("--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file")
-    is_pair = model in packaged_pairs() and not Path(model).exists()
+    is_pair = model in packaged_pairs() and not os.path.exists(model)
     if is_pair or model.endswith(_PAIR_FILES):
         raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')
     return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
@@ -148,7 +148,7 @@ def chosen_pair(given: Mapping[str, Any]) -> Pair:
 
 def _model_name(model: str) -> str:
     """What a target's pair and its files are called: the last part of its path or hub id."""
-    last = Path(os.path.abspath(Path(model).expanduser())).name
+    last = Path(os.path.abspath(Path(os.path.expanduser(model)))).name
     return last.removesuffix(".gguf") or "model"
 
 
@@ -157,11 +157,11 @@ def load_pair(name_or_file: str) -> Pair:
     if name_or_file in packaged_pairs():
         resource = importlib.resources.files("bass_cli.configs") / f"{name_or_file}.yaml"
         return _parse_pair(resource.read_bytes(), f"{name_or_file}.yaml", None)
-    path = Path(name_or_file).expanduser()
+    path = Path(os.path.expanduser(name_or_file))
     if not name_or_file.endswith(_PAIR_FILES):
         if _is_model(name_or_file):
             raise UserError(f'--pair: "{name_or_file}" is a model, not a pair; give it with --model {name_or_file}')
-        if not path.is_file():
+        if not os.path.isfile(path):
             known = nearest(name_or_file, packaged_pairs())
             raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model is given with '
                             "--model)")
@@ -174,8 +174,8 @@ def load_pair(name_or_file: str) -> Pair:
 
 def _is_model(text: str) -> bool:
     """Whether a text that should be a pair is a hub id, a folder, a file of weights, or one in a package."""
-    return (text.endswith(_WEIGHTS) or text.startswith("package:") or Path(text).expanduser().is_dir()
-            or (text.count("/") == 1 and not text.startswith((".", "~", "/")) and not Path(text).exists()))
+    return (text.endswith(_WEIGHTS) or text.startswith("package:") or os.path.isdir(os.path.expanduser(text))
+            or (text.count("/") == 1 and not text.startswith((".", "~", "/")) and not os.path.exists(text)))
 
 
 def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:

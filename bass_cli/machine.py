@@ -81,13 +81,13 @@ def place_of(model: str, folder: Path | None = None) -> str:
     file lies."""
     if model.startswith("package:"):
         module, _, file = model.removeprefix("package:").partition("/")
-        found = importlib.util.find_spec(module)
+        found = importlib.util.find_spec(module) if module.isidentifier() else None
         if found is None:
             return f"package {module} is not installed"
-        here = any((Path(folder) / file).is_file() for folder in found.submodule_search_locations or [])
+        here = any(os.path.isfile(Path(folder) / file) for folder in found.submodule_search_locations or [])
         return "here" if here else f"package {module} has no {file}"
-    path = Path(model).expanduser()
-    if path.exists() or (folder is not None and (folder / path).exists()):
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path) or (folder is not None and os.path.exists(folder / path)):
         return "here"
     if model.endswith(".gguf") or model.count("/") != 1 or model.startswith((".", "/")):
         return "no such file or folder"

@@ -28,6 +28,7 @@ from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
 from bass_cli.eval.tasks import Answer, load_task
 from bass_cli.job import UserError, load_pair
+from bass_cli.machine import place_of
 from bass_cli.model.checkpoint import open_checkpoint
 from bass_cli.model.decoder import parameters
 from bass_cli.model.files import read_torch
@@ -294,6 +295,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 BAD_COMMANDS = {
     "a pair": (["pairs", "x.yaml"], {"x.yaml": "target: 2001-99-99"}, "x.yaml:1: broken YAML"),
+    "a long name": (["generate", "p.txt", "--pair", "x.yaml"], {"p.txt": "a", "x.yaml": f"target: {'x' * 5000}.gguf"},
+                    "there is no such file or folder"),
+    "a longer name": (["generate", "p.txt", "--pair", "x" * 5000], {"p.txt": "a"}, "there is no pair"),
     "layers": (["generate", "p.txt", "--draft", "skip:²"], {"p.txt": "a"}, '--draft (or BASS_DRAFT): "skip:²": write the'),
     "a config": (["generate", "p.txt", "--model", "m"], {"p.txt": "a", "m/config.json": '{"model_type": ["llama"]}'},
                  'm/config.json: key "model_type"'),
@@ -317,3 +321,9 @@ def test_a_command_ends_with_a_sentence(kind: str, tmp_path: Path, monkeypatch: 
     assert (result.exit_code, result.stdout) == (2, "")
     assert expected in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "package:a..b/c", "package:" + "x" * 5000, "a\0b",
+                                  "~nobody-here/x"])
+def test_any_name_of_a_model_may_be_asked_about(name: str) -> None:
+    assert place_of(name) != "here"

