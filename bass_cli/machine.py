@@ -91,7 +91,10 @@ def place_of(model: str, folder: Path | None = None) -> str:
         return "here"
     if model.endswith(".gguf") or model.count("/") != 1 or model.startswith((".", "/")):
         return "no such file or folder"
-    return "here" if _is_cached(model) else "to be downloaded"
+    try:
+        return "here" if _is_cached(model) else "to be downloaded"
+    except ValueError:  # no name that the hub could have
+        return "no such file or folder"
 
 
 def _is_cached(model: str) -> bool:

@@ -324,6 +324,6 @@ def test_a_command_ends_with_a_sentence(kind: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "package:a..b/c", "package:" + "x" * 5000, "a\0b",
-                                  "~nobody-here/x"])
+                                  "~nobody-here/x", "a/b c"])
 def test_any_name_of_a_model_may_be_asked_about(name: str) -> None:
     assert place_of(name) != "here"
