@@ -1,14 +1,34 @@
-"""The console script, and `python -m bass_cli`: settles what signals mean before anything slow is imported."""
+"""The console script, and `python -m bass_cli`: settles what signals and closed streams mean before all that is slow."""
+
+from __future__ import annotations
+
+import os
+import sys
 
 from bass_cli import signals
+
+# What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or written when that is tried, so
+# that no other file takes its number; messages have nowhere to go.
+_CLOSED = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
 
 def main() -> None:
     """Run the command line; never returns."""
     signals.at_start()
+    _open_closed_streams()
     from bass_cli import cli
 
     cli.main()
+
+
+def _open_closed_streams() -> None:
+    for number, (name, mode, flags) in enumerate(_CLOSED):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, flags)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - for good
 
 
 if __name__ == "__main__":

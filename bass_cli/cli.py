@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
 from typing import Annotated
 
@@ -27,12 +29,30 @@ app = typer.Typer(
 )  # fmt: skip
 
 
+# What writing to a stream fails with; errors of files have their name, and those of results become a MachineError.
+_FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
+
+
 def main() -> None:
     """Run the command line. What standard output's encoding has no character for is written as an escape."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    app()
+    code: object = 0
+    try:
+        try:
+            app()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL_OR_CLOSED or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still held goes nowhere, and is not tried again
+        if not code:  # else something was said already
+            print(f"bass: error: standard output: cannot write: {error.strerror}", file=sys.stderr)
+            code = 3
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 def _version(wanted: bool) -> None:
