@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from bass_cli.draft import Drafter, make_drafter
-from bass_cli.draft.model import ModelDrafter
+from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import CapturesPrompts, Lengths
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
+from bass_cli.engine.lengths import Fixed, make_lengths
 from bass_cli.engine.loop import Loop
 from bass_cli.model.cache import ARENA
 from bass_cli.model.decoder import Decoder
@@ -56,8 +56,8 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     drafting = models.drafting if job.pair.draft != "none" else None
     target = models.target
     runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
-    drafter: Drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
-                                    temperature=speculation.draft_temperature)
+    drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
+                            temperature=speculation.draft_temperature)
     return Loop(batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
                 target=Runner(target, rows=plan.rows, span=plan.span, lag=1), drafter=drafter,
                 lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
@@ -91,19 +91,14 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     decoded = (0, min(longest, _CAPTURED))
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=decoded)
-    _prepare_prompts(loop)
-    loop.lengths = controller
+    for model in (loop.target, loop.drafter):
+        if isinstance(model, CapturesPrompts):
+            model.prepare_prompts()
+    loop.use(controller)
     loop.prepare({rows, min(job.n, rows)}, (0, longer) if fixed else range(longer + 1), each=fixed and loop.exact)
     loop.clock.forget()  # it has seen compiling
     _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=decoded)
-    loop.lengths = controller
-
-
-def _prepare_prompts(loop: Loop) -> None:
-    if isinstance(loop.target, Runner):
-        loop.target.prepare()
-    if isinstance(loop.drafter, ModelDrafter):
-        loop.drafter.prepare_prompts()
+    loop.use(controller)
 
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
@@ -115,7 +110,7 @@ def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> No
     loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
     loop.close(_WARM_KEY)
     for width in widths:
-        loop.lengths = Fixed(width)
+        loop.use(Fixed(width))
         for _ in range(_WARM_ROUNDS):
             if min(loop.batch.rooms()) > 0:
                 loop.round(far)

@@ -27,7 +27,7 @@ from bass_cli.screen import Screen
 from bass_cli.threads import Company, settle
 
 if TYPE_CHECKING:
-    from bass_cli.engine.lengths import Round
+    from bass_cli.engine.contracts import Round
     from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 

@@ -15,6 +15,7 @@ import torch
 
 from bass_cli import __version__
 from bass_cli.drafts import parse_draft, parse_layers
+from bass_cli.engine import store
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.surface import Surface
 from bass_cli.footprint import Footprint, Need, footprint, usable
@@ -22,7 +23,6 @@ from bass_cli.host import free_memory, gigabytes, give_kernels_a_cache
 from bass_cli.job import Job, MachineError, UserError
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
-from bass_cli.profiling import store
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a CPU and on a GPU

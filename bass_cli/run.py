@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from bass_cli.assembly import ready_loop
 from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import Backlog, Round
 from bass_cli.engine.forecast import Forecast
-from bass_cli.engine.lengths import Round
 from bass_cli.engine.loop import Loop
+from bass_cli.engine.store import keep_learnt
 from bass_cli.job import Job, UserError
 from bass_cli.model.continuation import Continuation, StopDetector
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.outputs import Completion
 from bass_cli.plan import Plan
-from bass_cli.profiling.store import learning
 from bass_cli.prompts import Prompt
 
 _UNSOUND = ("the target's logits for token {} are not finite: its weights are broken, or its values too large for the "
@@ -75,9 +75,11 @@ def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[st
         return
     with plan.need.explained():
         loop = ready_loop(plan, loop, on_phase)
-        with learning(loop, plan.profile):
+        try:
             yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
                                  count=count, on_round=on_round).run(prompts, done)
+        finally:
+            keep_learnt(plan.profile, loop.lengths)
 
 
 def _with_copies(drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
@@ -192,15 +194,15 @@ class Conductor:
 
     def _round(self) -> None:
         loop, rows = self._loop, self._loop.batch.hosts
-        waiting, loop.typical = sum(len(task.waiting) for task in self._tasks), math.inf
+        waiting, typical = sum(len(task.waiting) for task in self._tasks), math.inf
         if self._fresh is None:
-            loop.typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
+            typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
-        loop.backlog = waiting * min(loop.typical, self._job.sampling.max_new_tokens)
+        backlog = Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         for live in self._live.values():
             live.task.started = True
-        done = loop.round(min(deadlines, default=None), ahead=True)
+        done = loop.round(min(deadlines, default=None), backlog=backlog, ahead=True)
         if self._on_round is not None:
             self._on_round(done)
 

@@ -16,11 +16,11 @@ from lookup import STOPS, human_eval, run, show
 from stopping import chat
 
 from bass_cli.assembly import build, load_models
-from bass_cli.bench.texts import joined
 from bass_cli.engine.lengths import make_lengths
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import prepare
 from bass_cli.profiling.measure import measure as profile
+from bass_cli.profiling.texts import joined
 
 WAYS = ("plain", "nothing known", "learnt before", "profile")
 _CONTEXT, _LIMIT = {"cuda": 400, "cpu": 128}, 60.0  # tokens of a profile's prompts, seconds of its measuring
@@ -55,8 +55,7 @@ def measure(args, models, rows):
                 plan = plain if way == "plain" else drafting
                 loop = build(plan, models)
                 if way != "plain":
-                    loop.lengths = make_lengths("auto", limit=plan.job.speculation.max, coupling="shared",
-                                                surface=known[way])
+                    loop.use(make_lengths("auto", limit=plan.job.speculation.max, coupling="shared", surface=known[way]))
                 samples[way], taken = run(plan, loop, prompts)
                 if way == "nothing known":
                     known["learnt before"] = loop.lengths.learned() or known["learnt before"]

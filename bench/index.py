@@ -51,7 +51,7 @@ def measure(args, tokens):
         began = time.perf_counter()
         drafter.learn(batch)
         learnt = time.perf_counter()
-        drafter.offer(batch, args.drafts)
+        drafter.propose(batch, args.drafts)
         learning.append(learnt - began)
         looking.append(time.perf_counter() - learnt)
     whole = [a + b for a, b in zip(learning, looking, strict=True)]

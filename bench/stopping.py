@@ -14,7 +14,7 @@ import statistics
 from lookup import STOPS, human_eval, run, show
 
 from bass_cli.assembly import build
-from bass_cli.engine.lengths import Lengths, make_lengths
+from bass_cli.engine.lengths import make_lengths
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import prepare
 from bass_cli.prompts import Prompt
@@ -30,8 +30,10 @@ QUESTIONS = (
 WAYS = ("plain", "past rounds", "stopping")
 
 
-class PastRounds(Lengths):
+class PastRounds:
     """`auto` without its stopping inside a round."""
+
+    exact = False
 
     def __init__(self, inner):
         self._inner = inner
@@ -41,9 +43,6 @@ class PastRounds(Lengths):
 
     def observe(self, done):
         self._inner.observe(done)
-
-    def reflect(self):
-        self._inner.reflect()
 
 
 def controller(way, plan):
@@ -72,7 +71,7 @@ def measure(args, name):
     for repeat in range(-1, args.repeats):
         for way, loop in loops.items():
             if way != "plain":
-                loop.lengths = controller(way, plans[way])
+                loop.use(controller(way, plans[way]))
             samples[way], taken = run(plans[way], loop, prompts if repeat >= 0 else prompts[:1])
             if repeat >= 0:
                 seconds[way].append(taken)

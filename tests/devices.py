@@ -3,7 +3,7 @@
 import random
 import statistics
 
-from bass_cli.engine.lengths import Outlook, Round
+from bass_cli.engine.contracts import Outlook, Round
 from bass_cli.engine.surface import make_surface
 
 STEPS = {"qwen2.5-0.5b": 0.77e-3, "wide-310m": 0.40e-3}  # seconds of a draft step

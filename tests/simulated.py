@@ -6,9 +6,10 @@ import random
 import torch
 from fakes import FakeGraphs, Ticks
 
-from bass_cli.draft import NoDrafter, Proposal
+from bass_cli.draft import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Backlog, Proposal
 from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop
 
@@ -21,10 +22,13 @@ class Forgetful(NoDrafter):
     def __init__(self):
         self._lacks = 0
 
-    def prepare(self, batch, length):
+    def expect(self, batch, length):
         lacks = self._lacks
         self._lacks = 0 if length else lacks + 1
         return lacks if length else 0
+
+    def catch_up(self, batch, behind, count):
+        pass
 
 
 class Finder(NoDrafter):
@@ -36,7 +40,7 @@ class Finder(NoDrafter):
         self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks
         self._chance, self.looks = random.Random(1), 0
 
-    def offer(self, batch, length):
+    def propose(self, batch, length):
         self._ticks.seconds += self._asking
         self.looks += 1
         self.counts = tuple(min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
@@ -72,8 +76,7 @@ def seconds_of(loop, *, prompts=16, n=8, limit=128):
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
             loop.admit(waiting.pop(0))
-        loop.backlog = len(waiting) * limit
-        loop.round()
+        loop.round(backlog=Backlog(len(waiting) * limit))
         for index in reversed(range(len(loop.batch))):
             if loop.batch.hosts[index].room <= 0:
                 loop.retire(index)

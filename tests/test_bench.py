@@ -17,6 +17,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 import bass_kernels as ops
+from bass_cli import charts
 from bass_cli.bench import cells, drive, gate, grid, plot, report
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
@@ -29,7 +30,7 @@ from bass_cli.bench.shapes import SHAPES, count_parameters, spec_of
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
 from bass_cli.bench.weights import LOGIT_SPREAD, random_weights, scale_layers
 from bass_cli.cli import app
-from bass_cli.draft import Proposal
+from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.lengths import Fixed
 from bass_cli.job import UserError
 from bass_cli.model.decoder import Decoder
@@ -268,7 +269,7 @@ def test_parts_leave_the_rows_as_they_are() -> None:
     def tokens(interrupt: bool) -> list[list[int]]:
         rows = rows_for(prompts, 3, wanted)
         fill(loop, rows)
-        loop.lengths = Fixed(3)
+        loop.use(Fixed(3))
         loop.round()
         before, lengths = [list(row.tokens) for row in rows], loop.batch.lengths.clone()
         if interrupt:
@@ -480,7 +481,7 @@ def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.Monk
 
 
 def test_charts_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: None)
     result = bench("--shape", "tiny", "--plot", str(tmp_path / "a.png"), *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "pip install 'bass-cli[plot]'" in result.stderr

@@ -67,13 +67,7 @@ class Tour:
     def next(self, rows, outlook=None):
         return next(self._lengths)
 
-    def trim(self, counts, outlook=None):
-        return max(counts)
-
     def observe(self, done):
-        pass
-
-    def reflect(self):
         pass
 
 
@@ -241,7 +235,7 @@ def test_a_budget_pays_for_no_capture():
     loop.admit(Row("0", 0, 0, [1], 900))
     for _ in range(3):
         loop.round()
-    loop.lengths = Fixed(0)
+    loop.use(Fixed(0))
     for _ in range(150):
         assert loop.round(deadline=loop.clock.now() + 0.5).steady
     assert loop.graphs.captures == 1

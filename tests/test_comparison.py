@@ -92,7 +92,7 @@ def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
     models = build_models(chosen, None)
     loop = build_loops(models, chosen, context=60).speculative
     assert loop is not None
-    loop.lengths = Fixed(3)
+    loop.use(Fixed(3))
     for _ in range(2):  # an empty batch begins anew
         rows = rows_for(prompts_for(chosen, None), 5, chosen)
         fill(loop, rows)
@@ -118,7 +118,7 @@ def test_every_draft_length_meets_the_same_luck() -> None:
         models = build_models(chosen, None)
         loop = build_loops(models, chosen, context=120).speculative
         assert loop is not None
-        loop.lengths = Fixed(int(length))
+        loop.use(Fixed(int(length)))
         rows = rows_for(prompts_for(chosen, None), 3, chosen, repeat=repeat)
         found: list[dict[int, bool]] = [{} for _ in rows]
         fill(loop, rows)

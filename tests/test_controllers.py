@@ -8,10 +8,11 @@ import devices
 import pytest
 from devices import device, run_batch, surface_of
 
+from bass_cli.engine.contracts import Outlook, Round
 from bass_cli.engine.costs import Learned, Profiled
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.keeping import Keeping
-from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round, make_lengths
+from bass_cli.engine.lengths import Bass, Fixed, make_lengths
 from bass_cli.engine.losses import Losses
 from bass_cli.engine.table import Capped, Table, best_length
 

@@ -300,7 +300,7 @@ def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypat
 def test_prepared_prompts_are_not_captured_again(decoders):
     target, draft = decoders("llama")
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
-    loop.target.prepare()
+    loop.target.prepare_prompts()
     loop.drafter.prepare_prompts()
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0))
     assert drive(loop, job_of((9, 40, 90), 0)) == due

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bass_cli.drafts import Draft, parse_draft
-from bass_cli.eval.score_command import parse_ks
+from bass_cli.eval.scoring import parse_ks
 from bass_cli.job import Job, MachineError, Pair, UserError, load_pair, make_job, packaged_pairs, parse_duration
 from bass_cli.machine import parameters_in
 from bass_cli.profiling.command import batch_sizes_of

@@ -4,10 +4,15 @@ import random
 
 import numpy
 import pytest
+import torch
 
+from bass_cli.draft import NoDrafter
+from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Outlook, Proposal, Round
 from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round, make_lengths
+from bass_cli.engine.lengths import Bass, Fixed, make_lengths
+from bass_cli.engine.offers import Offers
 from bass_cli.engine.surface import make_surface
 
 
@@ -185,5 +190,13 @@ TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
 
 @pytest.mark.parametrize("controller", [Fixed(7), Bass(), *(
     make_lengths(name, limit=8, coupling="shared", surface=TABLES) for name in ("table", "bass+table"))])
-def test_other_controllers_take_the_longest_draft_there_is(controller):
-    assert controller.trim((0, 3, 5, 1)) == 5
+def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(controller):
+    class Found(NoDrafter):
+        on_device = False
+
+        def propose(self, batch, length):
+            return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
+
+    batch = Batch(rows=4, context=64, device=torch.device("cpu"))
+    found = Offers(batch, Found()).ask(7, controller, Outlook(free=True))
+    assert (found.tokens.shape, found.counts) == ((4, 5), (0, 3, 5, 1))

@@ -196,14 +196,14 @@ def test_rows_stop_drafting_at_different_places_of_one_round():
     desk.live[3].tokens += [3, 3, 3, 3]
     desk.live[3].limit = 5
     desk.drafter.learn(desk.batch)
-    offered = desk.drafter.offer(desk.batch, 6)
+    offered = desk.drafter.propose(desk.batch, 6)
     assert offered.tokens.tolist()[:3] == [[3, 4, 5, 6, 7, 8], [6, 6, 6, 6, 6, 6], [2] * 6]
     assert offered.counts[0] > offered.counts[1] > offered.counts[2] == offered.counts[3] == 0
 
 
 def test_nothing_is_proposed_where_nothing_counts():
     desk = Desk(prompt=(1, 2, 3), rows=2)
-    offered = desk.drafter.offer(desk.batch, 4)
+    offered = desk.drafter.propose(desk.batch, 4)
     assert (offered.tokens.shape, offered.counts) == ((2, 0), (0, 0))
 
 

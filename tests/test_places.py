@@ -14,7 +14,7 @@ from test_cli import cli, rows  # noqa: F401 - a fixture
 from test_same_files import BENCH, EVAL, GENERATE, SCORE, SWEEP, place  # noqa: F401 - a fixture
 from typer.testing import CliRunner
 
-from bass_cli.bench import plot
+from bass_cli import charts
 from bass_cli.cli import app
 from bass_cli.job import UserError
 from bass_cli.places import check_place
@@ -44,7 +44,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_what_cannot_be_replaced_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
     if kind == "pipe":
         os.mkfifo(name)
     elif kind == "folder":
@@ -172,15 +172,15 @@ def test_a_chart_replaces_charts_of_bass(tmp_path: Path, monkeypatch: pytest.Mon
             [(key, value)] = settings["metadata"].items()
             stream.write(b"\x89PNG\r\n\x1a\n" + b"tEXt" + f"{key}\0{value}".encode())
 
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)
     chart = tmp_path / "c.png"
     for _ in range(2):
-        plot.check(str(chart), overwrite=False)
-        plot.save(Figure(), str(chart))
+        charts.check(str(chart), overwrite=False)
+        charts.save(Figure(), str(chart))
     chart.write_bytes(b"\x89PNG\r\n\x1a\n another's")
-    plot.check(str(chart), overwrite=True)
+    charts.check(str(chart), overwrite=True)
     with pytest.raises(UserError, match=r"c\.png: it exists and is not a chart of bass"):
-        plot.check(str(chart), overwrite=False)
+        charts.check(str(chart), overwrite=False)
 
 
 def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from toys import Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli import app
+from bass_cli.engine import store
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Fixed
-from bass_cli.profiling import store
 from bass_cli.profiling.filling import filled
 from bass_cli.profiling.measure import WIDTHS, measure
 

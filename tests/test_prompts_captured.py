@@ -163,14 +163,14 @@ def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_dead
 def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 8)
     eager, runner = runners(decoders("qwen2"), 1)
-    runner.prepare()
+    runner.prepare_prompts()
     assert runner._graphs.captures == len(prompts.SIZES)
     monkeypatch.setattr(Runner, "_fill", lambda self, span, first, tokens, *, capture: self._graphs.feed(
         tokens, start=span.start, first=first, store=self.cache.positions, capture=False) or pytest.fail("not captured"))
     for length in (2, 17, 33, 34, 60):
         runner.open("x", text(length), lambda tokens: True)
         runner.close("x")
-    runner.prepare()
+    runner.prepare_prompts()
     assert runner._graphs.captures == len(prompts.SIZES)
     assert eager.cache.reserve(3).size == 3  # where there are no graphs nothing is padded
 

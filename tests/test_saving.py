@@ -17,8 +17,7 @@ from test_cli import cli, result_keys  # noqa: F401 - a fixture
 from test_interruption import start
 from test_outputs import MANIFEST, fill, keys, manifest, sample
 
-from bass_cli import outputs, saving
-from bass_cli.bench.plot import save
+from bass_cli import charts, outputs, saving
 from bass_cli.eval.judging import Ledger, Ruling
 from bass_cli.job import MachineError
 from bass_cli.resume import ATTRIBUTE, manifest_path, write_json
@@ -252,7 +251,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
     chart.write_bytes(b"old")
     ruling = Ruling("a", 0, "0" * 64, "passed", "", 0.1, {})
     with longest_file(250), pytest.raises(MachineError, match=r"c\.png: cannot write the chart: File too large"):
-        save(Figure(), str(chart))
+        charts.save(Figure(), str(chart))
 
     def judge() -> None:
         with Ledger(str(verdicts)) as ledger:

@@ -9,9 +9,10 @@ from toys import Markov, drive, loop_for, plain
 from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import StopsDrafts, StopsShort
 from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.lengths import Fixed, Stopper
-from bass_cli.engine.stopping import Stoppable, Stopping
+from bass_cli.engine.lengths import Fixed
+from bass_cli.engine.stopping import Stopping
 from bass_cli.engine.surface import make_surface
 
 VOCAB = 16
@@ -56,8 +57,8 @@ def test_stopping_pays_where_confidence_tells():
 def test_fixed_lengths_are_never_cut():
     _, seen = run(True, lengths=Fixed(5))
     assert {done.width for done in seen[:-3]} == {5}
-    assert not isinstance(Fixed(5), Stopper)
-    assert isinstance(Goodput(limit=4), Stopper)
+    assert not isinstance(Fixed(5), StopsDrafts)
+    assert isinstance(Goodput(limit=4), StopsDrafts)
 
 
 def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
@@ -80,12 +81,12 @@ def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
 def test_a_stopped_draft_counts_only_what_it_has_fed():
     target, _ = tables()
     drafter = make_drafter("model", runner=Markov(target, 2), coupling="shared", temperature=None)
-    assert isinstance(drafter, Stoppable)
+    assert isinstance(drafter, StopsShort)
     loop = loop_for(Markov(target, 1), drafter, rows=2, lengths=Fixed(0))
     row = Row("0", 0, 0, [1, 2, 3], 40)
     loop.open("0", row.tokens)
     loop.admit(row)
-    drafter.prepare(loop.batch, 6)
+    drafter.expect(loop.batch, 6)
     proposal = drafter.propose_while(loop.batch, 6, lambda confidence: False)
     assert proposal.tokens.shape == (1, 1)
     assert drafter._fed == [3]

@@ -5,9 +5,10 @@ from fakes import FakeGraphs, Ticks
 from simulated import Finder, Simulated, plain_seconds, seconds_of
 
 from bass_cli.draft import NoDrafter
+from bass_cli.engine.contracts import Outlook, Round
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.lengths import Bass, Fixed, Outlook, Round
+from bass_cli.engine.lengths import Bass, Fixed
 from bass_cli.engine.looking import Looking
 
 

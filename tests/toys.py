@@ -4,9 +4,10 @@ import itertools
 
 import torch
 
-from bass_cli.draft import Proposal, make_drafter
+from bass_cli.draft import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop
 from bass_cli.model.decoder import Decoder
@@ -67,10 +68,7 @@ class Guess:
     def open(self, *_):
         return True
 
-    close = attach = detach = move = catch_up = forget = open
-
-    def prepare(self, batch, length):
-        return 0
+    close = attach = detach = move = open
 
     def propose(self, batch, length):
         last, _ = batch.last(1)
@@ -89,14 +87,8 @@ class Reactive:
         self._rounds += 1
         return 0 if self._rounds % 4 == 0 else self._length
 
-    def trim(self, counts, outlook=None):
-        return max(counts)
-
     def observe(self, done):
         self._length = 1 + (sum(done.accepted) + done.width) % 4
-
-    def reflect(self):
-        pass
 
 
 def drive(loop, rows, *, on_round=None, ahead=False):

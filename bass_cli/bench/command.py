@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from bass_cli import charts
 from bass_cli.bench import plot, report
 from bass_cli.generation import files_read
 from bass_cli.job import UserError
@@ -32,7 +33,7 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
         refuse_shared_files([("--plot", given["plot"])],
                             [("the prompt file", settings.prompts), *files_read(given, settings.job)])
     if given["plot"] is not None:
-        plot.check(given["plot"], overwrite=given["overwrite"])
+        charts.check(given["plot"], overwrite=given["overwrite"])
     if settings.prompts is not None:
         if settings.prompts == "-":
             raise UserError("--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once")

@@ -48,10 +48,10 @@ def check(loops: Loops, models: Models, rows: list[Row], again: list[Row]) -> Ga
     if not finite or loops.speculative is None or models.kind == "set":
         empty(loops.plain)
         return Gate(finite, strict)
-    loops.plain.lengths = Fixed(0)
+    loops.plain.use(Fixed(0))
     decode(loops.plain, rows)
     fill(loops.speculative, again)
-    loops.speculative.lengths = Fixed(DRAFT_LENGTH)
+    loops.speculative.use(Fixed(DRAFT_LENGTH))
     decode(loops.speculative, again)
     pairs = [(a.tokens[: a.prompt_length + a.limit], b.tokens[: b.prompt_length + b.limit])
              for a, b in zip(rows, again, strict=True)]

@@ -28,11 +28,12 @@ from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.bench.turns import Turns
 from bass_cli.engine.batch import Row
-from bass_cli.engine.lengths import Fixed, Lengths, make_lengths
+from bass_cli.engine.contracts import Lengths
+from bass_cli.engine.lengths import Fixed, make_lengths
 from bass_cli.engine.surface import Surface
 from bass_cli.job import CONTROLLERS, MachineError
 from bass_cli.plan import Plan, device_of
-from bass_cli.profiling.command import LIMITS
+from bass_cli.profiling.measure import LIMITS
 from bass_cli.profiling.measure import measure as profile
 from bass_cli.progress import clock
 
@@ -74,7 +75,7 @@ class Bench:
     def run(self, method: str, rows: list[Row]) -> Run:
         """One run of these new rows, with a draft-length controller that knows nothing yet."""
         loop = self.loops.of(method)
-        loop.lengths = self.lengths(method)
+        loop.use(self.lengths(method))
         prefill = fill(loop, rows)
         return decode(loop, rows, prefill=prefill)
 
@@ -257,7 +258,7 @@ def _parts(bench: Bench, batch: int, method: str, width: int, turns: Turns) -> P
         return bench.parts.get(key)
     bench.phase(f"batch {batch}: timing the parts of a round of {width} drafts", live=False)
     rows = bench.rows(batch)
-    loop.lengths = Fixed(width)
+    loop.use(Fixed(width))
     fill(loop, rows)
     for _ in range(_ROUNDS):
         if min(row.room for row in rows) > width + 1:

@@ -16,9 +16,10 @@ from bass_cli.assembly import load_models
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import count_parameters, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
-from bass_cli.draft import Drafter, NoDrafter, make_drafter
+from bass_cli.draft import NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.draft import Proposal
 from bass_cli.engine import accept
 from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.graphs import bucket, synchronise
 from bass_cli.engine.ladder import Shape
 from bass_cli.engine.loop import Loop

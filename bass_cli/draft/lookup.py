@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy
 import torch
-from torch import Tensor
 
 from bass_cli.drafts import SOURCES
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import InTime, Proposal
 
-from . import InTime, Proposal
 from .index import SIZES, Index, follow
 from .trust import Trust
 
@@ -98,13 +97,7 @@ class LookupDrafter:
     def move(self, source: int, target: int, length: int) -> None:
         self._samples[target] = self._samples.pop()
 
-    def prepare(self, batch: Batch, length: int) -> int:
-        return 0
-
-    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
-        pass
-
-    def offer(self, batch: Batch, length: int) -> Proposal:
+    def propose(self, batch: Batch, length: int) -> Proposal:
         """Up to `length` tokens for every live row. Those beyond a row's count are no more than a guess, or its last
         token again; if no row's count is above 0, nothing is proposed."""
         guesses = self.look_up(batch, length)
@@ -119,8 +112,6 @@ class LookupDrafter:
         if batch.device.type == "cuda":
             tokens = tokens.pin_memory().to(batch.device, non_blocking=True)
         return Proposal(tokens, None, counts)
-
-    propose = offer
 
     def forget(self) -> None:
         self._trust = Trust()

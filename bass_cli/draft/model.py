@@ -15,10 +15,9 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Laws
+from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.sampling import propose_maximal, propose_scored, propose_shared
 from bass_cli.model.runner import Runner
-
-from . import InTime, Proposal
 
 
 class ModelDrafter:
@@ -33,8 +32,7 @@ class ModelDrafter:
         self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
     def prepare_prompts(self) -> None:
-        """Capture now what reads prompts (Runner.prepare)."""
-        self._runner.prepare()
+        self._runner.prepare_prompts()
 
     @property
     def version(self) -> int:
@@ -45,9 +43,6 @@ class ModelDrafter:
 
     def close(self, key: str) -> None:
         self._runner.close(key)
-
-    def forget(self) -> None:
-        pass
 
     def attach(self, row: int, key: str, count: int = 1) -> None:
         self._runner.attach(row, key, count)
@@ -63,13 +58,7 @@ class ModelDrafter:
         self._runner.move(source, target, length)
         self._fed[target] = self._fed.pop()
 
-    def offer(self, batch: Batch, length: int) -> Proposal:
-        raise NotImplementedError("a model drafts on the device")
-
-    def learn(self, batch: Batch) -> None:
-        pass
-
-    def prepare(self, batch: Batch, length: int) -> int:
+    def expect(self, batch: Batch, length: int) -> int:
         ends = [len(row.tokens) for row in batch.hosts]
         # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache lacks, drafting or not.
         self._fed = [min(fed, end - 1) for fed, end in zip(self._fed, ends, strict=True)]
@@ -87,7 +76,7 @@ class ModelDrafter:
         return self._propose(batch, length, None)
 
     def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
-        """engine.stopping.Stoppable; shared coupling only."""
+        """contracts.StopsShort; shared coupling only."""
         assert self._coupling == "shared"
         return self._propose(batch, length, goes_on)
 
@@ -112,7 +101,7 @@ class ModelDrafter:
                 if not goes_on(scores.exp()):
                     break
             tokens, positions = chosen[-1][:, None], places[step][:, None]
-        if len(chosen) < length:  # `prepare` took all of them for fed
+        if len(chosen) < length:  # `expect` took all of them for fed
             self._fed = [fed - (length - len(chosen)) for fed in self._fed]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 

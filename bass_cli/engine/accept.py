@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.draft import Proposal
 
 from .batch import Batch, Laws
+from .contracts import Proposal, Verdict
 from .imposed import Imposed
-
-
-class Verdict(NamedTuple):
-    """accepted [B]: how many drafts each row keeps. next [B]: the target's token after them. Both int64.
-    block [B, k + 1]: the tokens to append, valid up to and including place `accepted`; scores [B, k + 1]: their
-    log-probabilities, float32."""
-
-    accepted: Tensor
-    next: Tensor
-    block: Tensor
-    scores: Tensor
 
 
 def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str,

@@ -5,13 +5,13 @@ Not here: what the drafter does with them (draft/), whether drafts are worth it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-
-from bass_cli.draft import Drafter
 
 from .batch import Batch
 from .captured import Captured
 from .clock import Clock
+from .contracts import CatchesUp
 
 _SIZES = (2, 8, 32, 128)  # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
 _ALWAYS, _FLAT = 32, 1024  # the first ones for any number of rows; longer ones in passes of at most so many tokens
@@ -24,9 +24,10 @@ def sizes(rows: int) -> tuple[int, ...]:
 
 
 class CatchingUp:
-    """For one loop. Without `captured` a single pass takes in all that is missing."""
+    """For one loop; `drafter`: None if it never misses anything. Without `captured` a single pass takes in all that is
+    missing."""
 
-    def __init__(self, batch: Batch, drafter: Drafter, clock: Clock, captured: Captured | None):
+    def __init__(self, batch: Batch, drafter: CatchesUp | None, clock: Clock, captured: Captured | None):
         self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
         self._behind = batch.tokens.new_zeros(())  # where a pass begins, tokens before each row's end
         self._missed, self._unit = 0, 0.0  # tokens that some row may have got meanwhile; seconds of a pass
@@ -44,7 +45,8 @@ class CatchingUp:
 
     def function(self, count: int) -> Callable[[], None]:
         """What a graph of so many tokens a row does."""
-        return lambda: self._drafter.catch_up(self._batch, self._behind, count)
+        assert self._drafter is not None
+        return functools.partial(self._drafter.catch_up, self._batch, self._behind, count)
 
     def prepare(self) -> None:
         """Graphs may run now, and must not read beyond a row's end."""
@@ -52,7 +54,9 @@ class CatchingUp:
 
     def run(self, width: int, *, left: float) -> None:
         """See to it that `width` tokens can be drafted; `left`: rounds that may still come, at most."""
-        missing = self._drafter.prepare(self._batch, width)
+        if self._drafter is None:
+            return
+        missing = self._drafter.expect(self._batch, width)
         if width:
             self._missed = 0
         if not missing:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy
 
+from .contracts import NOTHING_KNOWN, Outlook, Round
 from .costs import Array, Costs, Learned, Profiled, nearest
 from .keeping import Keeping
-from .lengths import NOTHING_KNOWN, Lengths, Outlook, Round
 from .looking import Looking
 from .losses import Losses
 from .probing import Probing
@@ -47,7 +47,7 @@ class _Choice(NamedTuple):
     probing: bool = False
 
 
-class Goodput(Lengths):
+class Goodput:
     """Chooses k to minimise seconds a round x rounds a token, over the tokens that the rows still need. 0 where drafting
     does not pay, with a short probe now and then, ever more rarely, so that it comes back after a bad stretch. What
     drafting has lost against plain decoding is counted, and bounds both probes and mistakes. It sees past rounds only; if a
@@ -56,6 +56,8 @@ class Goodput(Lengths):
     `surface`: of a profile, so that nothing has to be tried; if it is not `measured`, something to begin from. `frozen`:
     no time that is measured reaches the draft lengths, for maximal coupling; needs a profile.
     """
+
+    exact = False
 
     def __init__(self, *, limit: int, surface: Surface | None = None, frozen: bool = False):
         assert surface is not None or not frozen
@@ -218,7 +220,7 @@ class Goodput(Lengths):
             self._keeping.observe(done.accepted, done.meant)
 
     def least(self, drafted: int) -> float:
-        """lengths.Stopper: one more draft pays if the tokens it should bring take longer at the pace of now."""
+        """contracts.StopsDrafts: one more draft pays if the tokens it should bring take longer at the pace of now."""
         if self._line is None or not self._pace:
             return 0.0
         before, after = numpy.interp((drafted, drafted + 1), self._choices, self._line)

@@ -6,13 +6,10 @@ Not here: which rows, when they end, what becomes of them (run.py).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
-
-from bass_cli.draft import Drafter, Proposal
 
 from . import accept
 from .ahead import Flight, Worth
@@ -20,14 +17,13 @@ from .batch import Batch, Row
 from .captured import Captured
 from .catching_up import CatchingUp, sizes
 from .clock import Clock, Prefill
+from .contracts import NO_MORE, Backlog, CatchesUp, Drafter, Foresees, Lengths, Outlook, Proposal, Round, StopsShort, Target
 from .graphs import Graphs, Running, cover, step_down, step_up, synchronise
 from .imposed import Imposed
 from .ladder import Fit, Shape, Step
-from .lengths import Lengths, Outlook, Round
 from .offers import Asked, Offers
 from .packed import pack, unpack
-from .stopping import Stoppable, Stopping
-from .target import Target
+from .stopping import Stopping
 
 _ALL = 2**31 - 1  # more drafts than any round has
 
@@ -44,23 +40,33 @@ class Loop:
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
-        self.target, self.drafter, self.lengths = target, drafter, lengths
-        self._coupling, self.imposed = coupling, Imposed(acceptance, batch) if acceptance is not None else None
-        # What is known of the rest of a job: tokens of samples that wait for a row; how many a sample is likely to have.
-        self.backlog, self.typical = 0.0, math.inf
+        self.target, self.drafter, self._coupling = target, drafter, coupling
+        self.imposed = Imposed(acceptance, batch) if acceptance is not None else None
+        self._backlog = NO_MORE  # as the last round was told
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, longest=drafter.longest,
                                       drafts="round" if drafter.on_device else "given")
         # How many of a row's drafts a captured round looks at, on the host and where graphs read it.
         self._most, self._bound = _ALL, batch.tokens.new_full((), _ALL)
-        self._stopping = Stopping() if self._captured is None and coupling == "shared" else None
-        self._catching = CatchingUp(batch, drafter, clock, self._captured)
+        stoppable = self._captured is None and coupling == "shared" and isinstance(drafter, StopsShort)
+        self._stopping = Stopping() if stoppable else None
+        self._catching = CatchingUp(batch, drafter if isinstance(drafter, CatchesUp) else None, clock, self._captured)
         self._offers = Offers(batch, drafter)
         self._due: Asked | None = None  # the next round, if it has been asked for already
         self._flight: Flight | None = None  # a round that was launched, and that no call has returned yet
         self._worth = Worth()
         self._landed: float | None = None  # when the last one was over
+        self.use(lengths)
+
+    def use(self, lengths: Lengths) -> None:
+        """From now on this controller."""
+        self.lengths, self._foresees = lengths, lengths if isinstance(lengths, Foresees) else None
+
+    def restart(self, lengths: Lengths) -> None:
+        """From now on this controller, and whatever rounds have taught the drafter is forgotten."""
+        self.use(lengths)
+        self._offers.forget()
 
     @torch.inference_mode()
     def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), *,
@@ -107,12 +113,13 @@ class Loop:
                 part.move(moved, index, len(self.batch.hosts[index].tokens) + unseen)
 
     @torch.inference_mode()
-    def round(self, deadline: float | None = None, *, ahead: bool = False) -> Round:
+    def round(self, deadline: float | None = None, *, backlog: Backlog = NO_MORE, ahead: bool = False) -> Round:
         """Advance the live rows by one token or more. A row's new tokens may go past an end-of-sequence token or its
         limit: it must be cut and retired before the next round. The draft length is cut to end by `deadline`.
 
-        `ahead`: this controller will be asked for the next round too, which may then begin before this one's tokens are
-        known, with the rows of now: rows that come meanwhile miss it. The round that is returned is still the oldest."""
+        `backlog`: what else the job has. `ahead`: this controller will be asked for the next round too, which may begin
+        before this one's tokens are known, with the rows of now: others miss it. What is returned is still the oldest."""
+        self._backlog = backlog
         if self._captured is not None:
             self._captured.renew(self._version)
         (flight, self._flight), late = (self._flight, None), False
@@ -151,17 +158,12 @@ class Loop:
         _, step = self._plan(asked, deadline)
         return self.clock.predict(step.shape.width) + self._captured.delay(step)
 
-    def restart(self, lengths: Lengths) -> None:
-        """From now on this controller, and whatever rounds have taught the drafter is forgotten."""
-        self.lengths = lengths
-        self.drafter.forget()
-
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may begin before it is over. Under maximal coupling it must not: there a draft
         length decided earlier would be another sample."""
         return (self._captured is not None and self._coupling == "shared" and flight.steady and self.drafter.on_device
-                and not self.lengths.needs(flight.width) and max(self.batch.rooms()) > 1
-                and self._worth.pays(waiting=self.backlog > 0))
+                and self._foresees is not None and not self._foresees.needs(flight.width)
+                and max(self.batch.rooms()) > 1 and self._worth.pays(waiting=self._backlog.tokens > 0))
 
     def _ask(self, deadline: float | None) -> Asked:
         """The next round's draft length, and the drafts that the host has for it."""
@@ -230,8 +232,8 @@ class Loop:
         captured.renew(self._version)
         self._catching.prepare()
         usual: Callable[[int], int] = int if each else cover if self.exact else step_down
-        captured.prepare(rows, [usual(min(width, self.drafter.longest)) for width in widths],
-                         catch_up=sizes if catching_up and self.drafter.on_device else None, only_compile=only_compile)
+        captured.prepare(rows, [usual(min(width, self.drafter.longest)) for width in widths], only_compile=only_compile,
+                         catch_up=sizes if catching_up and isinstance(self.drafter, CatchesUp) else None)
 
     @torch.inference_mode()
     def catch_up(self, width: int) -> None:
@@ -260,17 +262,17 @@ class Loop:
 
     def _left(self, rooms: list[int]) -> float:
         """How many rounds there may still be, at most."""
-        return max(rooms) + self.backlog / self.batch.capacity
+        return max(rooms) + self._backlog.tokens / self.batch.capacity
 
     def _outlook(self, rooms: list[int]) -> Outlook:
-        left = sum(min(room, self.typical) for room in rooms) + self.backlog
+        left = sum(min(room, self._backlog.typical) for room in rooms) + self._backlog.tokens
         hosts, captured = self.batch.hosts, self._captured
         entries = captured.entries() if captured else ()
         return Outlook(left / len(rooms), entries, self._catching.seconds(),
                        sum(len(row.tokens) for row in hosts) / len(hosts), tuple(hosts), tuple(rooms),
                        captured.colds() if captured and any(entries) else (),
-                       stops=self._stopping is not None and isinstance(self.drafter, Stoppable),
-                       free=not self.drafter.on_device, hurried=captured is not None and self._coupling == "shared")
+                       stops=self._stopping is not None, free=not self.drafter.on_device,
+                       hurried=captured is not None and self._coupling == "shared")
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row that has most of it (no
@@ -321,7 +323,8 @@ class Loop:
         """What can be learnt while the device is busy."""
         if self._captured is None:
             return
-        self.lengths.reflect()
+        if self._foresees is not None:
+            self._foresees.reflect()
         self._offers.learn()
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:

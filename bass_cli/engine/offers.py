@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bass_cli.draft import Drafter, Proposal
-
 from .batch import Batch
+from .contracts import Drafter, Learns, Lengths, Outlook, Proposal, Trims
 from .graphs import LONGEST
-from .lengths import Lengths, Outlook
 
 
 class Asked(NamedTuple):
@@ -29,24 +27,32 @@ class Offers:
 
     def __init__(self, batch: Batch, drafter: Drafter):
         self._batch, self._drafter = batch, drafter
+        self._learner = drafter if isinstance(drafter, Learns) else None
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
-        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the device drafts in
-        the round. The rows' counts never go beyond the width."""
+        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the device drafts in the round.
+        The rows' counts never go beyond the width."""
         if not outlook.hurried:
             self.learn()
         if self._drafter.on_device:
             return None
-        offered = self._drafter.offer(self._batch, width) if width else _nothing(self._batch)
+        offered = self._drafter.propose(self._batch, width) if width else _nothing(self._batch)
         assert offered.counts is not None
-        best = min(lengths.trim(offered.counts, outlook), max(offered.counts)) if any(offered.counts) else 0
+        best = max(offered.counts)
+        if best and isinstance(lengths, Trims):
+            best = min(lengths.trim(offered.counts, outlook), best)
         return Proposal(offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts))
 
     def learn(self) -> None:
         """Let the drafter take in what the rows have become: some work, which need not keep a device waiting."""
-        if not self._drafter.on_device:
-            self._drafter.learn(self._batch)
+        if self._learner is not None:
+            self._learner.learn(self._batch)
+
+    def forget(self) -> None:
+        """Let it forget how well drafts stand."""
+        if self._learner is not None:
+            self._learner.forget()
 
     def put(self, offered: Proposal) -> None:
         """From now on `placed` has these drafts; beyond their length stands what stood there."""

@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from .accept import Verdict
 from .batch import Row
+from .contracts import Verdict
 
 
 def pack(verdict: Verdict) -> Tensor:

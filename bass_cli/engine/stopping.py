@@ -6,29 +6,17 @@ maximal coupling it may not. Captured rounds have a fixed number of steps (docs/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bass_cli.draft import Drafter, Proposal
-
 from .batch import Batch
-from .lengths import Lengths, Stopper
+from .contracts import Drafter, Lengths, Proposal, StopsDrafts, StopsShort
 
 _BINS = 12  # of confidence, each as wide as the others
 _STRENGTH = 6.0  # trials that a bin's own middle counts as, before any
 _MEMORY = 0.995  # what a round weighs one round later
-
-
-@runtime_checkable
-class Stoppable(Protocol):
-    """A drafter that can be stopped."""
-
-    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
-        """Up to `length` tokens for every row. After each step `goes_on` is told with what probability (at temperature 1)
-        the draft has chosen the rows' tokens, [B] float32, and says whether there is to be another one."""
 
 
 class Stopping:
@@ -42,7 +30,7 @@ class Stopping:
 
     def propose(self, drafter: Drafter, batch: Batch, length: int, lengths: Lengths) -> Proposal:
         """A proposal of up to `length` tokens, ended early where drafter and controller can do that."""
-        if not (length and isinstance(drafter, Stoppable) and isinstance(lengths, Stopper)):
+        if not (length and isinstance(drafter, StopsShort) and isinstance(lengths, StopsDrafts)):
             return drafter.propose(batch, length)
         least = lengths.least
         self._bins, alive = [], torch.ones(len(batch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bass_cli.bench.plot import save
+from bass_cli import charts
 
 _NAMES = {"plain": "plain decoding", "single": "single-sequence speculation", "batched": "batched speculation"}
 
@@ -34,7 +34,7 @@ def draw(document: dict[str, Any], file: str) -> None:
     axes[0].legend(fontsize="small")
     figure.suptitle(f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium")
     figure.tight_layout()
-    save(figure, file)
+    charts.save(figure, file)
     pyplot.close(figure)
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
-from bass_cli.eval.score_command import parse_ks, parse_workers
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
 from bass_cli.generation import check_name, describe, files_read, files_written, read_job, tell, write_samples
 from bass_cli.job import Job, UserError, parse_duration
@@ -48,8 +47,9 @@ class Evaluation:
         self._given, self._screen, self.report = given, screen, given["report"]
         self.failed = False  # whether a prompt could not be run
         timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
-        self.scoring = Scoring(parse_ks(given["k"] or "1,10"), given["allow_code_execution"], given["allow_weak_sandbox"],
-                               parse_workers(given["workers"]), timeout, given["rejudge"])
+        self.scoring = Scoring(scoring.parse_ks(given["k"] or "1,10"), given["allow_code_execution"],
+                               given["allow_weak_sandbox"], scoring.parse_workers(given["workers"]), timeout,
+                               given["rejudge"])
         self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(given["task"], given["data"])

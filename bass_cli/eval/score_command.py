@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,6 @@ import typer
 from bass_cli import options
 from bass_cli.exits import exit_codes
 from bass_cli.screen import Screen
-
-_MOST_WORKERS = 1024
 
 
 def score(
@@ -56,8 +53,8 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     from bass_cli.outputs import refuse_shared_files
     from bass_cli.resume import manifest_path
 
-    ks = parse_ks(given["k"] or "1,10")
-    workers = parse_workers(given["workers"])
+    ks = scoring.parse_ks(given["k"] or "1,10")
+    workers = scoring.parse_workers(given["workers"])
     timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
     path = given["file"]
     if given["overwrite"] and given["report"] is None:
@@ -73,25 +70,3 @@ def run(given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
     return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=given["report"],
                          screen=screen, rejudge=given["rejudge"], overwrite=given["overwrite"],
                          allow_weak=given["allow_weak_sandbox"])
-
-
-def parse_ks(text: str) -> list[int]:
-    """The ks of "1,10", sorted, each once; UserError unless all are whole numbers above 0."""
-    from bass_cli.job import UserError
-
-    parts = [part.strip() for part in text.split(",")]
-    bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
-    if bad is not None:
-        raise UserError(f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10')
-    return sorted({int(part) for part in parts})
-
-
-def parse_workers(given: int | None) -> int | None:
-    """The number as it is; UserError below 1, and beyond what a machine's limits of processes and files allow."""
-    from bass_cli.job import UserError
-    from bass_cli.reading import shown
-
-    if given is not None and not 1 <= given <= _MOST_WORKERS:
-        raise UserError(f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} (got "
-                        f"{shown(given)})")
-    return given

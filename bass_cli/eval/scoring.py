@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_g
 from bass_cli.job import UserError
 from bass_cli.outputs import check_format
 from bass_cli.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.reading import shown
 from bass_cli.resume import write_json
 from bass_cli.screen import Screen
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
+_MOST_WORKERS = 1024
 Problems = Mapping[str, Sequence[Generation]]
 
 
@@ -207,3 +210,20 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
             done += len(rows)
             progress(done, total)
     return outcomes
+
+
+def parse_ks(text: str) -> list[int]:
+    """The ks of "1,10", sorted, each once; UserError unless all are whole numbers above 0."""
+    parts = [part.strip() for part in text.split(",")]
+    bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
+    if bad is not None:
+        raise UserError(f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10')
+    return sorted({int(part) for part in parts})
+
+
+def parse_workers(given: int | None) -> int | None:
+    """The number as it is; UserError below 1, and beyond what a machine's limits of processes and files allow."""
+    if given is not None and not 1 <= given <= _MOST_WORKERS:
+        raise UserError(f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} (got "
+                        f"{shown(given)})")
+    return given

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.bench.plot import check
+from bass_cli import charts
 from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
@@ -42,7 +42,7 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     evaluation.check_files([("--report", document_path), ("--plot", chart), ("the verdicts", verdicts_path(evaluation.out)),
                             *(one for out in samples for one in evaluation.files_of(out))])
     if chart is not None:
-        check(chart, overwrite=given["overwrite"])
+        charts.check(chart, overwrite=given["overwrite"])
     check_report(document_path, evaluation.out, overwrite=given["overwrite"], sweep=True)
     for out in samples:
         evaluation.check_places(out)
@@ -130,7 +130,7 @@ def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
 
     with plan.need.explained():
         found = loop()
-    found.lengths = lengths_for(plan)
+    found.use(lengths_for(plan))
     return found
 
 

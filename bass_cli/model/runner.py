@@ -55,7 +55,7 @@ class Runner:
         return True
 
     @torch.inference_mode()
-    def prepare(self) -> None:
+    def prepare_prompts(self) -> None:
         """Capture now what reads prompts, rather than when it has come often enough."""
         if self._graphs is not None:
             span = self.cache.reserve(0, SIZES[-1])

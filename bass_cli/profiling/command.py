@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from bass_cli.job import Job
     from bass_cli.plan import Plan
 
-LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
 RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
 _LEGEND = ("{pair}: what a round takes, in milliseconds, and the fastest draft length",
@@ -99,10 +98,10 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
     from dataclasses import replace
 
     from bass_cli.assembly import build
-    from bass_cli.bench.texts import joined
+    from bass_cli.engine.store import save_surface
     from bass_cli.job import MachineError
-    from bass_cli.profiling.measure import measure
-    from bass_cli.profiling.store import save_surface
+    from bass_cli.profiling.measure import LIMITS, measure
+    from bass_cli.profiling.texts import joined
 
     kind = plan.device.type
     rows = (batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"]

@@ -1,8 +1,8 @@
 """Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA, within a time limit.
 
 The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
-time does not suffice for is filled in from what is near. Not here: where the surface is kept (store.py), what is shown
-(command.py), the filling in (filling.py).
+time does not suffice for is filled in from what is near. Not here: where the surface is kept (engine/store.py), what is
+shown (command.py), the filling in (filling.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bass_cli.draft import NoDrafter, Proposal
+from bass_cli.draft import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Proposal, Round
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Fixed, Lengths, Round
+from bass_cli.engine.lengths import Fixed
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.surface import Surface, make_surface
 
 from .filling import Point, drafting, filled
 
+LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
 TOKENS = 200  # that every row may generate while it is measured
 _SAMPLES = 8  # rows that share a prompt
@@ -36,7 +38,7 @@ class MadeUp(NoDrafter):
 
     on_device, longest = False, WIDTHS[-1]
 
-    def offer(self, batch: Batch, length: int) -> Proposal:
+    def propose(self, batch: Batch, length: int) -> Proposal:
         return Proposal(batch.tokens.new_ones(len(batch), length), None, (length,) * len(batch))
 
 
@@ -61,12 +63,13 @@ class _Bench:
         if self.now() > self.deadline:
             return None
         self._fill(loop, rows)
-        was, loop.lengths = loop.lengths, _lengths(width)
+        was = loop.lengths
+        loop.use(Fixed(width))
         try:
             loop.prepare([rows], [width], catching_up=False)
             found = self._rounds(loop, width)
         finally:
-            loop.lengths = was
+            loop.use(was)
             for index in reversed(range(len(loop.batch))):
                 loop.retire(index)
         return min(found, default=None)
@@ -133,10 +136,6 @@ class _Bench:
         for key in self.opened:
             self.real.close(key)
         self.opened.clear()
-
-
-def _lengths(width: int) -> Lengths:
-    return Fixed(width)
 
 
 def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], coupling: str, limit: float,

@@ -1,34 +1,39 @@
 """Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the user's cache folder.
 
-Not here: what is in them (engine/surface.py), how they are measured (measure.py). A file that cannot be read or written
+Not here: what is in them (surface.py), how they are measured (profiling/measure.py). A file that cannot be read or written
 is never an error: without a profile everything works, only a little slower at first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from bass_cli import __version__
-from bass_cli.engine.goodput import Goodput
-from bass_cli.engine.surface import Surface, read_surface
 from bass_cli.host import cache_folder
 from bass_cli.reading import read_bytes
 from bass_cli.saving import write_file
 from bass_cli.threads import most_threads
 
-if TYPE_CHECKING:
-    from bass_cli.engine.loop import Loop
+from .contracts import Lengths
+from .surface import Surface, read_surface
 
 Note = Callable[[str], None]
 _MOST_BYTES = 1 << 20  # of a profile, which has some thousand
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A controller that learns what rounds cost."""
+
+    def learned(self) -> Surface | None:
+        """What later jobs may begin from; None where that is not worth keeping."""
 
 
 def folder() -> Path:
@@ -66,16 +71,12 @@ def save_surface(path: Path, surface: Surface, note: Note) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def learning(loop: Loop, path: Path | None) -> Iterator[Loop]:
-    """While it lasts, a job runs; in the end what its controller has learnt is kept for the next one, which begins from it.
-    A measured profile stays as it is."""
-    try:
-        yield loop
-    finally:
-        learned = loop.lengths.learned() if isinstance(loop.lengths, Goodput) else None
-        if learned is not None and path is not None:
-            save_surface(path, learned, lambda note: None)
+def keep_learnt(path: Path | None, lengths: Lengths) -> None:
+    """At the end of a job: what its controller has learnt is kept for the next one, which begins from it. A measured
+    profile stays as it is."""
+    learnt = lengths.learned() if isinstance(lengths, Remembers) else None
+    if learnt is not None and path is not None:
+        save_surface(path, learnt, lambda note: None)
 
 
 def _device_name(device: torch.device, threads: int | None) -> str:
