@@ -54,10 +54,10 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
     settle(job.threads, screen.note)
 
-    from bass_cli.plan import prepare
+    from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = prepare(job, longest_prompt=checked.longest)
+    plan = make_plan(job, longest_prompt=checked.longest)
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
     prompts = functools.partial(read_prompts, source, column=job.prompt_column, limit=job.limit)
     with open_output(out, manifest | {"source": source.name}, resume=given["resume"], overwrite=given["overwrite"],

@@ -245,14 +245,14 @@ def _chosen(given: Mapping[str, str | None]) -> Pair | None:
 
 def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
     """A pair, and, where all of it is here, how many rows there is memory for, by its checkpoints' headers."""
-    from bass_cli.plan import prepare
+    from bass_cli.plan import make_plan
 
     found = _describe_pair(pair, memory)
     here, ready = found["here"], found["ready"]
     rows: dict[str, Any] = {}
     if ready:
         try:
-            plan = prepare(make_job(pair, {}))
+            plan = make_plan(make_job(pair, {}))
         except UserError as error:
             here, ready = str(error), False
         else:

@@ -100,7 +100,7 @@ class Plan:
         }
 
 
-def prepare(job: Job, *, longest_prompt: str = "",
+def make_plan(job: Job, *, longest_prompt: str = "",
             options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
     """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here.
     `longest_prompt`: its text, if it is known; `options`: see Plan."""

@@ -19,7 +19,7 @@ import torch
 from bass_cli.assembly import build
 from bass_cli.engine.batch import Row
 from bass_cli.job import load_pair, make_job
-from bass_cli.plan import prepare
+from bass_cli.plan import make_plan
 
 ORDINARY = [
     "Explain how a bicycle stays upright when it is moving.",
@@ -88,7 +88,7 @@ def run_transformers(model, pad, prompts, tokens):
 def loop_for(args, draft, length):
     job = make_job(load_pair(args.pair), {"draft": draft, "draft_length": length, "batch_size": args.rows, "device": "cpu",
                                           "dtype": "fp32", "max_new_tokens": args.tokens})
-    plan = prepare(job)
+    plan = make_plan(job)
     return plan, build(plan)
 
 

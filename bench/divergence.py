@@ -19,7 +19,7 @@ from bass_cli.assembly import build
 from bass_cli.engine.batch import Row, noise_key
 from bass_cli.job import load_pair, make_job
 from bass_cli.model.runner import Runner
-from bass_cli.plan import prepare
+from bass_cli.plan import make_plan
 from bass_cli.prompts import check_prompts, open_source, read_prompts
 from bass_kernels.noise import bits_all
 
@@ -84,7 +84,7 @@ def compare(args):
     results, plan = {}, None
     methods = {"plain": {"draft": "none", "draft_length": 0}, "speculative": {"draft_length": args.draft_length}}
     for name, flags in methods.items():
-        plan = prepare(make_job(pair, common | flags))
+        plan = make_plan(make_job(pair, common | flags))
         loop = build(plan)
         tokenizer = plan.tokenizer
         prompts = {p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)

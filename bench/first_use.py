@@ -18,7 +18,7 @@ from stopping import chat
 from bass_cli.assembly import build, load_models
 from bass_cli.engine.lengths import make_lengths
 from bass_cli.job import load_pair, make_job
-from bass_cli.plan import prepare
+from bass_cli.plan import make_plan
 from bass_cli.profiling.measure import measure as profile
 from bass_cli.profiling.texts import joined
 
@@ -30,7 +30,7 @@ def plan_for(args, rows, draft=None):
     flags = {"n": args.n, "batch_size": rows, "max_new_tokens": args.tokens, "device": args.device, "dtype": args.dtype,
              "temperature": args.temperature, "coupling": "shared", "token_ids": True, "stop": STOPS,
              "draft_length": "auto"}
-    return prepare(make_job(load_pair(args.pair), flags | ({"draft": draft} if draft else {})))
+    return make_plan(make_job(load_pair(args.pair), flags | ({"draft": draft} if draft else {})))
 
 
 def surface_of(plan, models, rows):

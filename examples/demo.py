@@ -70,12 +70,12 @@ def main(arguments=None):
     settle(args.threads, say)
 
     from bass_cli.assembly import build, load_models
-    from bass_cli.plan import prepare
+    from bass_cli.plan import make_plan
 
     prompts = list(read_prompts(open_source(args.prompts)))
     flags = {"n": args.n, "max_new_tokens": args.tokens, "temperature": args.temperature, "token_ids": True,
              "device": "cpu", "threads": args.threads, "batch_size": args.n}
-    plans = {way: prepare(make_job(load_pair(args.pair), flags | draft)) for way, draft in WAYS.items()}
+    plans = {way: make_plan(make_job(load_pair(args.pair), flags | draft)) for way, draft in WAYS.items()}
     say("loading the model")
     models = load_models(next(iter(plans.values())))
     loops, found = {way: build(plan, models) for way, plan in plans.items()}, {way: ({}, 0.0) for way in WAYS}

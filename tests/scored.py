@@ -31,7 +31,7 @@ class Limits(NamedTuple):
     cpu_seconds: int = 5
 
 
-class Verdict(NamedTuple):
+class Ending(NamedTuple):
     status: str
     detail: str
     seconds: float
@@ -95,7 +95,7 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def run(self, programs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Verdict]]:
+    def run(self, programs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Ending]]:
         type(self).running += 1
         try:
             for key, program in reversed(list(programs)):
@@ -106,12 +106,12 @@ class Sandbox:
         finally:
             type(self).running -= 1
 
-    def _judge(self, program: str) -> Verdict:
+    def _judge(self, program: str) -> Ending:
         try:
             exec(program, {"__name__": "tested"})
         except BaseException as error:
-            return Verdict("failed", repr(error), 0.25)
-        return Verdict("passed", "", 0.25)
+            return Ending("failed", repr(error), 0.25)
+        return Ending("passed", "", 0.25)
 
 
 def adding(number: int) -> Problem:

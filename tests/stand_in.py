@@ -18,7 +18,7 @@ Round = namedtuple("Round", "width accepted seconds")
 loaded: list[Any] = []
 
 
-def prepare(job: Any, **_: Any) -> Any:
+def make_plan(job: Any, **_: Any) -> Any:
     """A plan as the real one gives it; some targets are wrong in ways that it would find."""
     if "missing" in job.pair.target:
         raise UserError(f"{job.pair.target}: there is no such model file")
@@ -50,6 +50,6 @@ def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: in
 def install() -> None:
     """Put the stand-in where cli.py looks for plan and run."""
     plan, run = types.ModuleType("bass_cli.plan"), types.ModuleType("bass_cli.run")
-    plan.prepare, run.generate = prepare, run_stand_in  # type: ignore[attr-defined]
+    plan.make_plan, run.generate = make_plan, run_stand_in  # type: ignore[attr-defined]
     sys.modules |= {"bass_cli.plan": plan, "bass_cli.run": run}
     bass_cli.plan, bass_cli.run = plan, run  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from bass_cli.footprint import Footprint, Need, footprint
 from bass_cli.host import HostMemory, host_memory, is_refused_memory
 from bass_cli.job import Job, MachineError, Sampling, Speculation, load_pair
 from bass_cli.model.decoder import Norm, Rope, Spec
-from bass_cli.plan import prepare
+from bass_cli.plan import make_plan
 
 CPU = torch.device("cpu")
 CONTEXT = 256
@@ -129,7 +129,7 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
     def both(rows: int, tokens: int) -> tuple[int, int]:
         wish = job(batch_size=rows, max_new_tokens=tokens)
         wish = wish.model_copy(update={"speculation": Speculation(length=4 if draft != "none" else 0)})
-        plan = prepare(wish)
+        plan = make_plan(wish)
         assert plan.footprint is not None
         return plan.footprint.bytes(rows, tokens), _held(build(plan))
 
@@ -142,7 +142,7 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
 
 
 def test_spans_end_with_the_context(place: Path) -> None:
-    huge, bounded = prepare(job(max_new_tokens=10**8)), prepare(job(max_new_tokens=CONTEXT - 1))
+    huge, bounded = make_plan(job(max_new_tokens=10**8)), make_plan(job(max_new_tokens=CONTEXT - 1))
     assert huge.span == bounded.span == CONTEXT - 1 + beyond(4)
     assert huge.footprint == bounded.footprint
     assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
@@ -155,7 +155,7 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
         place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bass_cli.assembly.load", lambda *a, **k: pytest.fail("weights were read"))
     longest = "the cat number 0 sat"
-    found = prepare(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
+    found = make_plan(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
     assert found is not None
     free(monkeypatch, int(found.bytes(6, 100) / 0.95) + 1000)
     for batch_size, new_tokens in ((100000, 100), (6, 10**8)):
@@ -167,29 +167,29 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
                      r"(\d+)$", result.stderr.strip())
     assert "--batch-size 6" in bass(*FLAGS, "--batch-size", "100000", "--max-new-tokens", "100").stderr
     rows, tokens = map(int, re.findall(r"--(?:batch-size|max-new-tokens) (\d+)", result.stderr))
-    prepare(job(batch_size=rows, max_new_tokens=10**8), longest_prompt=longest)
-    prepare(job(batch_size=6, max_new_tokens=tokens), longest_prompt=longest)
+    make_plan(job(batch_size=rows, max_new_tokens=10**8), longest_prompt=longest)
+    make_plan(job(batch_size=6, max_new_tokens=tokens), longest_prompt=longest)
     for more in ({"batch_size": rows + 1, "max_new_tokens": 10**8}, {"batch_size": 6, "max_new_tokens": tokens + 1}):
         with pytest.raises(MachineError):
-            prepare(job(**more), longest_prompt=longest)
+            make_plan(job(**more), longest_prompt=longest)
 
 
 def test_a_batch_of_its_own_choice_follows_the_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = prepare(job(n=20)).footprint
+    found = make_plan(job(n=20)).footprint
     assert found is not None
     free(monkeypatch, int(found.bytes(12, 256) / 0.95) + 1000)
-    plan = prepare(job(n=20))
+    plan = make_plan(job(n=20))
     assert (plan.rows, plan.batch_size) == (12, 12)
     assert any("12 rows at a time, not 20" in note for note in plan.notes)
-    assert 1 <= prepare(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, "prompts take memory too"
-    assert prepare(job(n=5, max_new_tokens=8)).batch_size == "auto"
+    assert 1 <= make_plan(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, "prompts take memory too"
+    assert make_plan(job(n=5, max_new_tokens=8)).batch_size == "auto"
     free(monkeypatch, int(found.bytes(3, 30) / 0.95) + 1000)
     result = bass(*FLAGS, "--n", "9", "--limit", "1", "--max-new-tokens", "30")
     assert (result.exit_code, "rows at a time, not 9" in result.stderr) == (0, True)
     assert len((place / "o.jsonl").read_text().splitlines()) == 9
     free(monkeypatch, 1000)
     with pytest.raises(MachineError, match=r"the weights take .* use a smaller model"):
-        prepare(job())
+        make_plan(job())
 
 
 @pytest.mark.parametrize("error", [
@@ -227,7 +227,7 @@ def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(place: Path, 
     def refuse(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    need = prepare(job(batch_size=4, max_new_tokens=40)).need
+    need = make_plan(job(batch_size=4, max_new_tokens=40)).need
     monkeypatch.setattr("bass_cli.footprint.free_memory", refuse)
     with pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"), need.explained():
         refuse()

@@ -19,7 +19,7 @@ import pytest
 from hostile import LASTING, LIMITS, MARK, MARK_VARIABLE, PROGRAMS, REACHES_PROCESSES, SECRET, WORKERS, attacks
 
 from bass_cli.eval.isolation import LAYERS, choose_users
-from bass_cli.eval.sandbox import Sandbox, Verdict
+from bass_cli.eval.sandbox import Ending, Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are limits only")
 TESTS = Path(__file__).parent
@@ -106,7 +106,7 @@ def leftovers(folders: Path) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def verdicts(target: Target, sandbox_folders: Path) -> dict[str, Verdict]:
+def verdicts(target: Target, sandbox_folders: Path) -> dict[str, Ending]:
     """Of all attacks, by this user, with every layer that there is."""
     os.environ[SECRET] = "x"
     with Sandbox(workers=WORKERS, limits=LIMITS) as sandbox:
@@ -116,20 +116,20 @@ def verdicts(target: Target, sandbox_folders: Path) -> dict[str, Verdict]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_attacks_fail(verdicts: dict[str, Verdict], name: str) -> None:
+def test_attacks_fail(verdicts: dict[str, Ending], name: str) -> None:
     assert verdicts[name].status in PROGRAMS[name][1], verdicts[name]
     assert not verdicts[name].passed
     assert verdicts[name].detail
 
 
-def test_attacks_leave_nothing_behind(verdicts: dict[str, Verdict], target: Target, sandbox_folders: Path) -> None:
+def test_attacks_leave_nothing_behind(verdicts: dict[str, Ending], target: Target, sandbox_folders: Path) -> None:
     assert len(verdicts) == len(PROGRAMS)
     assert target.harm() == []
     assert survivors() == []
     assert leftovers(sandbox_folders) == []
 
 
-def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Verdict]) -> None:
+def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Ending]) -> None:
     assert verdicts["1 GB of output"].output == "x" * LIMITS.output_bytes
     with Sandbox(workers=1) as sandbox:
         ((_, verdict),) = sandbox.run([("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")])

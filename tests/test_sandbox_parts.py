@@ -22,7 +22,7 @@ from bass_cli.eval.folder import remove_tree, work_folder
 from bass_cli.eval.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.eval.jail import seccomp
 from bass_cli.eval.jail.order import Order
-from bass_cli.eval.sandbox import Limits, Sandbox, Verdict
+from bass_cli.eval.sandbox import Ending, Limits, Sandbox
 from bass_cli.job import MachineError
 
 ROOT = Path(__file__).parent.parent
@@ -80,13 +80,13 @@ def need_namespaces(sandbox: Sandbox) -> None:
 
 
 @pytest.fixture(scope="module")
-def verdicts(sandbox: Sandbox) -> dict[str, Verdict]:
+def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
     need_namespaces(sandbox)
     return dict(sandbox.run(HARMLESS.items()))
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_programs_pass(verdicts: dict[str, Verdict], name: str) -> None:
+def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
     assert verdicts[name].passed, verdicts[name]
     assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
 
@@ -97,7 +97,7 @@ def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
         assert verdict.detail.startswith(TWO_TEXTS[name][2])
 
 
-def test_nothing_outlives_a_pass(verdicts: dict[str, Verdict], sandbox_folders: Path) -> None:
+def test_nothing_outlives_a_pass(verdicts: dict[str, Ending], sandbox_folders: Path) -> None:
     assert verdicts["a background child"].passed
     assert survivors() == []
     assert leftovers(sandbox_folders) == []

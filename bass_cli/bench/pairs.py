@@ -26,7 +26,7 @@ from bass_cli.engine.loop import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.model.decoder import Decoder, Spec
 from bass_cli.model.runner import Runner
-from bass_cli.plan import DTYPES, Plan, device_of, prepare
+from bass_cli.plan import DTYPES, Plan, device_of, make_plan
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
 KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
@@ -60,13 +60,13 @@ class Loops:
 
 def plan_for(settings: Settings) -> Plan | None:
     """A real pair's plan: everything that can be checked without weights. None for random ones."""
-    return prepare(settings.job, options=_OPTIONS) if settings.shape is None else None
+    return make_plan(settings.job, options=_OPTIONS) if settings.shape is None else None
 
 
 def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:
     """The memory that the largest batch takes; MachineError if it is not there."""
     if plan is not None:
-        return plan.need  # `prepare` has checked it
+        return plan.need  # `make_plan` has checked it
     assert settings.shape is not None
     target, draft = _specs(settings)
     found = footprint(target, draft, dtype=dtype_of(settings.job.dtype, device), device=device, longest=settings.longest,

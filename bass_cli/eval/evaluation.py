@@ -76,12 +76,12 @@ class Evaluation:
     def plan(self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
         """The plan of the job, for every file that is to come of it; says once what may surprise. `options`: see Plan.
         MachineError where its programs could not be run afterwards."""
-        from bass_cli.plan import prepare
+        from bass_cli.plan import make_plan
 
         if self.task.executes and self.scoring.allow_execution:
             scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
         self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-        plan = prepare(self.job, longest_prompt=self.longest_prompt(), options=options)
+        plan = make_plan(self.job, longest_prompt=self.longest_prompt(), options=options)
         tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
         return plan
 

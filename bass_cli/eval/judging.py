@@ -25,7 +25,7 @@ DETAIL = 300  # characters kept of what a program said: enough for the last line
 Key = tuple[str, int]
 
 
-class Verdict(Protocol):
+class Judged(Protocol):
     """What the sandbox says of a program; only the status "passed" is a pass."""
 
     @property
@@ -179,7 +179,7 @@ def _parse(line: bytes) -> Ruling | None:
 class Executor(NamedTuple):
     """What runs programs: `run` gives verdicts as they come, by the key each program was given; see sandbox.Sandbox."""
 
-    run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Verdict]]]
+    run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Judged]]]
     isolation: dict[str, str]
 
 
@@ -227,13 +227,13 @@ class Unreadable(NamedTuple):
 
 def _run(
     texts: Mapping[str, Program], open_executor: Callable[[], Executor]
-) -> Generator[tuple[str, Verdict, dict[str, str]], None, None]:
+) -> Generator[tuple[str, Judged, dict[str, str]], None, None]:
     """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the programs that still run."""
     runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
     yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
     if runnable:
         executor = open_executor()
-        running = cast(Generator[tuple[str, Verdict], None, None], executor.run(runnable.items()))
+        running = cast(Generator[tuple[str, Judged], None, None], executor.run(runnable.items()))
         with contextlib.closing(running):
             for name, verdict in running:
                 yield name, verdict, executor.isolation

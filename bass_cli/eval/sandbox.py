@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 DEFAULT_LIMITS = Limits()
 
 
-class Verdict(NamedTuple):
+class Ending(NamedTuple):
     """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory" (Python said so).
 
     `detail` is one line about it, written in part by the program; `output` is the start of what it printed.
@@ -126,13 +126,13 @@ class Sandbox:
         for crew in list(self._crews):
             crew.dismiss()
 
-    def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Verdict]]:
+    def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Ending]]:
         """The verdict of each (key, program), as they finish. Programs are read as workers come free.
 
         A program passes if all its text runs to its end without an exception. Closing the iterator, or any exception,
         kills what is running. MachineError if a program cannot be started, which says nothing about the program.
         """
-        waiting: dict[Future[Verdict], K] = {}
+        waiting: dict[Future[Ending], K] = {}
         source = iter(programs)
         self._crews.add(crew := Crew())
         pool = ThreadPoolExecutor(self._workers, "sandbox")
@@ -155,7 +155,7 @@ class Sandbox:
             pool.shutdown(wait=True)
             self._crews.discard(crew)
 
-    def _judge(self, crew: Crew, program: Program) -> Verdict:
+    def _judge(self, crew: Crew, program: Program) -> Ending:
         """A warden that could not start, or was lost, is followed by another while no other program runs: whatever a
         program has done to it, or to another's, then costs that program alone its verdict. A program that the wall clock
         ended while it waited for a processor ("starved") runs once more like that too."""
@@ -170,9 +170,9 @@ class Sandbox:
         if report.status == "refused" and not crew.dismissed:
             raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
         if report.status == "lost":
-            return Verdict("failed", f"{report.detail}, also when it ran alone", report.seconds)
+            return Ending("failed", f"{report.detail}, also when it ran alone", report.seconds)
         status = "timed out" if report.status == "starved" else report.status
-        return Verdict(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+        return Ending(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(Crew(), "", layers)

@@ -60,10 +60,10 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     job = make_profile_job(given)
     settle(job.threads, screen.note)
 
-    from bass_cli.plan import prepare
+    from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = prepare(job, options=("--batch-sizes", None))
+    plan = make_plan(job, options=("--batch-sizes", None))
     if plan.profile is None:
         raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
     for note in plan.notes:
