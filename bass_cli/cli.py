@@ -15,11 +15,13 @@ from typing import Annotated
 
 import typer
 
-from bass_cli import __version__, options
+from bass_cli import __version__
+from bass_cli.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
 from bass_cli.eval.command import evaluate
 from bass_cli.eval.score_command import score
 from bass_cli.exits import exit_codes
 from bass_cli.help import EPILOG, Command, Group
+from bass_cli.options import takes
 from bass_cli.profiling.command import profile
 from bass_cli.screen import Screen
 
@@ -75,36 +77,8 @@ def _bass(
 
 
 @app.command(cls=Command, epilog=EPILOG)
-def generate(
-    context: typer.Context,
-    prompts: options.Prompts,
-    pair: options.Pair = None,
-    model: options.Model = None,
-    n: options.Samples = None,
-    out: options.Out = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    chat: options.Chat = None,
-    draft: options.Draft = None,
-    draft_length: options.DraftLength = None,
-    coupling: options.Coupling = None,
-    budget: options.Budget = None,
-    batch_size: options.BatchSize = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    limit: options.Limit = None,
-    resume: options.Resume = False,
-    overwrite: options.Overwrite = False,
-    prompt_column: options.PromptColumn = None,
-    token_ids: options.TokenIds = None,
-    quiet: options.Quiet = False,
-    json_summary: options.Summary = False,
-) -> None:
+@takes(GenerateArgs)
+def generate(args: GenerateArgs) -> None:
     """Draw n samples for every prompt and write them as JSON lines.
 
     \b
@@ -114,12 +88,12 @@ def generate(
 
     Given again after an interruption, the same command goes on with its file.
     """
-    screen = Screen(quiet)
-    goes_on = "" if out in (None, "-") else "; the same command goes on from here"
+    screen = Screen(args.quiet)
+    goes_on = "" if args.out in (None, "-") else "; the same command goes on from here"
     with exit_codes(screen, f"interrupted{goes_on}"):
         from bass_cli.generation import generate_samples
 
-        if not generate_samples(context.params, screen):
+        if not generate_samples(args, screen):
             raise typer.Exit(1)
 
 
@@ -127,40 +101,8 @@ app.command(cls=Command, epilog=EPILOG)(profile)
 
 
 @app.command(cls=Command, epilog=EPILOG)
-def bench(
-    context: typer.Context,
-    pair: options.Pair = None,
-    model: options.Model = None,
-    draft: options.Draft = None,
-    shape: options.Shape = None,
-    draft_shape: options.DraftShape = None,
-    acceptance: options.Acceptance = None,
-    depth: options.Depth = None,
-    scale: options.Scale = None,
-    batch_sizes: options.BatchSizes = None,
-    methods: options.Methods = None,
-    controllers: options.Controllers = False,
-    prompts: options.PromptFile = None,
-    prompt_tokens: options.PromptTokens = None,
-    new_tokens: options.NewTokens = None,
-    samples_per_prompt: options.SamplesPerPrompt = None,
-    repeats: options.Repeats = None,
-    time_limit: options.TimeLimit = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = None,
-    coupling: options.Coupling = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    rivals: options.Rivals = None,
-    attention: options.AttentionSchedule = None,
-    json_document: options.Document = False,
-    plot: options.Plot = None,
-    overwrite: options.OverwriteChart = False,
-    quiet: options.Quiet = False,
-) -> None:
+@takes(BenchArgs)
+def bench(args: BenchArgs) -> None:
     """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights of a real model's shape.
 
     \b
@@ -168,11 +110,11 @@ def bench(
       bass bench --pair smollm2 --batch-sizes 1,2
       bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
     """
-    screen = Screen(quiet)
+    screen = Screen(args.quiet)
     with exit_codes(screen, "interrupted"):
         from bass_cli.bench.command import run
 
-        if not run(context.params, screen):
+        if not run(args, screen):
             raise typer.Exit(1)
 
 
@@ -181,7 +123,8 @@ app.command(cls=Command, epilog=EPILOG)(score)
 
 
 @app.command(cls=Command)
-def pairs(names: options.PairNames = None, json_table: options.Json = False) -> None:
+@takes(PairsArgs)
+def pairs(args: PairsArgs) -> None:
     """Show which pairs come with bass, or those that are named, and which can run here.
 
     \b
@@ -189,12 +132,12 @@ def pairs(names: options.PairNames = None, json_table: options.Json = False) -> 
       bass pairs | grep ready
       bass pairs mine.yaml
     """
-    screen = Screen(document=json_table)
+    screen = Screen(document=args.json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_pairs
 
-        rows = describe_pairs(names or ())
-        if json_table:
+        rows = describe_pairs(args.names or ())
+        if args.json_table:
             print(json.dumps(rows, indent=2))
             return
         columns = ("pair", "target", "draft", "weights", "here")
@@ -202,14 +145,8 @@ def pairs(names: options.PairNames = None, json_table: options.Json = False) -> 
 
 
 @app.command(cls=Command)
-def doctor(
-    context: typer.Context,
-    pair: options.DoctorPair = None,
-    model: options.DoctorModel = None,
-    draft: options.DoctorDraft = None,
-    threads: options.Threads = None,
-    json_table: options.Json = False,
-) -> None:
+@takes(DoctorArgs)
+def doctor(args: DoctorArgs) -> None:
     """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which pairs fit.
 
     \b
@@ -217,12 +154,12 @@ def doctor(
       bass doctor
       bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
     """
-    screen = Screen(document=json_table)
+    screen = Screen(document=args.json_table)
     with exit_codes(screen, "interrupted"):
         from bass_cli.machine import describe_machine
 
-        facts = describe_machine(threads, context.params)
-        if json_table:
+        facts = describe_machine(args)
+        if args.json_table:
             print(json.dumps(facts, indent=2))
             return
         shown = [

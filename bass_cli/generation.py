@@ -13,11 +13,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
-from bass_cli.job import JOB_FLAGS, Job, UserError, chosen_pair, make_job, parse_duration
+from bass_cli.args import GenerateArgs, JobArgs
+from bass_cli.job import Job, UserError, chosen_pair, make_job
 from bass_cli.model.sources import files_of
 from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, is_stream, open_output, refuse_shared_files
 from bass_cli.places import descriptor_of
@@ -34,22 +36,22 @@ if TYPE_CHECKING:
 _PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides
 
 
-def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
-    """`bass generate` with its flags as given (None: not given). Says whether every sample was finished."""
-    out = given["out"] or "-"
+def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
+    """`bass generate`. Says whether every sample was finished."""
+    out = args.out or "-"
     if descriptor_of(out) == 1:
         out = "-"
-    if given["json_summary"] and out == "-":
+    if args.json_summary and out == "-":
         raise UserError("--json needs --out FILE, because standard output carries the results")
-    job = read_job(given)
-    refuse_shared_files(files_written(out), [("the prompt file", given["prompts"]), *files_read(given, job)])
-    check_name(out, overwrite=given["overwrite"])
-    if given["prompts"] == "-" and sys.stdin is not None and sys.stdin.isatty():
+    job = read_job(args)
+    refuse_shared_files(files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)])
+    check_name(out, overwrite=args.overwrite)
+    if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
         screen.note("prompts are read from the terminal, one a line; Ctrl-D at the beginning of a line ends them")
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
-    source = open_source(given["prompts"])
-    if source.kind == "txt" and given["prompt_column"] is not None:
+    source = open_source(args.prompts)
+    if source.kind == "txt" and args.prompt_column is not None:
         raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out")
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
     settle(job.threads, screen.note)
@@ -60,11 +62,11 @@ def generate_samples(given: Mapping[str, Any], screen: Screen) -> bool:
     plan = make_plan(job, longest_prompt=checked.longest)
     manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
     prompts = functools.partial(read_prompts, source, column=job.prompt_column, limit=job.limit)
-    with open_output(out, manifest | {"source": source.name}, resume=given["resume"], overwrite=given["overwrite"],
+    with open_output(out, manifest | {"source": source.name}, resume=args.resume, overwrite=args.overwrite,
                      prompt_ids=lambda: {prompt.id for prompt in prompts()}) as writer:
         tell(plan, screen, plain=checked.plain)
         summary = write_samples(writer, plan, prompts(), count=checked.count, screen=screen)
-    if given["json_summary"]:
+    if args.json_summary:
         print(json.dumps(summary | {"file": writer.totals}))
     return finished(writer)
 
@@ -82,9 +84,9 @@ def check_name(out: str, *, overwrite: bool) -> None:
         check_output_place(out, overwrite=overwrite)
 
 
-def files_read(given: Mapping[str, Any], job: Job) -> list[tuple[str, str | Path]]:
-    """What a job's pair is read from, as `refuse_shared_files` takes it."""
-    own = [] if job.pair.folder is None else [("the pair file", given["pair"])]
+def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
+    """What a job's pair is read from, as `refuse_shared_files` takes it. `pair`: as it was given."""
+    own: list[tuple[str, str | Path]] = [("the pair file", pair)] if pair and job.pair.folder is not None else []
     return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
@@ -156,17 +158,13 @@ def finished(writer: Writer) -> bool:
     return not {"error", "budget"} & set(writer.totals["finish_reasons"])
 
 
-def read_job(given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Job:
+def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
     """The Job that the flags make of their pair. `defaults`: sampling that holds where neither pair nor flags say."""
-    pair = chosen_pair(given)
-    flags = {key: value for key, value in given.items() if key in JOB_FLAGS}
-    flags["stop"] = [unescape(text) for text in flags["stop"]] if flags["stop"] else _stops_of_environment()
-    if flags["budget"] is not None:
-        flags["budget"] = parse_duration(flags["budget"], "--budget (or BASS_BUDGET)")
-    for key, value in (defaults or {}).items():
-        if flags.get(key) is None and key not in pair.sampling.model_fields_set:
-            flags[key] = value
-    return make_job(pair, flags)
+    pair = chosen_pair(args)
+    args = replace(args, stop=[unescape(text) for text in args.stop] if args.stop else _stops_of_environment())
+    unsaid = {key: value for key, value in (defaults or {}).items()
+              if getattr(args, key) is None and key not in pair.sampling.model_fields_set}
+    return make_job(pair, replace(args, **unsaid))
 
 
 def _stops_of_environment() -> list[str] | None:

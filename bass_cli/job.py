@@ -10,9 +10,9 @@ import difflib
 import importlib.resources
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -20,6 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from bass_cli.fields import CONTROLLERS, MOST_ROWS, BatchSize, Count, Draft, Dtype, Length, Name, Natural, Real, Stops
 from bass_cli.reading import read_bytes, shown
 from bass_cli.yaml_file import MOST_BYTES, BrokenYamlError, parse_yaml
+
+if TYPE_CHECKING:
+    from bass_cli.args import DoctorArgs, JobArgs, PairArgs
 
 DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
@@ -131,9 +134,9 @@ def packaged_pairs() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def chosen_pair(given: Mapping[str, Any]) -> Pair:
+def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     """The pair that the command line names with --pair, or makes of the target that it names with --model."""
-    name, model = given["pair"], given["model"]
+    name, model = args.pair, args.model
     if model is None:
         return load_pair(name or DEFAULT_PAIR)
     if name is not None:
@@ -223,12 +226,11 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
     return path, f"{reason} (got {shown(fault['input'])})" if plain else reason
 
 
-def make_job(pair: Pair, flags: Mapping[str, Any]) -> Job:
-    """A Job from a pair and the values given on the command line; None or absent lets the pair's value show through.
-
-    Keys of `flags`: the fields of Job and of Sampling, `draft`, `draft_length` and `coupling`.
-    """
-    given = {key: value for key, value in flags.items() if value is not None}
+def make_job(pair: Pair, args: JobArgs) -> Job:
+    """A Job from a pair and the values given on the command line, of which None lets the pair's value show through."""
+    given = {key: value for key in JOB_FLAGS if (value := getattr(args, key)) is not None}
+    if args.budget is not None:
+        given["budget"] = parse_duration(args.budget, "--budget (or BASS_BUDGET)")
     sampling = {key: given.pop(key) for key in SAMPLING_FLAGS if key in given}
     speculation = {key: given.pop(flag) for key, flag in SPECULATION_FLAGS.items() if flag in given}
     if given.get("draft") == "none" and "length" not in speculation:

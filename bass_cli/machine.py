@@ -13,11 +13,12 @@ import platform
 import re
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
+from bass_cli.args import DoctorArgs, JobArgs
 from bass_cli.drafts import parse_draft
 from bass_cli.host import (
     cache_folder,
@@ -127,11 +128,10 @@ def available_memory() -> dict[str, Any]:
     return {"device": "cpu", "bytes": host_memory().total}
 
 
-def describe_machine(threads: int | None = None, given: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-    """What `bass doctor` shows, ready for JSON; `threads` as asked for; `given`: "pair" or "model", and "draft", of what to
-    look at too."""
-    chosen = None if given is None else _chosen(given)
-    settled = settle(threads, lambda note: None)
+def describe_machine(args: DoctorArgs) -> dict[str, Any]:
+    """What `bass doctor` shows, ready for JSON."""
+    chosen = _chosen(args)
+    settled = settle(args.threads, lambda note: None)
     import torch
 
     memory, pairs = available_memory(), describe_pairs()
@@ -235,12 +235,12 @@ def _hub() -> str:
     return f"{constants.ENDPOINT} {found[-1]}"
 
 
-def _chosen(given: Mapping[str, str | None]) -> Pair | None:
-    if given["pair"] is None and given["model"] is None:
-        if given["draft"] is not None:
+def _chosen(args: DoctorArgs) -> Pair | None:
+    if args.pair is None and args.model is None:
+        if args.draft is not None:
             raise UserError("--draft: say with --pair or --model what it drafts for")
         return None
-    return make_job(chosen_pair(given), {"draft": given["draft"]}).pair
+    return make_job(chosen_pair(args), JobArgs(draft=args.draft)).pair
 
 
 def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     if ready:
         try:
-            plan = make_plan(make_job(pair, {}))
+            plan = make_plan(make_job(pair, JobArgs()))
         except UserError as error:
             here, ready = str(error), False
         else:

@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from bass_cli.args import JobArgs
 from bass_cli.assembly import build
 from bass_cli.engine.batch import Row
 from bass_cli.job import load_pair, make_job
@@ -86,8 +87,8 @@ def run_transformers(model, pad, prompts, tokens):
 
 
 def loop_for(args, draft, length):
-    job = make_job(load_pair(args.pair), {"draft": draft, "draft_length": length, "batch_size": args.rows, "device": "cpu",
-                                          "dtype": "fp32", "max_new_tokens": args.tokens})
+    job = make_job(load_pair(args.pair), JobArgs(draft=draft, draft_length=length, batch_size=args.rows, device="cpu",
+                                                 dtype="fp32", max_new_tokens=args.tokens))
     plan = make_plan(job)
     return plan, build(plan)
 

@@ -15,6 +15,7 @@ import time
 import torch
 
 import bass_kernels as ops
+from bass_cli.args import JobArgs
 from bass_cli.assembly import build
 from bass_cli.engine.batch import Row, noise_key
 from bass_cli.job import load_pair, make_job
@@ -84,7 +85,7 @@ def compare(args):
     results, plan = {}, None
     methods = {"plain": {"draft": "none", "draft_length": 0}, "speculative": {"draft_length": args.draft_length}}
     for name, flags in methods.items():
-        plan = make_plan(make_job(pair, common | flags))
+        plan = make_plan(make_job(pair, JobArgs(**common | flags)))
         loop = build(plan)
         tokenizer = plan.tokenizer
         prompts = {p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)

@@ -15,6 +15,7 @@ import time
 from lookup import STOPS, human_eval, run, show
 from stopping import chat
 
+from bass_cli.args import JobArgs
 from bass_cli.assembly import build, load_models
 from bass_cli.engine.lengths import make_lengths
 from bass_cli.job import load_pair, make_job
@@ -30,7 +31,7 @@ def plan_for(args, rows, draft=None):
     flags = {"n": args.n, "batch_size": rows, "max_new_tokens": args.tokens, "device": args.device, "dtype": args.dtype,
              "temperature": args.temperature, "coupling": "shared", "token_ids": True, "stop": STOPS,
              "draft_length": "auto"}
-    return make_plan(make_job(load_pair(args.pair), flags | ({"draft": draft} if draft else {})))
+    return make_plan(make_job(load_pair(args.pair), JobArgs(draft=draft, **flags)))
 
 
 def surface_of(plan, models, rows):

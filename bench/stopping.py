@@ -13,6 +13,7 @@ import statistics
 
 from lookup import STOPS, human_eval, run, show
 
+from bass_cli.args import JobArgs
 from bass_cli.assembly import build
 from bass_cli.engine.lengths import make_lengths
 from bass_cli.job import load_pair, make_job
@@ -61,7 +62,7 @@ def measure(args, name):
         flags = {"n": args.n, "batch_size": args.batch_size, "max_new_tokens": args.tokens, "device": "cpu",
                  "dtype": args.dtype, "temperature": args.temperature, "coupling": "shared", "token_ids": True,
                  "stop": STOPS if name == "code" else (), "draft_length": "auto"}
-        return make_plan(make_job(load_pair(args.pair), flags | ({"draft": draft} if draft else {})))
+        return make_plan(make_job(load_pair(args.pair), JobArgs(draft=draft, **flags)))
 
     plans = {way: plan_for("none" if way == "plain" else None) for way in WAYS}
     loops = {"plain": build(plans["plain"]), "past rounds": build(plans["past rounds"])}

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 
+from bass_cli.args import JobArgs
 from bass_cli.job import load_pair, make_job
 from bass_cli.prompts import open_source, read_prompts
 from bass_cli.threads import settle
@@ -75,7 +76,7 @@ def main(arguments=None):
     prompts = list(read_prompts(open_source(args.prompts)))
     flags = {"n": args.n, "max_new_tokens": args.tokens, "temperature": args.temperature, "token_ids": True,
              "device": "cpu", "threads": args.threads, "batch_size": args.n}
-    plans = {way: make_plan(make_job(load_pair(args.pair), flags | draft)) for way, draft in WAYS.items()}
+    plans = {way: make_plan(make_job(load_pair(args.pair), JobArgs(**flags | draft))) for way, draft in WAYS.items()}
     say("loading the model")
     models = load_models(next(iter(plans.values())))
     loops, found = {way: build(plan, models) for way, plan in plans.items()}, {way: ({}, 0.0) for way in WAYS}

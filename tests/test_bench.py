@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import bass_kernels as ops
 from bass_cli import charts
+from bass_cli.args import BenchArgs
 from bass_cli.bench import cells, drive, gate, grid, plot, report
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
@@ -36,9 +37,6 @@ from bass_cli.job import UserError
 from bass_cli.model.decoder import Decoder
 from bass_kernels.dispatch import schedule
 
-KEYS = ("pair", "model", "draft", "shape", "draft_shape", "acceptance", "depth", "scale", "batch_sizes", "methods",
-        "prompts", "prompt_tokens", "new_tokens", "samples_per_prompt", "repeats", "temperature", "top_p", "top_k", "seed",
-        "coupling", "device", "dtype", "threads", "time_limit", "rivals", "attention", "controllers")  # fmt: skip
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
 SCALED = {"shape": "tiny", "depth": 2, "scale": 0.2}
 SMALL = ("--prompt-tokens", "12", "--new-tokens", "12", "--repeats", "2", "--json")
@@ -51,8 +49,8 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**given: Any) -> Any:
-    return make_settings(dict.fromkeys(KEYS) | {"prompt_tokens": 12, "new_tokens": 12, "repeats": 1, "device": "cpu",
-                                                "batch_sizes": "3", "methods": "3"} | given)
+    small = {"prompt_tokens": 12, "new_tokens": 12, "repeats": 1, "device": "cpu", "batch_sizes": "3", "methods": "3"}
+    return make_settings(BenchArgs(**small | given))
 
 
 def measured(**given: Any) -> dict[str, dict[str, Any]]:

@@ -11,6 +11,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from test_cli import cli  # noqa: F401 - a fixture
 from typer.testing import CliRunner
 
+from bass_cli.args import JobArgs
 from bass_cli.cli import app
 from bass_cli.generation import unescape
 from bass_cli.job import load_pair, make_job
@@ -63,9 +64,9 @@ def test_what_would_change_nothing_is_refused(place: Path, arguments: list[str],
 
 def test_a_length_for_a_draft_that_is_there_still_goes_over_the_pairs_own(place: Path) -> None:
     pair = load_pair("pair.yaml")
-    assert make_job(pair, {"draft_length": "4"}).speculation.length == 4
-    assert make_job(pair, {"draft": "none"}).speculation.length == "auto"  # the pair's own length was for its draft
-    assert make_job(pair, {"draft": "none", "draft_length": "0"}).speculation.length == 0
+    assert make_job(pair, JobArgs(draft_length="4")).speculation.length == 4
+    assert make_job(pair, JobArgs(draft="none")).speculation.length == "auto"  # the pair's own length was for its draft
+    assert make_job(pair, JobArgs(draft="none", draft_length="0")).speculation.length == 0
 
 
 @pytest.mark.parametrize(("given", "meant"), [

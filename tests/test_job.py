@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bass_cli.args import JobArgs
 from bass_cli.drafts import Draft, parse_draft
 from bass_cli.eval.scoring import parse_ks
 from bass_cli.job import Job, MachineError, Pair, UserError, load_pair, make_job, packaged_pairs, parse_duration
@@ -173,10 +174,10 @@ def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
     pair = Pair.model_validate(
         {"name": "p", "target": "t", "draft": "d", "dtype": "bf16", "sampling": {"temperature": 0.2, "seed": 7}}
     )
-    plain = make_job(pair, {"temperature": None, "n": None})
+    plain = make_job(pair, JobArgs(temperature=None, n=None))
     assert (plain.sampling.temperature, plain.sampling.seed, plain.n, plain.dtype) == (0.2, 7, 8, "bf16")
-    flags = {"temperature": 0.0, "draft": "lookup", "dtype": "fp32", "draft_length": "5", "coupling": "maximal"}
-    job = make_job(pair, {**flags, "batch_size": "3", "stop": ["a"]})
+    job = make_job(pair, JobArgs(temperature=0.0, draft="lookup", dtype="fp32", draft_length="5", coupling="maximal",
+                                 batch_size="3", stop=["a"]))
     assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop) == (0.0, 7, ("a",))
     assert (job.pair.draft, job.dtype, job.batch_size) == ("lookup", "fp32", 3)
     assert (job.speculation.length, job.speculation.coupling) == (5, "maximal")
@@ -199,7 +200,7 @@ def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
         ("draft_length", "40", "--draft-length (or BASS_DRAFT_LENGTH): the draft length 40 is above"),
         ("coupling", "loose", "--coupling (or BASS_COUPLING): it should be 'shared' or 'maximal'"),
         ("batch_size", "0", "--batch-size (or BASS_BATCH_SIZE): 0 is not valid; use auto or a whole number"),
-        ("budget", -1.0, "--budget (or BASS_BUDGET): "),
+        ("budget", "-1s", "--budget (or BASS_BUDGET): "),
         ("device", "tpu", "--device (or BASS_DEVICE): it should be 'auto', 'cuda' or 'cpu'"),
         ("dtype", "int8", "--dtype (or BASS_DTYPE): "),
         ("limit", 0, "--limit (or BASS_LIMIT): "),
@@ -207,12 +208,12 @@ def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
 )
 def test_a_wrong_flag_is_named(flag: str, value: Any, expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_job(PAIR, {flag: value})
+        make_job(PAIR, JobArgs(**{flag: value}))
     assert str(caught.value).startswith(expected)
 
 
 def test_models_are_frozen_and_strict() -> None:
-    job = make_job(PAIR, {})
+    job = make_job(PAIR, JobArgs())
     with pytest.raises(ValueError, match="frozen"):
         job.n = 3  # type: ignore[misc]
     with pytest.raises(ValueError, match="Extra inputs"):
@@ -243,5 +244,5 @@ def test_a_draft_that_says_nothing_names_its_place(tmp_path: Path, text: str, re
         load_pair(str(file))
     assert f'{file}:2: key "draft": ' in str(caught.value)
     with pytest.raises(UserError, match=re.escape(reason)) as caught:
-        make_job(load_pair("smollm2"), {"draft": text})
+        make_job(load_pair("smollm2"), JobArgs(draft=text))
     assert "--draft (or BASS_DRAFT): " in str(caught.value)

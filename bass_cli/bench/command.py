@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from bass_cli import charts
+from bass_cli.args import BenchArgs
 from bass_cli.bench import plot, report
 from bass_cli.generation import files_read
 from bass_cli.job import UserError
@@ -16,24 +15,24 @@ from bass_cli.screen import Screen
 from bass_cli.threads import settle
 
 
-def run(given: Mapping[str, Any], screen: Screen) -> bool:
+def run(args: BenchArgs, screen: Screen) -> bool:
     """Measure and print, each document as soon as it is there; False if a gate failed or graphs were captured inside a
     measured run."""
-    settle(given["threads"], screen.note)  # before the shapes of models load torch
+    settle(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings
 
-    settings = make_settings(given)
-    if given["plot"] is not None:
+    settings = make_settings(args)
+    if args.plot is not None:
         if len(settings.acceptances) > 1:
             raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
-    elif given["overwrite"]:
+    elif args.overwrite:
         raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --plot FILE, and none was given; leave it out")
     if settings.shape is None:
-        refuse_shared_files([("--plot", given["plot"])],
-                            [("the prompt file", settings.prompts), *files_read(given, settings.job)])
-    if given["plot"] is not None:
-        charts.check(given["plot"], overwrite=given["overwrite"])
+        refuse_shared_files([("--plot", args.plot)],
+                            [("the prompt file", settings.prompts), *files_read(args.pair, settings.job)])
+    if args.plot is not None:
+        charts.check(args.plot, overwrite=args.overwrite)
     if settings.prompts is not None:
         if settings.prompts == "-":
             raise UserError("--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once")
@@ -44,12 +43,12 @@ def run(given: Mapping[str, Any], screen: Screen) -> bool:
     failures: list[str] = []
     for document in measure(settings, screen.note, screen.phase):
         screen.close()
-        if given["json_document"]:
+        if args.json_document:
             print(json.dumps(document), flush=True)
         else:
             report.show(document)
-        if given["plot"] is not None and document["cells"]:
-            plot.draw(document, given["plot"])
+        if args.plot is not None and document["cells"]:
+            plot.draw(document, args.plot)
         failures += document["failures"]
     for failure in failures:
         screen.error(failure)

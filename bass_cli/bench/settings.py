@@ -6,12 +6,12 @@ Not here: what the models are (pairs.py), what the figures mean (figures.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from bass_cli.args import BenchArgs, job_args
 from bass_cli.bench.shapes import spec_of
 from bass_cli.job import CONTROLLERS, Job, Pair, UserError, chosen_pair, make_job, nearest, parse_duration
 
@@ -23,7 +23,6 @@ _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prom
 # On two cores reading 300 tokens takes as long as 30 rounds; what is measured without being asked for ends in two minutes.
 _CPU = {"batch_sizes": "1,2,4,8", "methods": "plain,2,4,8,auto", "prompt_tokens": 64}
 _TIME_LIMIT = 80.0  # seconds, on a CPU
-_JOB_FLAGS = ("draft", "temperature", "top_p", "top_k", "seed", "coupling", "device", "dtype", "threads")
 _NUMBER = re.compile("[0-9]{1,9}")
 _LONGEST = 64  # draft length; the same bound as --draft-length
 
@@ -62,56 +61,55 @@ class Settings:
         return max([self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths, default=0)
 
 
-def make_settings(given: Mapping[str, Any]) -> Settings:
+def make_settings(args: BenchArgs) -> Settings:
     """Settings from the command line's values, None where nothing was given; UserError for the first mistake."""
-    given = {**given, "acceptance": given["acceptance"] or None}  # of an option that may be repeated there is always a list
-    acceptances = tuple(map(_acceptance, given["acceptance"] or ()))
-    _check_combination(given)
-    time_limit = given["time_limit"] and parse_duration(given["time_limit"], _option("time_limit"))
-    on_cpu = given["device"] == "cpu" or not torch.cuda.is_available()
+    acceptances = tuple(map(_acceptance, args.acceptance or ()))
+    _check_combination(args)
+    time_limit = None if args.time_limit is None else parse_duration(args.time_limit, _option("time_limit"))
+    on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     default: dict[str, Any] = _CPU if on_cpu else _GPU
-    if on_cpu and given["time_limit"] is None and given["repeats"] is None and not given["controllers"]:
+    if on_cpu and args.time_limit is None and args.repeats is None and not args.controllers:
         time_limit = _TIME_LIMIT
-    pair = chosen_pair(given) if given["shape"] is None else _random_pair(given)
-    rivals = _words(given["rivals"] or "", RIVALS, "rivals")
-    if rivals and given["shape"] is not None:
+    pair = chosen_pair(args) if args.shape is None else _random_pair(args, args.shape)
+    rivals = _words(args.rivals or "", RIVALS, "rivals")
+    if rivals and args.shape is not None:
         raise UserError("--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape")
     batch_sizes = tuple(sorted({_count(word, "batch_sizes", 1, most=1024)
-                                for word in _split(given["batch_sizes"] or default["batch_sizes"])}))
+                                for word in _split(args.batch_sizes or default["batch_sizes"])}))
     if not batch_sizes:
         raise UserError(f"{_option('batch_sizes')}: name at least one")
-    job = make_job(pair, {key: given[key] for key in _JOB_FLAGS} | {
-        "max_new_tokens": _count(given["new_tokens"], "new_tokens", 128), "batch_size": max(batch_sizes)})
+    job = make_job(pair, job_args(args, max_new_tokens=_count(args.new_tokens, "new_tokens", 128),
+                                  batch_size=max(batch_sizes)))
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
-    return Settings(job=job, shape=given["shape"], draft_shape=given["draft_shape"], acceptances=acceptances,
-                    depth=given["depth"], scale=given["scale"], controllers=given["controllers"],
+    return Settings(job=job, shape=args.shape, draft_shape=args.draft_shape, acceptances=acceptances,
+                    depth=args.depth, scale=args.scale, controllers=args.controllers,
                     batch_sizes=batch_sizes, rivals=rivals,
-                    methods=_methods(given, default["methods"], has_draft=job.pair.draft != "none"),
-                    prompts=given["prompts"], attention=_attention(given["attention"]),
+                    methods=_methods(args, default["methods"], has_draft=job.pair.draft != "none"),
+                    prompts=args.prompts, attention=_attention(args.attention),
                     new_tokens=job.sampling.max_new_tokens,
-                    prompt_tokens=_count(given["prompt_tokens"], "prompt_tokens", default["prompt_tokens"]),
-                    samples_per_prompt=_count(given["samples_per_prompt"], "samples_per_prompt", 1),
-                    repeats=_count(given["repeats"], "repeats", 5), time_limit=time_limit,
-                    tokens_asked_for=given["new_tokens"] is not None)
+                    prompt_tokens=_count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
+                    samples_per_prompt=_count(args.samples_per_prompt, "samples_per_prompt", 1),
+                    repeats=_count(args.repeats, "repeats", 5), time_limit=time_limit,
+                    tokens_asked_for=args.new_tokens is not None)
 
 
-def _check_combination(given: Mapping[str, Any]) -> None:
+def _check_combination(args: BenchArgs) -> None:
     """UserError unless the options describe one pair: a real one, or a shape with one kind of draft or none."""
-    if given["prompts"] is not None and given["prompt_tokens"] is not None:
+    if args.prompts is not None and args.prompt_tokens is not None:
         raise UserError(f"{_option('prompt_tokens')}: prompts of --prompts are used as they are; leave one of the two out")
-    acceptance, depth, scale = given["acceptance"], given["depth"], given["scale"]
-    if given["shape"] is None:
+    acceptance, depth, scale = args.acceptance or None, args.depth, args.scale
+    if args.shape is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):
-            if given[key] is not None:
+            if getattr(args, key) not in (None, []):
                 raise UserError(f"{_option(key)}: it needs --shape NAME too")
         return
     for key in ("pair", "model", "prompts"):
-        if given[key] is not None:
+        if getattr(args, key) is not None:
             raise UserError(f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the two out")
-    if given["draft"] is not None:
+    if args.draft is not None:
         raise UserError(f"{_option('draft')}: what drafts for a --shape is said by --draft-shape, or by --depth")
-    if (given["draft_shape"] is None) != (acceptance is None):
+    if (args.draft_shape is None) != (acceptance is None):
         raise UserError("--draft-shape and --acceptance are needed together: random weights never agree by themselves")
     if (depth is None) != (scale is None):
         raise UserError("--depth and --scale are needed together: the draft's layers, and the weight of the others")
@@ -132,28 +130,28 @@ def _acceptance(given: str) -> tuple[float, ...]:
     return rates
 
 
-def _random_pair(given: Mapping[str, Any]) -> Pair:
+def _random_pair(args: BenchArgs, shape: str) -> Pair:
     """A Pair that names what is made up, so that a Job can be built; nothing ever opens it."""
-    layers = spec_of(given["shape"], option=_option("shape")).layers
-    draft, depth = "none", given["depth"]
-    if given["draft_shape"] is not None:
-        spec_of(given["draft_shape"], option=_option("draft_shape"))
-        draft = given["draft_shape"]
+    layers = spec_of(shape, option=_option("shape")).layers
+    draft, depth = "none", args.depth
+    if args.draft_shape is not None:
+        spec_of(args.draft_shape, option=_option("draft_shape"))
+        draft = args.draft_shape
     elif depth is not None:
         if not 1 <= depth < layers:
-            raise UserError(f"{_option('depth')}: it should be from 1 to {layers - 1}, since {given['shape']} has {layers} "
+            raise UserError(f"{_option('depth')}: it should be from 1 to {layers - 1}, since {shape} has {layers} "
                             f"layers (got {depth})")
         draft = f"the first {depth} of {layers} layers"
-    name = given["shape"] if draft == "none" else f"{given['shape']} + {draft}"
-    return Pair(name=name, target=given["shape"], draft=draft)
+    name = shape if draft == "none" else f"{shape} + {draft}"
+    return Pair(name=name, target=shape, draft=draft)
 
 
-def _methods(given: Mapping[str, Any], default: str, *, has_draft: bool) -> tuple[str, ...]:
+def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ...]:
     """Plain and the others in the order given, each once. Without a draft only plain is possible."""
-    if given["controllers"] and not has_draft:
+    if args.controllers and not has_draft:
         raise UserError("--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair has no draft")
-    default = PLAIN if not has_draft else _CONTROLLED if given["controllers"] else default
-    words = _split(default if given["methods"] is None else given["methods"])
+    default = PLAIN if not has_draft else _CONTROLLED if args.controllers else default
+    words = _split(default if args.methods is None else args.methods)
     for word in words:
         number = int(word) if _NUMBER.fullmatch(word) else None
         if number is None and word not in (PLAIN, *CONTROLLERS):

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bass_cli.args import EvaluateArgs, job_args
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
@@ -41,22 +42,22 @@ class Scoring(NamedTuple):
 class Evaluation:
     """What a command asks for, all of it checked but the models: UserError names what is wrong."""
 
-    def __init__(self, given: Mapping[str, Any], screen: Screen):
-        if given["plot"] is not None and given["budgets"] is None:
+    def __init__(self, args: EvaluateArgs, screen: Screen):
+        if args.plot is not None and args.budgets is None:
             raise UserError("--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s")
-        self._given, self._screen, self.report = given, screen, given["report"]
+        self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
-        timeout = None if given["timeout"] is None else parse_duration(given["timeout"], "--timeout (or BASS_TIMEOUT)")
-        self.scoring = Scoring(scoring.parse_ks(given["k"] or "1,10"), given["allow_code_execution"],
-                               given["allow_weak_sandbox"], scoring.parse_workers(given["workers"]), timeout,
-                               given["rejudge"])
-        self.form: PromptFormat = prompt_format(given["prompt_format"] or "raw")
+        timeout = None if args.timeout is None else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+        self.scoring = Scoring(scoring.parse_ks(args.k or "1,10"), args.allow_code_execution,
+                               args.allow_weak_sandbox, scoring.parse_workers(args.workers), timeout,
+                               args.rejudge)
+        self.form: PromptFormat = prompt_format(args.prompt_format or "raw")
         screen.phase("reading the task's data", live=False)
-        self.task: Task = load_task(given["task"], given["data"])
-        scoring.refuse_without_programs(self.task, given)
+        self.task: Task = load_task(args.task, args.data)
+        scoring.refuse_without_programs(self.task, args)
         self.job = self._job()
         first = "" if self.job.limit is None else f"-first{self.job.limit}"  # a trial keeps out of the whole task's file
-        self.out = given["out"] or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
+        self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
         if is_stream(self.out):
             raise UserError(f"--out {self.out}: an evaluation needs a file, which is scored afterwards")
         problems = list(self.task.problems.values())
@@ -91,20 +92,20 @@ class Evaluation:
 
     def check_files(self, outputs: Named) -> None:
         """UserError where one of them is another, or a file that is read."""
-        refuse_shared_files(outputs, [("the data", self._given["data"]), *files_read(self._given, self.job)])
+        refuse_shared_files(outputs, [("the data", self._args.data), *files_read(self._args.pair, self.job)])
 
     def check_places(self, out: str) -> None:
         """UserError where the samples in `out`, their report or the verdicts cannot be written, or would replace anything
         else."""
-        check_name(out, overwrite=self._given["overwrite"])
-        scoring.check_report(self.report_path(out), out, overwrite=self._given["overwrite"])
+        check_name(out, overwrite=self._args.overwrite)
+        scoring.check_report(self.report_path(out), out, overwrite=self._args.overwrite)
         if self.task.executes:
             check_verdicts(verdicts_path(self.out))
 
     def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
         """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
         manifest = describe(plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()})
-        with open_output(out, manifest, resume=self._given["resume"], overwrite=self._given["overwrite"],
+        with open_output(out, manifest, resume=self._args.resume, overwrite=self._args.overwrite,
                          prompt_ids=lambda: {problem.task_id for problem in self.problems}) as writer:
             write_samples(writer, plan, self.prompts(), count=len(self.problems), screen=self._screen, loop=loop,
                           shape=self._shape)
@@ -113,7 +114,7 @@ class Evaluation:
     def score(self, out: str, verdicts: str) -> dict[str, Any]:
         """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not be run."""
         found = scoring.score_file(out, self.task, **self.scoring._asdict(), report_path=self.report_path(out),
-                                   screen=self._screen, verdicts=verdicts, overwrite=self._given["overwrite"])
+                                   screen=self._screen, verdicts=verdicts, overwrite=self._args.overwrite)
         self.scoring = self.scoring._replace(rejudge=False)  # other files of a sweep share these verdicts
         return found
 
@@ -143,7 +144,7 @@ class Evaluation:
     def _job(self) -> Job:
         chat = self.form == "chat"
         defaults = {**self.task.defaults._asdict(), **({} if chat else {"stop": list(self.task.stops)})}
-        return read_job({**self._given, "chat": True if chat else None}, defaults)
+        return read_job(job_args(self._args, chat=True if chat else None), defaults)
 
     def _digest(self) -> str:
         """SHA-256 of all prompts that the task has in this format, however many of them are wanted."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bass_cli.args import EvaluateArgs, ScoreArgs
 from bass_cli.eval import report, table
 from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, judge, verdicts_path
 from bass_cli.eval.report import Outcome
@@ -42,11 +43,10 @@ def refuse(task: Task, *, allow_execution: bool) -> None:
         raise UserError(f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this machine")
 
 
-def refuse_without_programs(task: Task, given: Mapping[str, Any]) -> None:
-    """UserError for an option that says how programs are run or counted, where the task has none. `given`: the command
-    line's values."""
+def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
+    """UserError for an option that says how programs are run or counted, where the task has none."""
     for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
-        if given[key]:
+        if getattr(args, key):
             raise UserError(f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out")
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import charts
+from bass_cli.args import EvaluateArgs
 from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
@@ -29,21 +30,21 @@ if TYPE_CHECKING:
 METHODS = ("plain", "single", "batched")
 
 
-def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], bool]:
+def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     """Every method under every budget, each to a file of its own beside `--out`; then all are scored and drawn. One
     document, {"task", "pair", "n", "budgets", "reports": [{"method", ...a report without its problems}]}, and whether all
     prompts could be run."""
-    budgets = _budgets(given)
-    evaluation = Evaluation(given, screen)
-    document_path = given["report"] or str(Path(evaluation.out).with_suffix(".sweep.json"))
-    chart = _chart(given["plot"], evaluation.out, screen)
+    budgets = _budgets(args)
+    evaluation = Evaluation(args, screen)
+    document_path = args.report or str(Path(evaluation.out).with_suffix(".sweep.json"))
+    chart = _chart(args.plot, evaluation.out, screen)
     evaluation.report = None  # that of each file has a name of its own; --report is the document's
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
     evaluation.check_files([("--report", document_path), ("--plot", chart), ("the verdicts", verdicts_path(evaluation.out)),
                             *(one for out in samples for one in evaluation.files_of(out))])
     if chart is not None:
-        charts.check(chart, overwrite=given["overwrite"])
-    check_report(document_path, evaluation.out, overwrite=given["overwrite"], sweep=True)
+        charts.check(chart, overwrite=args.overwrite)
+    check_report(document_path, evaluation.out, overwrite=args.overwrite, sweep=True)
     for out in samples:
         evaluation.check_places(out)
     settle(evaluation.job.threads, screen.note)
@@ -67,12 +68,12 @@ def sweep(given: Mapping[str, Any], screen: Screen) -> tuple[dict[str, Any], boo
     return document, not evaluation.failed
 
 
-def _budgets(given: Mapping[str, Any]) -> list[float]:
-    if given["budget"] is not None:
+def _budgets(args: EvaluateArgs) -> list[float]:
+    if args.budget is not None:
         raise UserError("--budget and --budgets contradict each other; give one of the two")
-    if given["batch_size"] is not None:
+    if args.batch_size is not None:
         raise UserError("--batch-size has no meaning with --budgets: the methods differ in it")
-    found = [parse_duration(part, "--budgets (or BASS_BUDGETS)") for part in given["budgets"].split(",")]
+    found = [parse_duration(part, "--budgets (or BASS_BUDGETS)") for part in (args.budgets or "").split(",")]
     return sorted(set(found))
 
 

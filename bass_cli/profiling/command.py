@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from bass_cli import options
+from bass_cli.args import ProfileArgs, job_args
 from bass_cli.exits import exit_codes
+from bass_cli.options import takes
 from bass_cli.screen import Screen
 
 if TYPE_CHECKING:
@@ -30,34 +28,24 @@ _LEGEND = ("{pair}: what a round takes, in milliseconds, and the fastest draft l
 _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
 
 
-def profile(
-    context: typer.Context,
-    pair: options.Pair = None,
-    model: options.Model = None,
-    draft: options.Draft = None,
-    batch_sizes: options.ProfileBatchSizes = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    threads: options.Threads = None,
-    json_document: options.Document = False,
-    quiet: options.Quiet = False,
-) -> None:
+@takes(ProfileArgs)
+def profile(args: ProfileArgs) -> None:
     """Measure in under a minute what rounds of a pair cost here, to be known to --draft-length auto and table.
 
     \b
     Example:
       bass profile --pair smollm2
     """
-    screen = Screen(quiet, document=json_document)
+    screen = Screen(args.quiet, document=args.json_document)
     with exit_codes(screen, "interrupted"):
-        _run(context.params, screen)
+        _run(args, screen)
 
 
-def _run(given: Mapping[str, Any], screen: Screen) -> None:
+def _run(args: ProfileArgs, screen: Screen) -> None:
     from bass_cli.job import UserError
     from bass_cli.threads import settle
 
-    job = make_profile_job(given)
+    job = make_profile_job(args)
     settle(job.threads, screen.note)
 
     from bass_cli.plan import make_plan
@@ -69,18 +57,17 @@ def _run(given: Mapping[str, Any], screen: Screen) -> None:
     for note in plan.notes:
         screen.note(note)
     with plan.need.explained():
-        document = _measure(plan, given, screen)
-    if given["json_document"]:
+        document = _measure(plan, args, screen)
+    if args.json_document:
         print(json.dumps(document))
 
 
-def make_profile_job(given: Mapping[str, Any]) -> Job:
+def make_profile_job(args: ProfileArgs) -> Job:
     """The job whose loop is measured: as many rows as the largest batch size that was asked for, and little to generate."""
     from bass_cli.job import chosen_pair, make_job
 
-    flags = {key: given[key] for key in ("draft", "device", "dtype", "threads")}
-    rows = max(batch_sizes_of(given["batch_sizes"])) if given["batch_sizes"] else "auto"
-    return make_job(chosen_pair(given), flags | {"batch_size": rows, "max_new_tokens": 200, "draft_length": "auto"})
+    rows = max(batch_sizes_of(args.batch_sizes)) if args.batch_sizes else "auto"
+    return make_job(chosen_pair(args), job_args(args, batch_size=rows, max_new_tokens=200, draft_length="auto"))
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
@@ -93,7 +80,7 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, Any]:
+def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     import time
     from dataclasses import replace
 
@@ -104,7 +91,7 @@ def _measure(plan: Plan, given: Mapping[str, Any], screen: Screen) -> dict[str, 
     from bass_cli.profiling.texts import joined
 
     kind = plan.device.type
-    rows = (batch_sizes_of(given["batch_sizes"]) if given["batch_sizes"]
+    rows = (batch_sizes_of(args.batch_sizes) if args.batch_sizes
             else tuple(count for count in BATCH_SIZES[kind] if count <= plan.most_rows))
     plan = replace(plan, job=plan.job.model_copy(update={"batch_size": max(rows)}))
     assert plan.profile is not None
