@@ -1,3 +1,27 @@
-"""bass: many exact samples per prompt, by batched speculative sampling."""
+"""bass: many exact samples per prompt, by batched speculative sampling.
+
+    from bass_cli import Job, generate, load_pair
+
+    for completion in generate(["def add(a, b):"], Job(pair=load_pair("smollm2"), n=4)):
+        print(completion.text)
+
+Names are imported when they are used, so that `import bass_cli` costs nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bass_cli.job import Job, MachineError, Pair, Sampling, Speculation, UserError, load_pair
+    from bass_cli.library import generate
+    from bass_cli.outputs import Completion
 
 __version__ = "0.1.0"
+__all__ = ["Completion", "Job", "MachineError", "Pair", "Sampling", "Speculation", "UserError", "generate", "load_pair"]
+_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.outputs"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES.get(name, "bass_cli.job")), name)

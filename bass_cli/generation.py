@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from bass_cli import __version__
 from bass_cli.args import GenerateArgs, JobArgs
 from bass_cli.job import Job, UserError, chosen_pair, make_job
+from bass_cli.library import generate
 from bass_cli.model.sources import files_of
 from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, is_stream, open_output, refuse_shared_files
 from bass_cli.places import descriptor_of
@@ -106,8 +107,6 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
                   shape: Callable[[Completion], Completion] | None = None) -> dict[str, Any]:
     """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary. Where nothing is
     missing no model is loaded and no `loop` made."""
-    from bass_cli import run
-
     whole, rest = _from_first_missing(prompts, writer.done, plan.job.n)
     state = [] if not writer.done else [f"{writer.name}: {'complete' if rest is None else 'going on'}, {len(writer.done)} "
                                         "samples are there already"]
@@ -123,8 +122,8 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
         screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
 
     try:
-        drawn = () if rest is None else run.generate(
-            plan, rest, done=set(writer.done), count=None if count is None else count - whole, on_round=on_round,
+        drawn = () if rest is None else generate(
+            rest, plan, done=set(writer.done), count=None if count is None else count - whole, on_round=on_round,
             on_phase=screen.phase, **more)
         for completion in drawn:
             writer.write(completion if shape is None else shape(completion))

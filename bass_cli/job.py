@@ -96,7 +96,8 @@ class Pair(Strict):
 
 
 class Job(Strict):
-    """One run of `bass generate`. `budget` is in seconds; `chat` None means: chat if the prompt has messages."""
+    """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else is said; `budget`: seconds
+    for each prompt; `chat` None means: chat if the prompt has messages."""
 
     pair: Pair
     n: Annotated[Count, Field(le=MOST_ROWS)] = 8
@@ -111,6 +112,13 @@ class Job(Strict):
     limit: Count | None = None
     prompt_column: Name = "prompt"
     token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_pair_has_it(cls, given: Any) -> Any:
+        pair = given.get("pair") if isinstance(given, dict) else None
+        return {**{key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}, **given} \
+            if isinstance(pair, Pair) else given
 
     @property
     def draws_one(self) -> bool:
@@ -239,7 +247,6 @@ def make_job(pair: Pair, args: JobArgs) -> Job:
         chosen = Pair.model_validate({**dict(pair), "draft": given.pop("draft", pair.draft)})
         merged = {
             "pair": chosen,
-            "dtype": pair.dtype,
             "sampling": {**pair.sampling.model_dump(), **sampling},
             "speculation": {**pair.speculation.model_dump(), **speculation},
         }

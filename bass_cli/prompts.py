@@ -14,7 +14,7 @@ import itertools
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -120,8 +120,13 @@ def check_prompts(source: Source, *, column: str, limit: int | None) -> Checked:
     """Check every prompt; a hub dataset only has its first row checked."""
     if source.kind == "hf":
         return Checked(None, "", next(read_prompts(source, column=column, limit=1)).text is not None)
+    return check(read_prompts(source, column=column, limit=limit))
+
+
+def check(prompts: Iterable[Prompt]) -> Checked:
+    """What is known of these, all of which are read."""
     count, longest, plain = 0, "", False
-    for prompt in read_prompts(source, column=column, limit=limit):
+    for prompt in prompts:
         count, longest, plain = count + 1, max(longest, prompt.whole(), key=len), plain or prompt.text is not None
     return Checked(count, longest, plain)
 
@@ -130,14 +135,27 @@ def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | N
     """The prompts in order, at most `limit`; UserError at the first fault, and if there is none at all."""
     opened = open_source(source) if isinstance(source, str) else source
     name = "stdin" if opened.spooled else opened.name
+    lines = enumerate(itertools.islice(_records(opened, name, column), limit))
+    by_line = opened.kind == "txt"
+    yield from _distinct(name, (_to_prompt(record, str(line - 1 if by_line else index), column, f"{name}:{line}")
+                                for index, (line, record) in lines))
+
+
+def prompts_of(items: Iterable[str | Mapping[str, Any] | Prompt], *, column: str = "prompt") -> Iterator[Prompt]:
+    """The same for what a program has: texts, or mappings like the lines of a file, called by their numbers where they have
+    no id."""
+    yield from _distinct("prompts", (item if isinstance(item, Prompt) else
+                                     _to_prompt({column: item} if isinstance(item, str) else item, str(number), column,
+                                                f"prompts[{number}]") for number, item in enumerate(items)))
+
+
+def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+    """They themselves; UserError if two have one id, or there is none."""
     seen: dict[str, str] = {}
-    for index, (line, record) in enumerate(itertools.islice(_records(opened, name, column), limit)):
-        place = f"{name}:{line}"
-        default = str(line - 1 if opened.kind == "txt" else index)
-        prompt = _to_prompt(record, default, column, place)
+    for prompt in prompts:
         if prompt.id in seen:
-            _refuse(place, "id", f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}')
-        seen[prompt.id] = place
+            _refuse(prompt.place, "id", f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}')
+        seen[prompt.id] = prompt.place
         yield prompt
     if not seen:
         raise UserError(f"{name}: there is no prompt in it")

@@ -31,7 +31,7 @@ def make_plan(job: Any, **_: Any) -> Any:
 
 
 def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,
-                 on_round: Any = None, on_phase: Any = None) -> Iterator[Completion]:
+                 on_round: Any = None, on_phase: Any = None, loop: Any = None) -> Iterator[Completion]:
     """One sample after the other, its text fixed by the seed; FAIL and SLOW in a prompt do as they say."""
     loaded.append(plan.job)
     seed = plan.job.sampling.seed

@@ -10,15 +10,15 @@ ROOT = Path(__file__).parent.parent
 # The longest name that fits says where a module stands.
 LAYERS = """
 eval.jail | kernels
-drafts fields reading yaml_file job host hub saving places charts signals threads capture progress screen exits options \
-    help records prompts resume outputs
+drafts fields reading yaml_file args job host hub saving places charts signals threads capture progress screen exits \
+    options help records prompts resume outputs
 model
 engine
 draft | engine.lengths engine.goodput engine.table engine.keeping engine.looking engine.losses engine.probing engine.costs \
     engine.surface engine.store
 profiling
 footprint plan
-assembly run generation
+assembly run library generation
 bench | eval
 machine
 cli __main__ bench.command eval.command eval.score_command profiling.command

@@ -1,0 +1,65 @@
+"""The library: samples of prompts, as they end. The commands draw through it too.
+
+Not here: what is drawn and how (job.py, run.py), files (outputs.py). Nothing heavy is imported before it is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bass_cli.job import Job
+from bass_cli.outputs import Completion
+from bass_cli.prompts import Prompt, check, prompts_of
+from bass_cli.threads import settle
+
+if TYPE_CHECKING:
+    from bass_cli.engine.contracts import Round
+    from bass_cli.engine.loop import Loop
+    from bass_cli.plan import Plan
+
+_LOG = logging.getLogger("bass")
+
+
+def generate(prompts: Iterable[str | Mapping[str, Any] | Prompt], job: Job | Plan, *,
+             done: Collection[tuple[str, int]] = (), count: int | None = None,
+             on_round: Callable[[Round], None] | None = None, on_phase: Callable[[str], None] = lambda name: None,
+             loop: Loop | None = None) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, each as soon as it ends; of which prompt and number it is, says the Completion.
+
+    prompts: texts, or mappings like the lines of a prompt file ({"id", "prompt"} or {"id", "messages"}; other fields come
+    back as `meta`). Without an id a prompt is called by its number. They are taken one at a time, as rows become free, so
+    they may be endless; of a list all are checked first. The seed fixes the samples of an id, whatever else is drawn.
+
+    Returns when all was checked that can be without weights: UserError for a mistake, MachineError for what this machine
+    lacks. The models are loaded at the first step. A prompt that cannot run gives one Completion with finish_reason
+    "error". torch gets as many threads as the job says, or else as cores are free.
+
+    job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`: how many prompts there are,
+    if that is known. `on_round` sees every round, `on_phase` the name of what is done before rounds are. `loop`: an empty
+    one to use instead of a new one.
+    """
+    from bass_cli import run
+
+    if isinstance(job, Job):
+        settle(job.threads, _LOG.info)
+        longest = ""
+        if isinstance(prompts, Sequence):
+            prompts = whole = list(prompts_of(prompts, column=job.prompt_column))
+            checked = check(whole)
+            count, longest = checked.count, checked.longest
+        plan = _plan_of(job, longest)
+    else:
+        plan = job
+    return run.generate(plan, prompts_of(prompts, column=plan.job.prompt_column), done=done, count=count, on_round=on_round,
+                        on_phase=on_phase, loop=loop)
+
+
+def _plan_of(job: Job, longest: str) -> Plan:
+    from bass_cli.plan import make_plan
+
+    plan = make_plan(job, longest_prompt=longest)
+    for note in plan.notes:
+        _LOG.info(note)
+    return plan
