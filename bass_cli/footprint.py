@@ -1,6 +1,6 @@
 """How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say where that is too much.
 
-Weights and caches are exact, the work space is what was measured (docs/DESIGN.md, "Memory"). Not here: how much there is
+Weights and caches are exact, the work space is what was measured (docs/DESIGN.md). Not here: how much there is
 (host.py), who asks (plan.py, bench/pairs.py).
 """
 
