@@ -20,6 +20,7 @@ from torch import Tensor
 from bass_cli.job import MachineError, UserError
 from bass_cli.model import files
 from bass_cli.model.decoder import parameters
+from bass_cli.model.families import FAMILIES as FAMILIES_KNOWN
 from bass_cli.model.weights import load, locate, open_checkpoint
 
 CPU = torch.device("cpu")
@@ -141,6 +142,21 @@ def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     weights = fp32(tmp_path)
     assert not checkpoint.spec.tied
     assert (weights["head.weight"] != weights["embed.weight"]).any(1).nonzero().tolist() == [[100]]
+
+
+def test_a_head_is_found_by_the_name_that_its_family_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that calls head and embedding otherwise; its config says that they are tied, and they are not."""
+    names = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
+    llama = FAMILIES_KNOWN["llama"]
+    tensors = tuple((names.get(theirs, theirs), ours, how) for theirs, ours, how in llama.tensors)
+    monkeypatch.setitem(FAMILIES_KNOWN, "lantern", llama._replace(tensors=tensors))
+    write_checkpoint("llama", tmp_path, shards=False)
+    edit_json(tmp_path / "config.json", model_type="lantern", tie_word_embeddings=True)
+    edit_tensors(tmp_path, lambda t: t.update({"output.weight": t.pop("lm_head.weight"),
+                                               "model.tok_embeddings.weight": t.pop("model.embed_tokens.weight")}))
+    assert not open_checkpoint(tmp_path).spec.tied
+    edit_tensors(tmp_path, lambda t: t["output.weight"].copy_(t["model.tok_embeddings.weight"]))
+    assert open_checkpoint(tmp_path).spec.tied
 
 
 def truncate(path: Path, to: int | None = None) -> None:

@@ -19,12 +19,11 @@ from bass_cli.reading import parse_object, read_bytes, shown
 
 from . import families, gguf_families
 from .decoder import Spec, parameters
-from .families import FAMILIES, Slot
+from .families import FAMILIES, Family, Slot
 from .files import DTYPES, QUANTISED, Entry, parts, read_gguf, read_safetensors, read_torch
 from .gguf_families import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from .specs import spec_of_config
 
-_EMBEDDINGS = {row[0] + ".weight" for family in FAMILIES.values() for row in family.tensors if row[1] == "embed"}
 _CONFIG_BYTES = 1 << 24  # the most that a config may have; the largest index of shards has a few megabytes
 _FACTORS = 1 << 16  # more rotary factors than any head has dimensions
 _NAMED = 5  # tensors that an error names
@@ -94,7 +93,7 @@ def _open_folder(path: Path) -> Checkpoint:
     spec = spec_of_config(config, place=str(path / "config.json"))
     family = FAMILIES[spec.family]
     entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
-    if spec.tied and _differs(entries):
+    if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
     pieces = _assign(spec, families.slots(spec, family.tensors), entries, path, families.IGNORED)
     generation = path / "generation_config.json"
@@ -149,10 +148,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     return listed
 
 
-def _differs(entries: Mapping[str, Entry]) -> bool:
+def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
     """Whether there is a head with other content than the embedding: then it is not tied, whatever the config says."""
-    head = entries.get("lm_head.weight")
-    embed = next((entry for name, entry in entries.items() if name in _EMBEDDINGS), None)
+    names = {ours: f"{theirs}.weight" for theirs, ours, _ in family.tensors}
+    head, embed = entries.get(names["head"]), entries.get(names["embed"])
     if head is None or embed is None or head[0::3] == embed[0::3]:
         return False
     if head[1:3] != embed[1:3] or head.dtype not in DTYPES or not head.size:
