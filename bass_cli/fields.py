@@ -51,7 +51,7 @@ def _batch_size(value: Any) -> Any:
 Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=LARGEST)]
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
-Length = Annotated[Literal["auto", "bass", "table", "bass+table"] | int, BeforeValidator(_draft_length)]
+Length = Annotated[str | int, BeforeValidator(_draft_length)]  # one of CONTROLLERS, or a number
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
 Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
 Name = Annotated[str, Field(min_length=1)]

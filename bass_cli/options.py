@@ -25,6 +25,12 @@ def _pairs(incomplete: str) -> list[str]:
     return [name for name in packaged_pairs() if name.startswith(incomplete)]
 
 
+def _controllers(incomplete: str) -> list[str]:
+    from bass_cli.fields import CONTROLLERS
+
+    return [name for name in CONTROLLERS if name.startswith(incomplete)]
+
+
 class Said(NamedTuple):
     """An option, by the words of its help. `group`: its heading there; "" for an argument. `takes`: what its value is
     called, None for a switch. `default`: shown, not set. `choices`: what shell completion offers beside the words in
@@ -83,7 +89,7 @@ OPTIONS: dict[str, Said] = {  # by field, in the order of a help page
                  flag="--chat/--no-chat"),
     "draft_length": Said("Tokens drafted a round: auto (by what rounds cost here and keep), bass (Algorithm 1 of the "
                          "paper), table (by batch size, from bass profile), bass+table, or a number; 0 is plain decoding",
-                         DRAFTING, "N|HOW", "auto", choices=("auto", "bass", "table", "bass+table")),
+                         DRAFTING, "N|HOW", "auto", choices=_controllers),
     "coupling": Said("How drafts are checked; both kinds are exact", DRAFTING, "shared|maximal", "shared"),
     "budget": Said("Wall clock for each prompt, like 2s or 500ms; what is unfinished then is cut", MACHINE, "TIME",
                    "no end"),

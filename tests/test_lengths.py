@@ -14,6 +14,7 @@ from bass_cli.engine.goodput import Goodput
 from bass_cli.engine.lengths import Bass, Fixed, make_lengths
 from bass_cli.engine.offers import Offers
 from bass_cli.engine.surface import make_surface
+from bass_cli.fields import CONTROLLERS
 
 
 def trace(controller, rounds, accept):
@@ -57,6 +58,11 @@ def test_fixed_lengths_keep_to_the_limit(length, due):
     controller = make_lengths(length, limit=12, coupling="shared")
     assert isinstance(controller, Fixed)
     assert controller.next(3) == due
+
+
+def test_every_word_has_a_controller_of_its_own():
+    kinds = {type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS}
+    assert len(kinds) == len(CONTROLLERS)
 
 
 def test_the_clock_shortens_a_round_that_would_end_late():
