@@ -67,10 +67,15 @@ def distance(law, draws):
     return sum(abs(p - seen[t] / n) for t, p in law.items()) / 2, bound
 
 
+# Whatever is not one of these is a word of a pair's `draft`.
+TOYS = {"model": lambda: Markov(tables(1), 2), "smaller": lambda: Markov(tables(2, VOCAB - 1), 2),
+        "point": lambda: Guess(VOCAB)}
+DRAFTERS = (*TOYS, "lookup")
+
+
 def frequencies(draft, coupling, lengths):
     """DRAWS samples of each row of ROWS, in one ragged batch of all of them; for lookup all of a kind are siblings."""
-    drafter = {"model": Markov(tables(1), 2), "smaller": Markov(tables(2, VOCAB - 1), 2), "point": Guess(VOCAB),
-               "lookup": "lookup"}[draft]
+    drafter = TOYS[draft]() if draft in TOYS else draft
     draws = DRAWS_LOOKUP if draft == "lookup" else DRAWS
     rows = [Row(str(kind), sample, 7, list(prompt), LENGTH, temperature=temperature, top_k=top_k, top_p=top_p)
             for sample in range(draws) for kind, (prompt, temperature, top_k, top_p) in enumerate(ROWS)]
@@ -97,20 +102,16 @@ def admit_all(loop, rows):
     batch._top_k[:] = torch.tensor([row.top_k for row in rows])
     batch._top_p[:] = torch.tensor([row.top_p for row in rows])
     batch._keys[:] = torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
-    if hasattr(loop.drafter, "_runner"):
-        bases = [max(len(row.tokens) - 2, 0) for row in rows]
-        loop.drafter._runner._bases, loop.drafter._fed = bases, list(bases)
-    if hasattr(loop.drafter, "look_up"):
-        for row in rows:
-            if row.sample == 0:
-                loop.drafter.open(row.key, row.tokens, [3, 1, 0, 2, 4, 1])
-        for index, row in enumerate(rows):
-            loop.drafter.attach(index, row.key)
+    for row in rows:
+        if row.sample == 0:
+            loop.drafter.open(row.key, row.tokens, [3, 1, 0, 2, 4, 1])
+    for index, row in enumerate(rows):
+        loop.drafter.attach(index, row.key)
 
 
 @pytest.mark.parametrize("lengths", [lambda: Fixed(2), Reactive, lambda: make_lengths(
     "auto", limit=4, coupling="maximal", surface=CHEAP)], ids=["fixed", "reactive", "auto"])
-@pytest.mark.parametrize("draft", ["model", "smaller", "point", "lookup"])
+@pytest.mark.parametrize("draft", DRAFTERS)
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_sampled_law_is_the_targets(coupling, draft, lengths):
     drawn = frequencies(draft, coupling, lengths())
