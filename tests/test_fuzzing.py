@@ -22,6 +22,7 @@ from test_tasks import MBPP
 from typer.testing import CliRunner
 
 from bass_cli.cli import app
+from bass_cli.engine.store import load_surface
 from bass_cli.eval import report
 from bass_cli.eval.judging import Ledger, Ruling, isolation_of
 from bass_cli.eval.report import Outcome
@@ -36,7 +37,6 @@ from bass_cli.model.gguf_families import spec_of_gguf
 from bass_cli.model.specs import spec_of_config
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.outputs import open_output
-from bass_cli.profiling.store import load_surface
 from bass_cli.resume import manifest_path
 
 # The same examples on every machine and in every run; a test's own folder is used again by all of them.

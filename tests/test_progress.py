@@ -165,5 +165,5 @@ def test_a_job_names_what_it_does_before_the_first_round(tmp_path: Path, monkeyp
     result = CliRunner().invoke(app, ["generate", "p.txt", *options, *flags])
     assert result.exit_code == 0, result.stderr
     warming = ["warming up"] if flags else []
-    assert list(dict.fromkeys(phases)) == ["checking the models", "loading the weights", *warming,
+    assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the models", "loading the weights", *warming,
                                            "reading the first prompts", "round"]  # fmt: skip
