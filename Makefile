@@ -1,13 +1,14 @@
 # make setup   a virtual environment in .venv with bass and its embedded default model
 # make demo    a small model edits code, by plain decoding and with drafts looked up, side by side
 # make test    all tests but those of minutes (make test-slow);  make test-gpu: those of kernels and engine on a CUDA device
+# make test-fast   what a minute of two cores can tell: files, options, tokenizers, controllers, figures, the conductor
 # make lint    ruff and mypy;  make bench: speed on this CPU against transformers
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
 
-.PHONY: setup demo test test-slow test-gpu lint bench clean
+.PHONY: setup demo test test-fast test-slow test-gpu lint bench clean
 
 setup: $(STAMP)
 
@@ -22,6 +23,13 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+FAST := run lookup profile saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
+	lengths families job library damaged_models ignored_options metrics outputs resume help tasks progress sampling cache ladder \
+	noise imports house_style screen surface cli
+
+test-fast: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(FAST:%=tests/test_%.py)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

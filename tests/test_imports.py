@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. A module imports from its own group and from layers below; groups of one layer, apart by |, are strangers.
 # The longest name that fits says where a module stands.
 LAYERS = """
-eval.jail | kernels
+eval.jail | bass_kernels
 drafts fields reading yaml_file args job host hub saving places charts signals threads capture progress screen exits \
     options help records prompts resume outputs
 model
@@ -25,8 +25,10 @@ cli __main__ bench.command eval.command eval.score_command profiling.command
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())
           for group in line.split("|") for name in group.split()}  # fmt: skip
-FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("bass_cli.").removesuffix(".__init__"): path
-         for room in ("bass_cli/*.py", "bass_cli/*/**/*.py", "kernels/*.py") for path in ROOT.glob(room)}  # fmt: skip
+SOURCES = [(base, path) for base, package in ((ROOT, "bass_cli"), (ROOT / "kernels", "bass_kernels"))
+           for path in (base / package).rglob("*.py")]  # fmt: skip
+FILES = {".".join(path.relative_to(base).with_suffix("").parts).removeprefix("bass_cli.").removesuffix(".__init__"): path
+         for base, path in SOURCES}  # fmt: skip
 
 
 def imported(module, path):
@@ -38,7 +40,7 @@ def imported(module, path):
             base = package[: len(package) - node.level + 1] if node.level else []
             names = [".".join(filter(None, [*base, node.module, name])) for name in names]
         for name in names:
-            ours = name.removeprefix("bass_cli.").replace("bass_kernels", "kernels", 1)
+            ours = name.removeprefix("bass_cli.")
             yield ours if ours in FILES else ours.rpartition(".")[0] or ours
 
 

@@ -30,7 +30,7 @@ class Row:
     """One sample as it grows: what the host knows of it. `tokens` holds the prompt and what was generated; its last
     token is pending (the target has not seen it). `limit`: how many tokens it may generate. `top_k` 0 and `top_p` 1
     truncate nothing; `temperature` 0 is greedy. `broken`: how many tokens it had generated when the target's logits were
-    not sound (kernels/sampling.py); its tokens after them mean nothing, and it must be retired."""
+    not sound (bass_kernels/sampling.py); its tokens after them mean nothing, and it must be retired."""
 
     key: str  # the prompt's id
     sample: int

@@ -1,5 +1,6 @@
-"""A decoder's layers for a few tokens on a GPU, in five launches a layer, where the family allows it (kernels/products.py,
-kernels/mixing.py). Not here: the same layers op by op, for any family and number of tokens (decoder.py).
+"""A decoder's layers for a few tokens on a GPU, in five launches a layer, where the family allows it
+(bass_kernels/products.py, bass_kernels/mixing.py). Not here: the same layers op by op, for any family and number of
+tokens (decoder.py).
 """
 
 from __future__ import annotations
