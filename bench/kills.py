@@ -10,15 +10,8 @@ than in the undisturbed run (times and rounds left out). Interpreter and librari
 Exit code 1 if there is any such line, a traceback, or a run that could not go on.
 """
 
-import argparse
-import collections
-import json
-import random
 import signal
-import sys
-import tempfile
 import time
-from pathlib import Path
 
 import small_jobs as jobs
 
@@ -26,39 +19,15 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STUCK = 120.0  # seconds after which a run that takes less than two is taken for one that hangs
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--kills", type=int, default=1000, help="how many signals to send to running jobs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    args = parser.parse_args()
-    chance, began = random.Random(args.seed), time.monotonic()
-    counts, differences, faults = collections.Counter(), jobs.Differences(), []
-    with tempfile.TemporaryDirectory(prefix="bass-kills-") as folder:
-        place = Path(folder)
-        jobs.import_everything(place)
-        while counts["kills"] < args.kills and not faults:
-            counts["jobs"] += 1
-            job = (chance.choice((jobs.evaluation, jobs.scoring)) if counts["jobs"] % 4 == 0 else jobs.generation)(chance)
-            found = disturb(job, place, counts, args.kills, chance, faults)
-            differences += found
-            if any(found):
-                faults.append(f"{' '.join(job.arguments)}: {found}")
-    figures = dict(counts) | differences._asdict() | {"faults": faults, "seconds": round(time.monotonic() - began)}
-    print(json.dumps(figures) if args.json else "\n".join(f"{key:16} {value}" for key, value in figures.items()))
-    sys.exit(bool(faults))
-
-
-def disturb(job, place, counts, kills, chance, faults):
-    """One job, undisturbed and disturbed; how their files differ."""
+def disturb(job, place, counts, kills, chance):
+    """One job, undisturbed and disturbed; how its files differ, and what went wrong."""
     name = f"{counts['jobs']}"
     due, folder, log = place / f"{name}-due", place / name, place / f"{name}.log"
     began = time.monotonic()
     code = jobs.finish(jobs.start(job, jobs.inputs_for(due, place), log))
     whole = time.monotonic() - began
     if code not in (0, 1) or "Traceback" in log.read_text():
-        faults.append(f"undisturbed, exit code {code}: {log.read_text()}")
-        return jobs.Differences()
+        return jobs.Differences(), [f"undisturbed, exit code {code}: {log.read_text()}"]
     jobs.inputs_for(folder, place)
     kept = {}
     while True:
@@ -75,17 +44,16 @@ def disturb(job, place, counts, kills, chance, faults):
         ended = jobs.finish_within(child, _STUCK) if ended is None else ended
         if ended is None or "Traceback" in log.read_text():
             jobs.os.kill(child, signal.SIGKILL) if ended is None else None
-            faults.append(f"{number.name}, exit code {ended}: {log.read_text()}")
-            return jobs.Differences()
+            return jobs.Differences(), [f"{number.name}, exit code {ended}: {log.read_text()}"]
         if ended == code:
-            return jobs.compare(job, folder, due, kept)
+            found = jobs.compare(job, folder, due, kept)
+            return found, [str(found)] if any(found) else []
         if not (disturbed and ended in (130, -number)):
-            faults.append(f"exit code {ended} instead of {code} after {number.name}: {log.read_text()}")
-            return jobs.Differences()
+            return jobs.Differences(), [f"exit code {ended} instead of {code} after {number.name}: {log.read_text()}"]
         for file in job.files:
             for key, lines in jobs.whole_lines(jobs.read(folder / file)).items():
                 kept.setdefault(file, {}).setdefault(key, lines)
 
 
 if __name__ == "__main__":
-    main()
+    jobs.disturb_many(disturb, __doc__, unit="kills", count=1000, others=4)

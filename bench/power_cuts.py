@@ -13,21 +13,13 @@ left out).
 Exit code 1 if there is any, or a state that the command cannot go on from.
 """
 
-import argparse
 import builtins
-import collections
 import contextlib
 import fcntl
 import io
 import itertools
-import json
 import os
 import pickle
-import random
-import sys
-import tempfile
-import time
-from pathlib import Path
 
 import small_jobs as jobs
 
@@ -334,26 +326,5 @@ def disturb(job, place, counts, cuts, chance):
     return jobs.Differences(), []
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cuts", type=int, default=200, help="how many times the power goes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    args = parser.parse_args()
-    chance, began = random.Random(args.seed), time.monotonic()
-    counts, differences, faults = collections.Counter(), jobs.Differences(), []
-    with tempfile.TemporaryDirectory(prefix="bass-power-cuts-") as folder:
-        place = Path(folder)
-        jobs.import_everything(place)
-        while counts["cuts"] < args.cuts and not faults:
-            counts["jobs"] += 1
-            job = (chance.choice((jobs.evaluation, jobs.scoring)) if counts["jobs"] % 6 == 0 else jobs.generation)(chance)
-            found, wrong = disturb(job, place, counts, args.cuts, chance)
-            differences, faults = differences + found, faults + [f"{' '.join(job.arguments)}: {one}" for one in wrong]
-    figures = dict(counts) | differences._asdict() | {"faults": faults, "seconds": round(time.monotonic() - began)}
-    print(json.dumps(figures) if args.json else "\n".join(f"{key:29} {value}" for key, value in figures.items()))
-    sys.exit(bool(faults))
-
-
 if __name__ == "__main__":
-    main()
+    jobs.disturb_many(disturb, __doc__, unit="cuts", count=200, others=6)

@@ -2,12 +2,17 @@
 has imported everything and forks the command, and how the files of two runs differ. Not a script.
 """
 
+import argparse
+import collections
 import json
 import os
+import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import NamedTuple
 
 OUT, VERDICTS, SCORED = "o.jsonl", "o.jsonl.verdicts.jsonl", "scored.jsonl"
@@ -218,3 +223,27 @@ def _others(path):
     """The lines of failed prompts, and broken ones."""
     return sorted(str(line if row is None else (row["id"], row["error"])) for line, row in rows_of(read(path))
                   if row is None or row.get("finish_reason") == "error")
+
+
+def disturb_many(disturb, text, *, unit, count, others):
+    """A script: `disturb(job, place, counts, most, chance)` for one job after the other, until `counts[unit]` is what was
+    asked for (`count`, if nothing was) or something went wrong; then the figures, and exit code 1 for what went wrong.
+    Every `others`th job is an evaluation or a scoring."""
+    parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
+    parser.add_argument(f"--{unit}", dest="most", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    args = parser.parse_args()
+    chance, began = random.Random(args.seed), time.monotonic()
+    counts, differences, faults = collections.Counter(), Differences(), []
+    with tempfile.TemporaryDirectory(prefix=f"bass-{unit}-") as folder:
+        place = Path(folder)
+        import_everything(place)
+        while counts[unit] < args.most and not faults:
+            counts["jobs"] += 1
+            job = (chance.choice((evaluation, scoring)) if counts["jobs"] % others == 0 else generation)(chance)
+            found, wrong = disturb(job, place, counts, args.most, chance)
+            differences, faults = differences + found, [f"{' '.join(job.arguments)}: {one}" for one in wrong]
+    figures = dict(counts) | differences._asdict() | {"faults": faults, "seconds": round(time.monotonic() - began)}
+    print(json.dumps(figures) if args.json else "\n".join(f"{key:29} {value}" for key, value in figures.items()))
+    sys.exit(bool(faults))

@@ -27,3 +27,20 @@ def sandbox_folders(tmp_path_factory):
         patch.setenv("TMPDIR", place)
         patch.setattr(tempfile, "tempdir", place)
         yield Path(place)
+
+
+@pytest.fixture
+def pair_folder(tmp_path, monkeypatch):
+    """Makes a folder with a target, a draft and a pair file (see checkpoints.write_pair), in which the test then runs,
+    without any BASS_ variable."""
+
+    def make(**given):
+        from checkpoints import write_pair
+
+        write_pair(tmp_path, **given)
+        for name in [name for name in os.environ if name.startswith("BASS_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    return make

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf, write_pair
+from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf
 from test_tokenizer import edited
 from typer.testing import CliRunner
 
@@ -23,13 +23,9 @@ FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "40", "--token-i
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
-    write_pair(tmp_path, prompts=14)
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def place(pair_folder: Any) -> Path:
+    """Where the test runs."""
+    return pair_folder(prompts=14)
 
 
 def bass(*arguments: str) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_pair
 from test_cache import store
 from typer.testing import CliRunner
 
@@ -30,13 +28,9 @@ FLAGS = ("p.txt", "--pair", "pair.yaml", "--device", "cpu", "--out", "o.jsonl")
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a target, a draft, a pair file and prompts; the test runs in it."""
-    write_pair(tmp_path, prompts=3, max_position_embeddings=CONTEXT)
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def place(pair_folder: Any) -> Path:
+    """Where the test runs."""
+    return pair_folder(prompts=3, max_position_embeddings=CONTEXT)
 
 
 def bass(*arguments: str) -> Any:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_pair
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,13 +21,9 @@ SPOILT = "Z"  # a letter that no prompt has, but those that are to fail
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a target, a draft and a pair file; the test runs in it."""
-    write_pair(tmp_path, prompts=1)
-    for name in [name for name in os.environ if name.startswith("BASS_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+def place(pair_folder: Any) -> Path:
+    """Where the test runs."""
+    return pair_folder(prompts=1)
 
 
 def bass(*arguments: str) -> Any:
