@@ -24,27 +24,27 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-FAST := run lookup profile saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
-	lengths families job library damaged_models ignored_options metrics outputs resume help tasks progress sampling cache ladder \
-	noise imports house_style screen surface cli
+FAST := scheduler ngram profile saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
+	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
+	noise imports house_style console round_cost cli
 
 test-fast: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(FAST:%=tests/test_%.py)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(wildcard $(FAST:%=tests/test_%.py) $(FAST:%=tests/*/test_%.py))
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 test-gpu: setup
-	$(BIN)/python -m pytest -rs tests/test_triton.py tests/test_ragged.py tests/test_narrow.py tests/test_rejection.py \
-		tests/test_truncation.py tests/test_unsound.py tests/test_gpu.py
-	$(BIN)/python bench/plain.py
+	$(BIN)/python -m pytest -rs tests/kernels/test_triton.py tests/kernels/test_ragged.py tests/model/test_fused_decode.py tests/kernels/test_rejection.py \
+		tests/kernels/test_truncation.py tests/engine/test_unsound.py tests/engine/test_gpu.py
+	$(BIN)/python benchmarks/plain.py
 
 lint: setup
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
 bench: setup
-	$(BIN)/python bench/cpu.py
+	$(BIN)/python benchmarks/cpu.py
 
 clean:
 	rm -rf .venv out build *.egg-info

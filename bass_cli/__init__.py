@@ -12,16 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bass_cli.job import Job, MachineError, Pair, Sampling, Speculation, UserError, load_pair
+    from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
+    from bass_cli.errors import MachineError, UserError
+    from bass_cli.io.results import Completion
     from bass_cli.library import generate
-    from bass_cli.outputs import Completion
 
 __version__ = "0.1.0"
 __all__ = ["Completion", "Job", "MachineError", "Pair", "Sampling", "Speculation", "UserError", "generate", "load_pair"]
-_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.outputs"}
+_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.io.results"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_PLACES.get(name, "bass_cli.job")), name)
+    return getattr(importlib.import_module(_PLACES.get(name, "bass_cli.config.job")), name)

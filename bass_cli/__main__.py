@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from bass_cli import signals
+from bass_cli.system import signals
 
 # What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or written when that is tried, so
 # that no other file takes its number; messages have nowhere to go.
@@ -16,9 +16,9 @@ def main() -> None:
     """Run the command line; never returns."""
     signals.at_start()
     _open_closed_streams()
-    from bass_cli import cli
+    from bass_cli.cli import commands
 
-    cli.main()
+    commands.main()
 
 
 def _open_closed_streams() -> None:

@@ -1,7 +1,7 @@
 """How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say where that is too much.
 
 Weights and caches are exact, the work space is what was measured (docs/DESIGN.md). Not here: how much there is
-(host.py), who asks (plan.py, bench/pairs.py).
+(system/host.py), who asks (plan.py, bench/pairs.py).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from bass_cli.engine.batch import beyond
-from bass_cli.host import free_memory, gigabytes, held_memory, is_refused_memory
-from bass_cli.job import MachineError
-from bass_cli.model.cache import ARENA
+from bass_cli.errors import MachineError
 from bass_cli.model.decoder import Spec, parameters
-from bass_cli.model.prompts import SIZES
+from bass_cli.model.kv_cache import ARENA
+from bass_cli.model.prefill import SIZES
+from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
 _USABLE = 0.95  # of the free memory: the rest is for what other programs take meanwhile, and for fragments
 _CHUNK = SIZES[-1]  # prompt tokens a pass

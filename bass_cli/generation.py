@@ -1,6 +1,6 @@
 """What `bass generate` and `bass eval` share: flags to a Job, the manifest, samples to the file as they come.
 
-Not here: how samples are drawn (run.py), files (outputs.py), what an evaluation asks (eval/).
+Not here: how samples are drawn (scheduler.py), files (io/results.py), what an evaluation asks (eval/).
 """
 
 from __future__ import annotations
@@ -18,20 +18,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
-from bass_cli.args import GenerateArgs, JobArgs
-from bass_cli.job import Job, UserError, chosen_pair, make_job
+from bass_cli.config.args import GenerateArgs, JobArgs
+from bass_cli.config.job import Job, chosen_pair, make_job
+from bass_cli.errors import UserError
+from bass_cli.io.console import Screen
+from bass_cli.io.places import descriptor_of
+from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.io.results import (
+    STANDARD_OUTPUT,
+    Completion,
+    Writer,
+    check_format,
+    is_stream,
+    open_output,
+    refuse_shared_files,
+)
+from bass_cli.io.resume import check_output_place, manifest_path
 from bass_cli.library import generate
 from bass_cli.model.sources import files_of
-from bass_cli.outputs import STANDARD_OUTPUT, Completion, Writer, check_format, is_stream, open_output, refuse_shared_files
-from bass_cli.places import descriptor_of
-from bass_cli.prompts import Prompt, check_prompts, open_source, read_prompts
-from bass_cli.resume import check_output_place, manifest_path
-from bass_cli.screen import Screen
-from bass_cli.threads import Company, settle
+from bass_cli.system.threads import Company, settle
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import Round
-    from bass_cli.engine.loop import Loop
+    from bass_cli.engine.step import Loop
     from bass_cli.plan import Plan
 
 _PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides

@@ -1,6 +1,6 @@
 """The library: samples of prompts, as they end. The commands draw through it too.
 
-Not here: what is drawn and how (job.py, run.py), files (outputs.py). Nothing heavy is imported before it is called.
+Not here: what is drawn and how (config/job.py, scheduler.py), files (io/results.py). Nothing heavy is imported before it is called.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.job import Job
-from bass_cli.outputs import Completion
-from bass_cli.prompts import Prompt, check, prompts_of
-from bass_cli.threads import settle
+from bass_cli.config.job import Job
+from bass_cli.io.prompts import Prompt, check, prompts_of
+from bass_cli.io.results import Completion
+from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import Round
-    from bass_cli.engine.loop import Loop
+    from bass_cli.engine.step import Loop
     from bass_cli.plan import Plan
 
 _LOG = logging.getLogger("bass")

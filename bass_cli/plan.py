@@ -1,6 +1,6 @@
 """What a job will run with, settled before any weights are loaded: files, device, dtype, vocabularies.
 
-Not here: building and running it (run.py). Every mistake that can be found without weights is found here.
+Not here: building and running it (scheduler.py). Every mistake that can be found without weights is found here.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 import torch
 
 from bass_cli import __version__
-from bass_cli.drafts import parse_draft, parse_layers
-from bass_cli.engine import store
+from bass_cli.config.draft_spec import parse_draft, parse_layers
+from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
-from bass_cli.engine.surface import Surface
+from bass_cli.errors import MachineError, UserError
 from bass_cli.footprint import Footprint, Need, footprint, usable
-from bass_cli.host import free_memory, gigabytes, give_kernels_a_cache
-from bass_cli.job import Job, MachineError, UserError
+from bass_cli.lengths import store
+from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
+from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a CPU and on a GPU

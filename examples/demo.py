@@ -12,10 +12,10 @@ import sys
 import textwrap
 import time
 
-from bass_cli.args import JobArgs
-from bass_cli.job import load_pair, make_job
-from bass_cli.prompts import open_source, read_prompts
-from bass_cli.threads import settle
+from bass_cli.config.args import JobArgs
+from bass_cli.config.job import load_pair, make_job
+from bass_cli.io.prompts import open_source, read_prompts
+from bass_cli.system.threads import settle
 
 WAYS = {"plain decoding": {"draft": "none"}, "with lookup": {}}
 
@@ -26,7 +26,7 @@ def say(text):
 
 def draw(plan, loop, prompt):
     """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt included."""
-    from bass_cli.run import Conductor
+    from bass_cli.scheduler import Conductor
 
     conductor = Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids, count=1)
     began = time.perf_counter()
@@ -70,7 +70,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     settle(args.threads, say)
 
-    from bass_cli.assembly import build, load_models
+    from bass_cli.build import build, load_models
     from bass_cli.plan import make_plan
 
     prompts = list(read_prompts(open_source(args.prompts)))

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 def no_profiles(tmp_path_factory, monkeypatch):
     """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
     place = tmp_path_factory.mktemp("profiles")
-    monkeypatch.setattr("bass_cli.engine.store.folder", lambda: place)
+    monkeypatch.setattr("bass_cli.lengths.store.folder", lambda: place)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from bass_cli.model import families
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHOWN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-NEW = {"bass_cli/draft/repeat.py"}
+NEW = {"bass_cli/drafting/repeat.py"}
 
 
 def shown(name, folder):
@@ -31,7 +31,7 @@ def test_every_file_and_test_that_it_names_is_there():
     named = set(re.findall(r"[\w./]+/[\w.]+\.(?:py|md)", TEXT)) - NEW
     assert len(named) > 25
     assert {name for name in named if not (ROOT / name).is_file()} == set()
-    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*.py"))
+    tests = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
     assert [name for name in re.findall(r"`(test_\w+)`", TEXT) if f"def {name}(" not in tests] == []
     assert len(TEXT.splitlines()) <= 150
 

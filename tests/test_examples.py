@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 
-from bass_cli.prompts import check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import check_prompts, open_source, read_prompts
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -9,19 +9,17 @@ ROOT = Path(__file__).parent.parent
 # Lowest first. A module imports from its own group and from layers below; groups of one layer, apart by |, are strangers.
 # The longest name that fits says where a module stands.
 LAYERS = """
-eval.jail | bass_kernels
-drafts fields reading yaml_file args job host hub saving places charts signals threads capture progress screen exits \
-    options help records prompts resume outputs
+errors | sandbox.jail | bass_kernels
+sandbox | system
+io config
 model
 engine
-draft | engine.lengths engine.goodput engine.table engine.keeping engine.looking engine.losses engine.probing engine.costs \
-    engine.surface engine.store
+drafting | lengths
 profiling
 footprint plan
-assembly run library generation
+build scheduler library generation
 bench | eval
-machine
-cli __main__ bench.command eval.command eval.score_command profiling.command
+cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())
           for group in line.split("|") for name in group.split()}  # fmt: skip
@@ -68,5 +66,5 @@ def test_packages_make_no_circle():
 
 
 def test_what_runs_beside_programs_needs_only_the_standard_library():
-    others = {other.split(".")[0] for one, other in EDGES if one.startswith("eval.jail.")} - {"eval"}
+    others = {other.split(".")[0] for one, other in EDGES if one.startswith("sandbox.jail.")} - {"sandbox"}
     assert others <= sys.stdlib_module_names

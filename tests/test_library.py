@@ -43,7 +43,7 @@ def job(model: Path, **changes: Any) -> Job:
 def test_samples_are_those_of_the_command(model: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from bass_cli.cli import app
+    from bass_cli.cli.commands import app
 
     lines = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat", "kind": "animal"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from test_cache import store
+from test_kv_cache import store
 from typer.testing import CliRunner
 
-from bass_cli.assembly import build
-from bass_cli.cli import app
+from bass_cli.build import build
+from bass_cli.cli.commands import app
+from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.step import Loop
+from bass_cli.errors import MachineError
 from bass_cli.footprint import Footprint, Need, footprint
-from bass_cli.host import HostMemory, host_memory, is_refused_memory
-from bass_cli.job import Job, MachineError, Sampling, Speculation, load_pair
 from bass_cli.model.decoder import Norm, Rope, Spec
 from bass_cli.plan import make_plan
+from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
 
 CPU = torch.device("cpu")
 CONTEXT = 256
@@ -147,7 +148,7 @@ def test_spans_end_with_the_context(place: Path) -> None:
 
 def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_does(
         place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bass_cli.assembly.load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
     longest = "the cat number 0 sat"
     found = make_plan(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
     assert found is not None
@@ -236,10 +237,10 @@ def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(monkeypatc
     cache.reserve(900)
     each = cache.prompt_keys[0][:, :1].numel() * 4 * 4  # bytes of a position, keys and values of two layers
     have = cache.positions
-    monkeypatch.setattr("bass_cli.model.cache.free_memory", lambda device: each * have)
+    monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * have)
     cache.reserve(500)
     assert cache.positions == 1400, "no more than is needed, where twice as much is not there"
-    monkeypatch.setattr("bass_cli.model.cache.free_memory", lambda device: each * 100)
+    monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * 100)
     before = cache.bytes()
     with pytest.raises(MemoryError, match="prompts need 2400 positions"):
         cache.reserve(1000)

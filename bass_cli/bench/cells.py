@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, needs
-from bass_cli.bench.figures import Run, counts, finish_times, latency, most_common, round_seconds, spread, tokens_per_second
+from bass_cli.bench.figures import (
+    Run,
+    counts,
+    finish_times,
+    latency,
+    most_common,
+    round_seconds,
+    spread,
+    tokens_per_second,
+)
 from bass_cli.bench.parts import Parts
 
 EMPTY: dict[str, Any] = dict.fromkeys((

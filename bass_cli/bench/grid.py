@@ -27,15 +27,16 @@ from bass_cli.bench.parts import Parts, measure_parts
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for, rows_for
 from bass_cli.bench.turns import Turns
+from bass_cli.config.job import CONTROLLERS
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Lengths
-from bass_cli.engine.lengths import Fixed, make_lengths
-from bass_cli.engine.surface import Surface
-from bass_cli.job import CONTROLLERS, MachineError
+from bass_cli.errors import MachineError
+from bass_cli.io.progress import clock
+from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.lengths.round_cost import Surface
 from bass_cli.plan import Plan, device_of
 from bass_cli.profiling.measure import LIMITS
 from bass_cli.profiling.measure import measure as profile
-from bass_cli.progress import clock
 
 _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 _ROUNDS = 4  # before parts are timed

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from bass_cli.assembly import load_models
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import count_parameters, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
-from bass_cli.draft import NoDrafter, make_drafter
+from bass_cli.build import load_models
+from bass_cli.drafting.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
-from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
+from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Fixed
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
+from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder, Spec
 from bass_cli.model.runner import Runner
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan

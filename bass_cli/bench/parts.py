@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.engine import accept
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal
+from bass_cli.engine.graph_policy import Shape
 from bass_cli.engine.graphs import bucket, synchronise
-from bass_cli.engine.ladder import Shape
-from bass_cli.engine.loop import Loop
+from bass_cli.engine.step import Loop
+from bass_cli.engine.verify import judge
 
 _CALLS, _REPLAYS = 5, 50
 
@@ -51,7 +51,7 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = accept.judge(proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed)
+            verdict = judge(proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed)
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bass_cli import charts
+from bass_cli.io import charts
 
 
 def draw(document: dict[str, Any], file: str) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from bass_cli.args import BenchArgs, job_args
 from bass_cli.bench.shapes import spec_of
-from bass_cli.job import CONTROLLERS, Job, Pair, UserError, chosen_pair, make_job, nearest, parse_duration
+from bass_cli.config.args import BenchArgs, job_args
+from bass_cli.config.job import CONTROLLERS, Job, Pair, chosen_pair, make_job, parse_duration
+from bass_cli.errors import UserError, nearest
 
 PLAIN = "plain"
 _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controllers

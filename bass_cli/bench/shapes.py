@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-from bass_cli.job import UserError, nearest
+from bass_cli.errors import UserError, nearest
 from bass_cli.model.decoder import Norm, Rope, Spec, parameters
-from bass_cli.model.specs import llama3_factors
+from bass_cli.model.hf_config import llama3_factors
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 

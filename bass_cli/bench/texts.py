@@ -7,11 +7,11 @@ from __future__ import annotations
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import spec_of
 from bass_cli.engine.batch import Row
-from bass_cli.job import UserError
+from bass_cli.errors import UserError
+from bass_cli.io.prompts import Prompt, open_source, read_prompts
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
 from bass_cli.profiling.texts import joined
-from bass_cli.prompts import Prompt, open_source, read_prompts
 
 _GOLDEN = 0.6180339887498949  # its multiples, modulo 1, spread evenly however many are taken
 

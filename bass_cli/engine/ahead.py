@@ -1,7 +1,7 @@
 """Asynchronous scheduling: rounds that are launched before the last one's tokens are known, so that a device never waits
 for its host.
 
-Not here: what a round is and when one is launched (loop.py), graphs (captured.py).
+Not here: what a round is and when one is launched (step.py), graphs (captured.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from .batch import Row
-from .graphs import Running
+from bass_cli.engine.batch import Row
+from bass_cli.engine.graphs import Running
 
 _RECENT = 8  # gaps of which the least counts: the others held an admission, a stop string, a line to write
 _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty rounds count

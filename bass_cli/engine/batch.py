@@ -1,7 +1,7 @@
 """The live rows: their tokens, lengths, sampling parameters and noise keys on the device, and what the host knows.
 
 Rows are dense: 0 to len(batch) - 1 are live; a row that ends is replaced by the last one. Not here: keys and values
-(model/cache.py), when a row ends (run.py).
+(model/kv_cache.py), when a row ends (scheduler.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-
-from .graphs import WIDTHS, cover
+from bass_cli.engine.graphs import WIDTHS, cover
 
 
 def beyond(longest: int) -> int:

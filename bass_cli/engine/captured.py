@@ -1,6 +1,6 @@
 """Runs a loop's rounds, and its drafter's catching up, as captured graphs over a padded batch.
 
-Not here: what is in them (loop.py), which shapes are worth a graph (ladder.py), CUDA itself (graphs.py).
+Not here: what is in them (step.py), which shapes are worth a graph (graph_policy.py), CUDA itself (graphs.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from .batch import Batch
-from .clock import Clock
-from .graphs import Graphs, Running, bucket
-from .ladder import Fit, Kind, Ladder, Shape, Step
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graph_policy import Fit, Kind, Ladder, Shape, Step
+from bass_cli.engine.graphs import Graphs, Running, bucket
 
 
 class Captured:

@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 import bass_kernels as ops
-
-from .batch import Batch
+from bass_cli.engine.batch import Batch
 
 InTime = Callable[[int], bool]
 

@@ -1,6 +1,6 @@
 """Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply called.
 
-Not here: what is in a round (loop.py), which keys there are and when one is captured (ladder.py), CUDA itself (capture.py).
+Not here: what is in a round (step.py), which keys there are and when one is captured (graph_policy.py), CUDA itself (model/capture.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_cli.capture import capture
+from bass_cli.model.capture import capture
 from bass_kernels import has_triton
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

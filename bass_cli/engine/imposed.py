@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .batch import Batch, noise_key
+from bass_cli.engine.batch import Batch, noise_key
 
 
 class Imposed:

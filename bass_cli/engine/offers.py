@@ -1,15 +1,15 @@
 """Drafts that come from the host: asked for before a round, cut to the length that pays, kept where graphs find them.
 
-Not here: who drafts (draft/), what is done with them (loop.py).
+Not here: who drafts (draft/), what is done with them (step.py).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .batch import Batch
-from .contracts import Drafter, Learns, Lengths, Outlook, Proposal, Trims
-from .graphs import LONGEST
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Learns, Lengths, Outlook, Proposal, Trims
+from bass_cli.engine.graphs import LONGEST
 
 
 class Asked(NamedTuple):

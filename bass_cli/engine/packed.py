@@ -1,6 +1,6 @@
 """What the host needs to know of a round, as one table that is copied at once: packed on the device, taken in by the Rows.
 
-Not here: the round itself (loop.py).
+Not here: the round itself (step.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from .batch import Row
-from .contracts import Verdict
+from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import Verdict
 
 
 def pack(verdict: Verdict) -> Tensor:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .batch import Batch
-from .contracts import Drafter, Lengths, Proposal, StopsDrafts, StopsShort
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Lengths, Proposal, StopsDrafts, StopsShort
 
 _BINS = 12  # of confidence, each as wide as the others
 _STRENGTH = 6.0  # trials that a bin's own middle counts as, before any

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from bass_cli.errors import UserError, nearest
 from bass_cli.eval.tasks import Problem
-from bass_cli.job import UserError, nearest
-from bass_cli.prompts import open_source
-from bass_cli.reading import text, whole
-from bass_cli.records import READERS, hub_records
+from bass_cli.io.prompts import open_source
+from bass_cli.io.readers import READERS, hub_records
+from bass_cli.io.reading import text, whole
 
 Fields = Mapping[str, Callable[[Any], Any]]  # by name, what raises ValueError at a value of another type
 

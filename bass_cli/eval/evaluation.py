@@ -1,6 +1,6 @@
 """One evaluation: a task's prompts through the engine to a file that can be resumed, then the file to its report.
 
-Not here: what a task is (tasks.py), drawing samples (run.py, generation.py), scoring (scoring.py), sweeps (sweep.py).
+Not here: what a task is (tasks.py), drawing samples (scheduler.py, generation.py), scoring (scoring.py), sweeps (sweep.py).
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bass_cli.args import EvaluateArgs, job_args
+from bass_cli.config.args import EvaluateArgs, job_args
+from bass_cli.config.job import Job, parse_duration
+from bass_cli.errors import UserError
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
-from bass_cli.generation import check_name, describe, files_read, files_written, read_job, tell, write_samples
-from bass_cli.job import Job, UserError, parse_duration
-from bass_cli.outputs import Completion, Named, is_stream, open_output, refuse_shared_files
-from bass_cli.prompts import Prompt
-from bass_cli.screen import Screen
-from bass_cli.threads import settle
+from bass_cli.generation import (
+    check_name,
+    describe,
+    files_read,
+    files_written,
+    read_job,
+    tell,
+    write_samples,
+)
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import Completion, Named, is_stream, open_output, refuse_shared_files
+from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
-    from bass_cli.engine.loop import Loop
+    from bass_cli.engine.step import Loop
     from bass_cli.plan import Plan
 
 

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bass_cli.job import UserError
-from bass_cli.reading import text
-
-from .data import Fields, read_problems
-from .tasks import Answer, Defaults, Problem, code_in
+from bass_cli.errors import UserError
+from bass_cli.eval.data import Fields, read_problems
+from bass_cli.eval.tasks import Answer, Defaults, Problem, code_in
+from bass_cli.io.reading import text
 
 _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bass_cli.job import UserError
-from bass_cli.reading import text, texts
-
-from .data import Fields, identity, read_problems
-from .tasks import Answer, Defaults, Problem, code_in
+from bass_cli.errors import UserError
+from bass_cli.eval.data import Fields, identity, read_problems
+from bass_cli.eval.tasks import Answer, Defaults, Problem, code_in
+from bass_cli.io.reading import text, texts
 
 _DATA = "hf:google-research-datasets/mbpp:full:test"
 _FIELDS: Fields = {"task_id": identity, "test_list": texts}

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
-from bass_cli.job import UserError
-from bass_cli.reading import finite, open_regular, parse_json, whole
-from bass_cli.resume import read_manifest
+from bass_cli.errors import UserError
+from bass_cli.io.reading import finite, open_regular, parse_json, whole
+from bass_cli.io.resume import read_manifest
 
 UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")

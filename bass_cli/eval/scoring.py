@@ -14,21 +14,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bass_cli.args import EvaluateArgs, ScoreArgs
+from bass_cli.config.args import EvaluateArgs, ScoreArgs
+from bass_cli.errors import UserError
 from bass_cli.eval import report, table
 from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, judge, verdicts_path
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
-from bass_cli.job import UserError
-from bass_cli.outputs import check_format
-from bass_cli.places import check_place, descriptor_of, refuse_foreign
-from bass_cli.reading import shown
-from bass_cli.resume import write_json
-from bass_cli.screen import Screen
+from bass_cli.io.console import Screen
+from bass_cli.io.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.io.reading import shown
+from bass_cli.io.results import check_format
+from bass_cli.io.resume import write_json
 
 if TYPE_CHECKING:
-    from bass_cli.eval.sandbox import Limits
     from bass_cli.eval.tasks import Task
+    from bass_cli.sandbox.programs import Limits
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
@@ -157,7 +157,7 @@ def _judge(
     screen: Screen, rejudge: bool, allow_weak: bool, verdicts: str,
 ) -> dict[Key, Ruling]:
     """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
-    from bass_cli.eval.sandbox import Limits
+    from bass_cli.sandbox.programs import Limits
 
     limits = Limits()
     if timeout is not None:  # processor time has a limit of its own, which must not undo a longer wall clock
@@ -177,7 +177,7 @@ def _judge(
 
 def check_sandbox(*, allow_weak: bool) -> None:
     """MachineError where programs cannot be run, or only in a weak sandbox and that is not allowed."""
-    from bass_cli.eval.sandbox import Sandbox
+    from bass_cli.sandbox.programs import Sandbox
 
     with Sandbox(workers=1) as sandbox:
         if not allow_weak:
@@ -185,7 +185,7 @@ def check_sandbox(*, allow_weak: bool) -> None:
 
 
 def _open_sandbox(stack: ExitStack, workers: int | None, limits: Limits, screen: Screen, allow_weak: bool) -> Executor:
-    from bass_cli.eval.sandbox import Sandbox
+    from bass_cli.sandbox.programs import Sandbox
 
     sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
     if not allow_weak:

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bass_cli.job import UserError
-from bass_cli.reading import text
-
-from .data import Fields, identity, read_problems
-from .tasks import Answer, Defaults, Problem
+from bass_cli.errors import UserError
+from bass_cli.eval.data import Fields, identity, read_problems
+from bass_cli.eval.tasks import Answer, Defaults, Problem
+from bass_cli.io.reading import text
 
 _DATA = "hf:EdinburghNLP/xsum:test"
 _FIELDS: Fields = {"document": text, "summary": text, "id": identity}

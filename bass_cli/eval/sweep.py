@@ -11,20 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bass_cli import charts
-from bass_cli.args import EvaluateArgs
+from bass_cli.config.args import EvaluateArgs
+from bass_cli.config.job import parse_duration
+from bass_cli.errors import UserError
 from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation
 from bass_cli.eval.judging import verdicts_path
 from bass_cli.eval.scoring import check_report
-from bass_cli.job import UserError, parse_duration
-from bass_cli.resume import write_json
-from bass_cli.screen import Screen
-from bass_cli.threads import settle
+from bass_cli.io import charts
+from bass_cli.io.console import Screen
+from bass_cli.io.resume import write_json
+from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
-    from bass_cli.assembly import Models
-    from bass_cli.engine.loop import Loop
+    from bass_cli.build import Models
+    from bass_cli.engine.step import Loop
     from bass_cli.plan import Plan
 
 METHODS = ("plain", "single", "batched")
@@ -94,7 +95,7 @@ def _file(out: str, method: str, budget: float) -> str:
 def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them, but for rounding: the
     seed fixes them."""
-    from bass_cli.assembly import load_models
+    from bass_cli.build import load_models
 
     @functools.cache  # not before something is missing in a file
     def models() -> Models:
@@ -117,7 +118,7 @@ def _generate(evaluation: Evaluation, plan: Plan, budgets: list[float], screen: 
 
 def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method: str) -> Loop:
     """A loop for all budgets of a method, as fast from the first prompt on as later."""
-    from bass_cli.assembly import WARMING, build, warm_up
+    from bass_cli.build import WARMING, build, warm_up
 
     loop = build(plan, models())
     screen.phase(f"{method}: {WARMING[plan.device.type]}")
@@ -127,7 +128,7 @@ def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method:
 
 def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
     """The loop, with a controller that has seen nothing of other budgets. MachineError where memory runs out."""
-    from bass_cli.assembly import lengths_for
+    from bass_cli.build import lengths_for
 
     with plan.need.explained():
         found = loop()

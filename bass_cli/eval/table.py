@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bass_cli.eval.report import BY_ORDER
-from bass_cli.screen import Screen
+from bass_cli.io.console import Screen
 
 SHOWN = 20  # problems; with more of them the lines would push the figures off the screen
 

@@ -1,6 +1,6 @@
 """What an evaluation consists of: problems, how they become prompts, and what scoring makes of an answer.
 
-Not here: the tasks themselves (humaneval.py, mbpp.py, summaries.py), generating (command.py), scoring (scoring.py).
+Not here: the tasks themselves (humaneval.py, mbpp.py, summaries.py), generating (cli/evaluate.py), scoring (scoring.py).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
-from bass_cli.job import UserError, nearest
+from bass_cli.errors import UserError, nearest
 
 TASKS = ("humaneval", "mbpp", "xsum")
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
@@ -65,15 +65,15 @@ def load_task(name: str, data: str | None = None) -> Task:
     """The task of that name, with its problems read from `data` (a file, or hf:NAME[:CONFIG][:SPLIT]) or from where they
     are by default. UserError for an unknown name and for faults of the data."""
     if name == "humaneval":
-        from .humaneval import HumanEval
+        from bass_cli.eval.humaneval import HumanEval
 
         return HumanEval(data)
     if name == "mbpp":
-        from .mbpp import Mbpp
+        from bass_cli.eval.mbpp import Mbpp
 
         return Mbpp(data)
     if name == "xsum":
-        from .summaries import Summaries
+        from bass_cli.eval.summaries import Summaries
 
         return Summaries(data)
     raise UserError(f'there is no task "{name}"; {nearest(name, TASKS)}')

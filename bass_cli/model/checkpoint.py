@@ -1,6 +1,6 @@
 """Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be wrong is found here.
 
-Not here: finding it (sources.py), file formats (files.py), loading it (weights.py).
+Not here: finding it (sources.py), file formats (tensor_files.py), loading it (weights.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bass_cli.job import UserError
-from bass_cli.reading import parse_object, read_bytes, shown
-
-from . import families, gguf_families
-from .decoder import Spec, parameters
-from .families import FAMILIES, Family, Slot
-from .files import DTYPES, QUANTISED, Entry, parts, read_gguf, read_safetensors, read_torch
-from .gguf_families import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
-from .specs import spec_of_config
+from bass_cli.errors import UserError
+from bass_cli.io.reading import parse_object, read_bytes, shown
+from bass_cli.model import families, gguf_config
+from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.families import FAMILIES, Family, Slot
+from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
+from bass_cli.model.hf_config import spec_of_config
+from bass_cli.model.tensor_files import (
+    DTYPES,
+    QUANTISED,
+    Entry,
+    parts,
+    read_gguf,
+    read_safetensors,
+    read_torch,
+)
 
 _CONFIG_BYTES = 1 << 24  # the most that a config may have; the largest index of shards has a few megabytes
 _FACTORS = 1 << 16  # more rotary factors than any head has dimensions
@@ -83,7 +90,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
-    pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_families.IGNORED)
+    pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_config.IGNORED)
     eos = [id_ for kind in ("eos", "eot") for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)]
     return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces)
 

@@ -1,4 +1,4 @@
-"""What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what ends a row (run.py)."""
+"""What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what ends a row (scheduler.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .tokenizer import Tokenizer
+from bass_cli.model.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
 _CUT = "\ufffd"  # what stands in a text for bytes that are no character

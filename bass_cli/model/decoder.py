@@ -1,7 +1,7 @@
 """Spec and the one decoder for all families: a Spec says how the blocks differ, the weights say the rest.
 
 Not here: how a checkpoint names its tensors (families.py), how they get here (weights.py), where keys and values
-live (cache.py). Rotary embedding is always the half-split kind; interleaved checkpoints are reordered at load.
+live (kv_cache.py). Rotary embedding is always the half-split kind; interleaved checkpoints are reordered at load.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import bass_kernels as ops
-
-from . import narrow
-from .cache import Pass
+from bass_cli.model import fused_decode
+from bass_cli.model.kv_cache import Pass
 
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm"}
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
@@ -161,8 +160,8 @@ class Decoder:
 
     def _normed(self, tokens: Tensor, step: Pass, last: int | None) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
-        if self._frequencies[0] is not None and narrow.serves(self.spec, tokens, self._weights["embed.weight"], step):
-            normed = narrow.run(self.spec, self._weights, self.layers, self._frequencies[0], tokens, step)
+        if self._frequencies[0] is not None and fused_decode.serves(self.spec, tokens, self._weights["embed.weight"], step):
+            normed = fused_decode.run(self.spec, self._weights, self.layers, self._frequencies[0], tokens, step)
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
         residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
         if self.spec.rope is None:

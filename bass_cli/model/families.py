@@ -1,7 +1,7 @@
 """The known families as data: which keys of config.json say what, and which checkpoint tensor is which decoder tensor.
 
 `slots` gives the map of names, with the name of a transform for each (weights.py performs them). Not here: reading a
-config (specs.py), the names in GGUF files (gguf_families.py). No tensor is touched.
+config (hf_config.py), the names in GGUF files (gguf_config.py). No tensor is touched.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .decoder import Spec, parameters
+from bass_cli.model.decoder import Spec, parameters
 
 # Buffers that some checkpoints carry along; they hold no weights.
 IGNORED = (r"rotary_emb\.inv_freq$", r"attn\.(masked_)?bias$", r"attn\.(causal_mask|embed_positions)$")

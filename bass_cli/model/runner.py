@@ -1,6 +1,6 @@
 """A decoder with its cache: prompts are filled in once, then rows take ragged passes.
 
-Not here: what is fed and why (draft/, engine/loop.py).
+Not here: what is fed and why (draft/, engine/step.py).
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bass_cli.capture import Recorder, recorder
-
-from .cache import KVCache, Span
-from .decoder import Decoder
-from .prompts import SIZES, PromptGraphs, padded
+from bass_cli.model.capture import Recorder, recorder
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.kv_cache import KVCache, Span
+from bass_cli.model.prefill import SIZES, PromptGraphs, padded
 
 _CHUNK = SIZES[-1]  # prompt tokens a pass
 _TIMED_CHUNK = {"cpu": 64, "cuda": 512}  # the same where a deadline may stop it in between: about what a round takes

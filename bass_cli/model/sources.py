@@ -11,9 +11,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from bass_cli.drafts import parse_draft
-from bass_cli.hub import refusal
-from bass_cli.job import Pair, UserError
+from bass_cli.config.draft_spec import parse_draft
+from bass_cli.config.job import Pair
+from bass_cli.errors import UserError
+from bass_cli.io.hub import refusal
 
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]

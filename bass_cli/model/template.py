@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from bass_cli.job import UserError
+from bass_cli.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
 SECONDS = 10.0  # of CPU time, so that a busy machine refuses nothing; a long conversation takes some milliseconds

@@ -18,13 +18,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bass_cli.host import cache_folder
-from bass_cli.job import UserError
-from bass_cli.reading import open_regular, parse_json, read_bytes
-
-from .files import read_gguf
-from .template import Template
-from .text_length import Spelling, spelling_of
+from bass_cli.errors import UserError
+from bass_cli.io.reading import open_regular, parse_json, read_bytes
+from bass_cli.model.template import Template
+from bass_cli.model.tensor_files import read_gguf
+from bass_cli.model.text_length import Spelling, spelling_of
+from bass_cli.system.host import cache_folder
 
 _CONVERSION = 2  # raise it when what we do to a converted tokenizer changes
 _HEAD = 1 << 24  # bytes of a GGUF file that tell it apart: the vocabulary is at the front

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from .checkpoint import Checkpoint, Piece, open_checkpoint
-from .decoder import Spec, parameters, stored_dtype
-from .families import CODEGEN_BLOCKS
-from .files import DTYPES, parts, read_into
-from .sources import locate
+from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint
+from bass_cli.model.decoder import Spec, parameters, stored_dtype
+from bass_cli.model.families import CODEGEN_BLOCKS
+from bass_cli.model.sources import locate
+from bass_cli.model.tensor_files import DTYPES, parts, read_into
 
 __all__ = ["Checkpoint", "load", "locate", "open_checkpoint"]
 

@@ -1,8 +1,8 @@
 """Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA, within a time limit.
 
 The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
-time does not suffice for is filled in from what is near. Not here: where the surface is kept (engine/store.py), what is
-shown (command.py), the filling in (filling.py).
+time does not suffice for is filled in from what is near. Not here: where the surface is kept (lengths/store.py), what is
+shown (cli/profile.py), the filling in (filling.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bass_cli.draft import NoDrafter
+from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal, Round
+from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.lengths import Fixed
-from bass_cli.engine.loop import Loop
-from bass_cli.engine.surface import Surface, make_surface
-
-from .filling import Point, drafting, filled
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.round_cost import Surface, make_surface
+from bass_cli.profiling.filling import Point, drafting, filled
 
 LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)

@@ -1,0 +1,118 @@
+"""Builds a loop for a plan: models, batch, drafter, controller; and makes it ready before a clock starts.
+
+Not here: what is checked before weights are loaded (plan.py), prompts and samples (scheduler.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import CapturesPrompts, Lengths
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.kv_cache import ARENA
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load
+from bass_cli.plan import Plan, longest_draft
+
+WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
+_READING = {"cpu": "reading the first prompts", "cuda": "compiling kernels, reading the first prompts"}
+_WARM_KEY = "\0"  # no prompt has such an id
+_WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}  # tokens: kernels are compiled for several kinds of lengths
+_WARM_ROUNDS = 3
+_CAPTURED = 16  # the longest draft length that is captured beforehand where the controller is free
+
+
+class Models(NamedTuple):
+    """What a plan's weights became; `drafting` is None where no model drafts."""
+
+    target: Decoder
+    drafting: Decoder | None
+
+
+def load_models(plan: Plan) -> Models:
+    """Load the weights of target and draft."""
+    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
+    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
+    drafting = None
+    if plan.draft is not None:
+        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
+        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
+    elif plan.skipped:
+        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
+    return Models(target, drafting)
+
+
+def build(plan: Plan, models: Models | None = None) -> Loop:
+    """A loop with an empty batch for the plan's job, with these models or with those of the plan, loaded now."""
+    job, speculation = plan.job, plan.job.speculation
+    models = models or load_models(plan)
+    drafting = models.drafting if job.pair.draft != "none" else None
+    target = models.target
+    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
+    drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
+                            temperature=speculation.draft_temperature)
+    return Loop(batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
+                target=Runner(target, rows=plan.rows, span=plan.span, lag=1), drafter=drafter,
+                lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
+
+
+def ready_loop(plan: Plan, loop: Loop | None, on_phase: Callable[[str], None]) -> Loop:
+    """The loop that is given, or a new one, warmed up where there is a budget; `on_phase` is told what is being done."""
+    if loop is None:
+        on_phase("loading the weights")
+        loop = build(plan)
+        if plan.job.budget is not None:
+            on_phase(WARMING[plan.device.type])
+            warm_up(loop, plan)
+    on_phase(_READING[plan.device.type])  # until the first round is over
+    return loop
+
+
+def lengths_for(plan: Plan) -> Lengths:
+    """A new controller for the plan's job, which begins from what is known of the pair's costs."""
+    speculation = plan.job.speculation
+    return make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling, surface=plan.surface)
+
+
+def warm_up(loop: Loop, plan: Plan) -> None:
+    """Have everything compiled, captured and timed once that rounds with a deadline need, so that the first prompts are as
+    fast as later ones. The loop is left empty, and its controller knows nothing of it."""
+    job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
+    fixed = isinstance(job.speculation.length, int)
+    longest = min(longest_draft(job), loop.drafter.longest)
+    longer = longest if loop.exact else min(longest, _CAPTURED)  # a free controller can do with less
+    decoded = (0, min(longest, _CAPTURED))
+    for tokens in _WARM_PROMPTS[plan.device.type]:
+        _decode(loop, plan, tokens, widths=decoded)
+    for model in (loop.target, loop.drafter):
+        if isinstance(model, CapturesPrompts):
+            model.prepare_prompts()
+    loop.use(controller)
+    loop.prepare({rows, min(job.n, rows)}, (0, longer) if fixed else range(longer + 1), each=fixed and loop.exact)
+    loop.clock.forget()  # it has seen compiling
+    _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=decoded)
+    loop.use(controller)
+
+
+def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
+    """A few rounds of the samples of a meaningless prompt; then the rows are ended."""
+    limit = min(plan.job.sampling.max_new_tokens, plan.target.spec.context - 1)
+    prompt, far = [0] * max(1, min(tokens, plan.target.spec.context - limit)), loop.clock.now() + 1e6
+    loop.open(_WARM_KEY, prompt, deadline=far)
+    samples = range(min(plan.job.n, loop.batch.capacity))
+    loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))
+    loop.close(_WARM_KEY)
+    for width in widths:
+        loop.use(Fixed(width))
+        for _ in range(_WARM_ROUNDS):
+            if min(loop.batch.rooms()) > 0:
+                loop.round(far)
+    while len(loop.batch):
+        loop.retire(0)

@@ -1,0 +1,174 @@
+"""The command line: flags to a Job, user errors to exit codes. Every heavy import happens inside a command.
+
+0 done, 1 some prompts failed or stayed unfinished, 2 wrong input or configuration, 3 the machine lacks something,
+130 interrupted. Standard output carries results only.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from bass_cli import __version__
+from bass_cli.cli.evaluate import evaluate
+from bass_cli.cli.exit_codes import exit_codes
+from bass_cli.cli.help import EPILOG, Command, Group
+from bass_cli.cli.options import takes
+from bass_cli.cli.profile import profile
+from bass_cli.cli.score import score
+from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
+from bass_cli.io.console import Screen
+
+app = typer.Typer(
+    cls=Group, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True, epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+
+# What writing to a stream fails with; errors of files have their name, and those of results become a MachineError.
+_FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
+
+
+def main() -> None:
+    """Run the command line. What standard output's encoding has no character for is written as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    code: object = 0
+    try:
+        try:
+            app()
+        except SystemExit as end:
+            code = end.code
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _FULL_OR_CLOSED or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still held goes nowhere, and is not tried again
+        if not code:  # else something was said already
+            print(f"bass: error: standard output: cannot write: {error.strerror}", file=sys.stderr)
+            code = 3
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"bass {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _bass(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Draw many samples per prompt from a language model, fast, and exactly from the model's own distribution.
+
+    \b
+    Examples:
+      bass generate prompts.txt --n 8 --out samples.jsonl
+      bass generate --help
+    """
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(GenerateArgs)
+def generate(args: GenerateArgs) -> None:
+    """Draw n samples for every prompt and write them as JSON lines.
+
+    \b
+    Examples:
+      bass generate prompts.jsonl --n 8 --out samples.jsonl
+      bass generate prompts.txt --model Qwen/Qwen2.5-0.5B-Instruct --budget 2s
+
+    Given again after an interruption, the same command goes on with its file.
+    """
+    screen = Screen(args.quiet)
+    goes_on = "" if args.out in (None, "-") else "; the same command goes on from here"
+    with exit_codes(screen, f"interrupted{goes_on}"):
+        from bass_cli.generation import generate_samples
+
+        if not generate_samples(args, screen):
+            raise typer.Exit(1)
+
+
+app.command(cls=Command, epilog=EPILOG)(profile)
+
+
+@app.command(cls=Command, epilog=EPILOG)
+@takes(BenchArgs)
+def bench(args: BenchArgs) -> None:
+    """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights of a real model's shape.
+
+    \b
+    Examples:
+      bass bench --pair smollm2 --batch-sizes 1,2
+      bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
+    """
+    screen = Screen(args.quiet)
+    with exit_codes(screen, "interrupted"):
+        from bass_cli.cli.bench import run
+
+        if not run(args, screen):
+            raise typer.Exit(1)
+
+
+app.command("eval", cls=Command, epilog=EPILOG)(evaluate)
+app.command(cls=Command, epilog=EPILOG)(score)
+
+
+@app.command(cls=Command)
+@takes(PairsArgs)
+def pairs(args: PairsArgs) -> None:
+    """Show which pairs come with bass, or those that are named, and which can run here.
+
+    \b
+    Examples:
+      bass pairs | grep ready
+      bass pairs mine.yaml
+    """
+    screen = Screen(document=args.json_table)
+    with exit_codes(screen, "interrupted"):
+        from bass_cli.cli.doctor import describe_pairs
+
+        rows = describe_pairs(args.names or ())
+        if args.json_table:
+            print(json.dumps(rows, indent=2))
+            return
+        columns = ("pair", "target", "draft", "weights", "here")
+        screen.table(columns, [[row["name"], row["target"], row["draft"], row["weights"], row["here"]] for row in rows])
+
+
+@app.command(cls=Command)
+@takes(DoctorArgs)
+def doctor(args: DoctorArgs) -> None:
+    """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which pairs fit.
+
+    \b
+    Examples:
+      bass doctor
+      bass doctor --model Qwen/Qwen2.5-0.5B-Instruct
+    """
+    screen = Screen(document=args.json_table)
+    with exit_codes(screen, "interrupted"):
+        from bass_cli.cli.doctor import describe_machine
+
+        facts = describe_machine(args)
+        if args.json_table:
+            print(json.dumps(facts, indent=2))
+            return
+        shown = [
+            [key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)]
+            for key, value in facts.items()
+            if not key.endswith(("_bytes", "_ready"))
+        ]
+        screen.table(("what", "here"), shown)
+
+
+if __name__ == "__main__":
+    main()

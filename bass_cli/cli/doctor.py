@@ -1,0 +1,271 @@
+"""What this machine offers and which pairs can run on it, by file look-ups and rough byte counts.
+
+Nothing is downloaded and no weights are read; whether a checkpoint is sound is found out by plan.py, for one pair only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bass_cli import __version__
+from bass_cli.config.args import DoctorArgs, JobArgs
+from bass_cli.config.draft_spec import parse_draft
+from bass_cli.config.job import Pair, chosen_pair, load_pair, make_job, packaged_pairs
+from bass_cli.errors import MachineError, UserError
+from bass_cli.system.host import (
+    cache_folder,
+    free_memory,
+    gigabytes,
+    give_kernels_a_cache,
+    host_memory,
+    is_writable,
+    temporary_folder,
+)
+from bass_cli.system.threads import settle
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_PATIENCE = 3.0  # seconds that the hub has for an answer
+OVERHEAD = 1.2  # keys, values and work space beside the weights
+
+
+def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """These pairs (names or files), or every packaged one: its models, the bytes of its weights (None: unknown), whether it
+    runs here, and why not."""
+    memory = available_memory()
+    return [_describe_pair(load_pair(name), memory) for name in names or packaged_pairs()]
+
+
+def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
+    draft = _draft_files(pair)
+    models = {"target": pair.target} | ({"draft": draft} if draft else {})
+    missing: dict[str, str] = {}
+    for role, name in models.items():
+        if (place := place_of(name, pair.folder)) != "here":
+            missing[place] = f"{missing[place]} and {role}" if place in missing else role
+    size = weight_bytes(pair, memory["device"])
+    fits = None if size is None else size * OVERHEAD <= memory["bytes"]
+    reasons = [] if fits is not False else [f"needs more memory than the {gigabytes(memory['bytes'])} here"]
+    reasons += [f"{roles}: {place}" for place, roles in missing.items()]
+    return {
+        "name": pair.name,
+        "target": pair.target,
+        "draft": pair.draft,
+        "weight_bytes": size,
+        "weights": "unknown" if size is None else f"about {gigabytes(size)}",
+        "fits": fits,
+        "ready": not reasons,
+        "here": "; ".join(reasons) or "ready",
+    }
+
+
+def _draft_files(pair: Pair) -> str | None:
+    """The model that the draft needs beside the target, if any."""
+    model = parse_draft(pair.draft).model
+    return None if model is None or model.startswith("skip:") else model
+
+
+def place_of(model: str, folder: Path | None = None) -> str:
+    """Whether the files of a model are "here", or in a few words what is to be done about them. `folder`: where the pair's
+    file lies."""
+    if model.startswith("package:"):
+        module, _, file = model.removeprefix("package:").partition("/")
+        found = importlib.util.find_spec(module) if module.isidentifier() else None
+        if found is None:
+            return f"package {module} is not installed"
+        here = any(os.path.isfile(Path(folder) / file) for folder in found.submodule_search_locations or [])
+        return "here" if here else f"package {module} has no {file}"
+    path = Path(os.path.expanduser(model))
+    if os.path.exists(path) or (folder is not None and os.path.exists(folder / path)):
+        return "here"
+    if model.endswith(".gguf") or model.count("/") != 1 or model.startswith((".", "/")):
+        return "no such file or folder"
+    try:
+        return "here" if _is_cached(model) else "to be downloaded"
+    except ValueError:  # no name that the hub could have
+        return "no such file or folder"
+
+
+def _is_cached(model: str) -> bool:
+    import huggingface_hub
+
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(huggingface_hub.try_to_load_from_cache(model, name), str) for name in names)
+
+
+def weight_bytes(pair: Pair, device: str) -> int | None:
+    """Roughly what the weights of a pair take in memory, from the number of parameters in the names of its models."""
+    width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
+    counts = [parameters_in(name) for name in (pair.target, _draft_files(pair)) if name is not None]
+    known = [count for count in counts if count is not None]
+    return sum(known) * width if len(known) == len(counts) else None
+
+
+def parameters_in(name: str) -> int | None:
+    """The number of parameters that a model's name tells: 7B, 0.5b, 350M; None if it tells none."""
+    found = re.findall(r"(?<![\w.])(\d{1,9}(?:\.\d{1,9})?)([bBmM])(?![a-zA-Z0-9])", name)
+    return int(float(found[-1][0]) * (1e9 if found[-1][1] in "bB" else 1e6)) if found else None
+
+
+def available_memory() -> dict[str, Any]:
+    """The device that --device auto takes and the bytes of memory it has in all."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {"device": "cuda", "bytes": torch.cuda.get_device_properties(0).total_memory}
+    return {"device": "cpu", "bytes": host_memory().total}
+
+
+def describe_machine(args: DoctorArgs) -> dict[str, Any]:
+    """What `bass doctor` shows, ready for JSON."""
+    chosen = _chosen(args)
+    settled = settle(args.threads, lambda note: None)
+    import torch
+
+    memory, pairs = available_memory(), describe_pairs()
+    cuda = memory["device"] == "cuda"
+    return {
+        "bass": __version__,
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "python": platform.python_version(),
+        **{package: _version(package) for package in PACKAGES},
+        "device": memory["device"],
+        "device_name": torch.cuda.get_device_name(0) if cuda else _processor(),
+        "memory": gigabytes(memory["bytes"]),
+        "memory_bytes": memory["bytes"],
+        **_free(torch.device(memory["device"])),
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": settled.number,
+        "threads_why": settled.why,
+        "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
+        **_caches(cuda),
+        "sandbox": _sandbox(),
+        "hub": _hub(),
+        "fits": [one["name"] for one in pairs if one["fits"]],
+        "ready": [one["name"] for one in pairs if one["ready"]],
+        **({} if chosen is None else _one_pair(chosen, memory)),
+    }
+
+
+def _processor() -> str:
+    """The processor's name, as far as the system tells it."""
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if named:
+            return named[1]
+    return platform.processor() or platform.machine()
+
+
+def _free(device: torch.device) -> dict[str, Any]:
+    """Memory that can still be taken on the device, and where that is a GPU, of the machine too."""
+    count = free_memory(device)
+    found: dict[str, Any] = {"free_memory": gigabytes(count), "free_memory_bytes": count}
+    if device.type == "cuda":
+        host = host_memory()
+        found["host_memory"] = f"{gigabytes(host.total)}, {gigabytes(host.free)} free"
+    return found
+
+
+def _caches(cuda: bool) -> dict[str, str]:
+    """The folders in which things are kept, whether that is possible there, and how much room they have."""
+    from huggingface_hub import constants
+
+    places = {"cache": cache_folder(), "models_cache": Path(constants.HF_HUB_CACHE), "temporary": temporary_folder()}
+    if cuda:
+        give_kernels_a_cache()
+        home = Path(os.environ.get("TRITON_HOME") or Path("~").expanduser()) / ".triton" / "cache"
+        places["kernels_cache"] = Path(os.environ.get("TRITON_CACHE_DIR") or home)
+    return {name: f"{place}, {_room(place)}" for name, place in places.items()}
+
+
+def _room(folder: Path) -> str:
+    """Whether files can be kept in a folder, and how many bytes of them."""
+    if not is_writable(folder):
+        return "not writable"
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return f"{gigabytes(shutil.disk_usage(there).free)} free"
+
+
+def _sandbox() -> str:
+    """The layers in which programs that a model wrote would run, and what they do not keep out."""
+    from bass_cli.sandbox.isolation import ACCEPT
+    from bass_cli.sandbox.programs import Sandbox
+
+    try:
+        with Sandbox(workers=1) as sandbox:
+            layers = ", ".join(sandbox.layers) or "only limits, in a process of its own"
+            weak = [f"weak, so running programs needs {ACCEPT}"] if sandbox.isolation.weaknesses() else []
+            return "; ".join((layers, *weak, *sandbox.isolation.warnings()))
+    except MachineError as error:
+        return str(error)
+
+
+def _hub() -> str:
+    """Whether models can be fetched."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return f"{constants.ENDPOINT} is not asked: HF_HUB_OFFLINE is set"
+    found = [f"cannot be reached (no answer within {_PATIENCE:g} s)"]
+
+    def ask() -> None:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
+            found.append("can be reached")
+        except Exception as error:  # depends on the client that the hub's package uses
+            found.append(f"cannot be reached ({(str(error).strip().splitlines() or [type(error).__name__])[0]})")
+
+    asking = threading.Thread(target=ask, daemon=True)  # looking up its name may take much longer than the client waits
+    asking.start()
+    asking.join(_PATIENCE)
+    return f"{constants.ENDPOINT} {found[-1]}"
+
+
+def _chosen(args: DoctorArgs) -> Pair | None:
+    if args.pair is None and args.model is None:
+        if args.draft is not None:
+            raise UserError("--draft: say with --pair or --model what it drafts for")
+        return None
+    return make_job(chosen_pair(args), JobArgs(draft=args.draft)).pair
+
+
+def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
+    """A pair, and, where all of it is here, how many rows there is memory for, by its checkpoints' headers."""
+    from bass_cli.plan import make_plan
+
+    found = _describe_pair(pair, memory)
+    here, ready = found["here"], found["ready"]
+    rows: dict[str, Any] = {}
+    if ready:
+        try:
+            plan = make_plan(make_job(pair, JobArgs()))
+        except UserError as error:
+            here, ready = str(error), False
+        else:
+            assert plan.footprint is not None
+            found["weights"] = gigabytes(plan.footprint.weights)
+            rows = {"pair_rows": f"up to {plan.most_rows} at once, of {plan.job.sampling.max_new_tokens} new tokens each"}
+    return {"pair": pair.name, "pair_target": pair.target, "pair_draft": pair.draft, "pair_weights": found["weights"],
+            **rows, "pair_here": here, "pair_ready": ready}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

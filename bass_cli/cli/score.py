@@ -1,0 +1,57 @@
+"""`bass score`: its options, checked, to scoring.py. Light to import, since the command line needs it for its help."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bass_cli.cli.exit_codes import exit_codes
+from bass_cli.cli.options import takes
+from bass_cli.config.args import ScoreArgs
+from bass_cli.io.console import Screen
+
+
+@takes(ScoreArgs)
+def score(args: ScoreArgs) -> None:
+    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE, and the times.
+
+    \b
+    Example:
+      bass score samples.jsonl --allow-code-execution > figures.txt
+    """
+    screen = Screen(args.quiet, document=args.json_document)
+    kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
+    with exit_codes(screen, kept):
+        document = run(args, screen)
+        if args.json_document:
+            print(json.dumps(document, allow_nan=False))
+
+
+def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
+    """Check the options and the file's lines, then the permission, then score; the report."""
+    from bass_cli.config.job import parse_duration
+    from bass_cli.errors import UserError
+    from bass_cli.eval import scoring
+    from bass_cli.eval.judging import verdicts_path
+    from bass_cli.eval.samples import guess_task, read_generations
+    from bass_cli.eval.tasks import load_task
+    from bass_cli.io.results import refuse_shared_files
+    from bass_cli.io.resume import manifest_path
+
+    ks = scoring.parse_ks(args.k or "1,10")
+    workers = scoring.parse_workers(args.workers)
+    timeout = None if args.timeout is None else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+    path = args.file
+    if args.overwrite and args.report is None:
+        raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; leave it out")
+    refuse_shared_files([("the verdicts", verdicts_path(path)), ("--report", args.report)],
+                        [("the generation file", path), ("its manifest", manifest_path(path)), ("the data", args.data)])
+    scoring.check_report(args.report, path, overwrite=args.overwrite)
+    screen.phase("reading the file and the task's data", live=False)
+    file = read_generations(path)
+    task = load_task(args.task or guess_task(file), args.data)
+    scoring.refuse_without_programs(task, args)
+    scoring.refuse(task, allow_execution=args.allow_code_execution)
+    return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=args.report,
+                         screen=screen, rejudge=args.rejudge, overwrite=args.overwrite,
+                         allow_weak=args.allow_weak_sandbox)

@@ -1,0 +1,59 @@
+"""What single values of a job may be: numbers with bounds, numbers or words, drafts. Each refusal says what would be valid.
+
+Not here: which values a job has, and its own rules across them (config/job.py).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from bass_cli.config.draft_spec import check_draft
+from bass_cli.io.reading import LARGEST, shown
+
+MOST_ROWS = 1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
+CONTROLLERS = ("auto", "bass", "table", "bass+table")
+
+
+def _refuse_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")
+    return value
+
+
+def _stops(value: Any) -> Any:
+    listed = (value,) if isinstance(value, str) else value
+    if isinstance(listed, (list, tuple)) and "" in listed:
+        raise ValueError("an empty stop string would stop every sample at once")
+    return listed
+
+
+def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any:
+    """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
+        value = int(value)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value in words or (whole and least <= value <= most):
+        return value
+    raise ValueError(f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to {most}")
+
+
+def _draft_length(value: Any) -> Any:
+    return _number_or(value, CONTROLLERS, 0, 64)
+
+
+def _batch_size(value: Any) -> Any:
+    return _number_or(value, ("auto",), 1, MOST_ROWS)
+
+
+Natural = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=0, le=LARGEST)]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST)]
+Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+Length = Annotated[str | int, BeforeValidator(_draft_length)]  # one of CONTROLLERS, or a number
+BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
+Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
+Name = Annotated[str, Field(min_length=1)]
+Draft = Annotated[Name, AfterValidator(check_draft)]
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]

@@ -1,0 +1,46 @@
+"""Who proposes tokens: the drafter for a pair's `draft` setting, and none. What a drafter is: engine/contracts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bass_cli.config.draft_spec import parse_draft
+from bass_cli.drafting.model_drafter import ModelDrafter
+from bass_cli.drafting.ngram import LookupDrafter
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, InTime, Proposal
+from bass_cli.model.runner import Runner
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    on_device, longest, version = True, 0, 0
+
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        return True
+
+    def close(self, key: str) -> None:
+        pass
+
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        pass
+
+    def detach(self, row: int) -> None:
+        pass
+
+    def move(self, source: int, target: int, length: int) -> None:
+        pass
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+
+
+def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:
+    """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds its model, if it has one: a draft
+    model, or the target with layers skipped."""
+    sources, model = parse_draft(draft)
+    if model is None:
+        return LookupDrafter(sources) if sources else NoDrafter()
+    assert runner is not None
+    return ModelDrafter(runner, coupling=coupling, temperature=temperature)

@@ -1,0 +1,117 @@
+"""A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
+
+The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks the last draft, and
+feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; `catch_up` feeds what
+more it missed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.drafting.sampling import propose_maximal, propose_scored, propose_shared
+from bass_cli.engine.batch import Batch, Laws
+from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.model.runner import Runner
+
+
+class ModelDrafter:
+    """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
+    theirs is 0."""
+
+    on_device, longest = True, sys.maxsize
+
+    def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
+        assert runner.lag == 2
+        self._runner, self._coupling, self._temperature = runner, coupling, temperature
+        self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
+
+    def prepare_prompts(self) -> None:
+        self._runner.prepare_prompts()
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
+
+    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+        return self._runner.open(key, tokens, in_time)
+
+    def close(self, key: str) -> None:
+        self._runner.close(key)
+
+    def attach(self, row: int, key: str, count: int = 1) -> None:
+        self._runner.attach(row, key, count)
+        assert row == len(self._fed)
+        self._fed += [self._runner.cache.base(row)] * count
+
+    def detach(self, row: int) -> None:
+        self._runner.detach(row)
+        if row == len(self._fed) - 1:
+            self._fed.pop()
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self._runner.move(source, target, length)
+        self._fed[target] = self._fed.pop()
+
+    def expect(self, batch: Batch, length: int) -> int:
+        ends = [len(row.tokens) for row in batch.hosts]
+        # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache lacks, drafting or not.
+        self._fed = [min(fed, end - 1) for fed, end in zip(self._fed, ends, strict=True)]
+        if length == 0:
+            return 0
+        missing = max(end - fed for end, fed in zip(ends, self._fed, strict=True)) - 2
+        self._fed = [end + length - 1 for end in ends]
+        return max(missing, 0)
+
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
+        tokens, positions = batch.last(count, self._runner.cache.bases(batch.rows), behind=behind)
+        self._runner.feed(tokens, positions, batch.ends(-2))
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return self._propose(batch, length, None)
+
+    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
+        """contracts.StopsShort; shared coupling only."""
+        assert self._coupling == "shared"
+        return self._propose(batch, length, goes_on)
+
+    def _propose(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        places = lengths + torch.arange(length, device=batch.device)[:, None]  # by step, so that each is contiguous
+        tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
+        chosen: list[Tensor] = []
+        drawn_from: list[ops.Law] = []
+        for step in range(length):
+            logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
+            if goes_on is None:
+                token, law = self._choose(logits, laws, places[step], lengths)
+                chosen.append(token)
+                if law is not None:
+                    drawn_from.append(law)
+            else:
+                token, scores = propose_scored(logits, laws, places[step])
+                chosen.append(token)
+                if not goes_on(scores.exp()):
+                    break
+            tokens, positions = chosen[-1][:, None], places[step][:, None]
+        if len(chosen) < length:  # `expect` took all of them for fed
+            self._fed = [fed - (length - len(chosen)) for fed in self._fed]
+        return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
+
+    def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:
+        if self._coupling == "shared":
+            return propose_shared(logits, laws, places), None
+        return propose_maximal(logits, laws, places, lengths)
+
+
+def _stacked(laws: list[ops.Law]) -> ops.Law:
+    """The laws [B, V] of a round's steps as one, [B, k, V]."""
+    values, edges = zip(*laws, strict=True)
+    return ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))

@@ -1,0 +1,39 @@
+"""The PNG file of a chart, for bench and eval: whether it could be drawn and put there, and putting it there.
+
+Not here: what is on it (bench/plot.py, eval/chart.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.places import check_place, refuse_foreign
+from bass_cli.io.saving import write_file
+
+_SIGNATURE = b"tEXtSoftware\0bass"  # how a PNG file says what has drawn it, before the picture
+
+
+def check(file: str, *, overwrite: bool) -> None:
+    """UserError or MachineError now if `draw` could not work after the measurements, or would replace what is no chart of
+    bass."""
+    if Path(file).suffix.lower() != ".png":
+        raise UserError(f"--plot {file}: the file must end in .png")
+    check_place(f"--plot {file}", file)
+    if not overwrite:
+        refuse_foreign(f"--plot {file}", file, lambda content: _SIGNATURE in content[:1024], kind="a chart of bass")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
+
+
+def save(figure: Any, file: str) -> None:
+    """Replace the PNG by the figure in one step. MachineError where that cannot be."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=144, metadata={"Software": "bass"})
+    try:
+        write_file(file, picture.getvalue())
+    except OSError as error:
+        raise MachineError(f"--plot {file}: cannot write the chart: {error.strerror}") from None

@@ -1,0 +1,203 @@
+"""Everything a person sees while bass runs: progress, notes and errors on stderr, results for reading on stdout.
+
+How a changing line is shown is in io/progress.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TextIO
+
+from bass_cli.io.progress import INTERVAL, Display, Estimate, clock
+
+
+class Sample(Protocol):
+    """What the screen looks at in a completion."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def drafted(self) -> int: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def copy_of(self) -> int | None: ...
+
+
+class Screen:
+    """Progress, messages and results of one command. `quiet` leaves the errors and the results. `document`: stdout gets a
+    JSON document, so what is for reading goes to stderr. Counts the samples of this run."""
+
+    def __init__(self, quiet: bool = False, *, document: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+        self._quiet, self._document, self._now = quiet, document, now
+        self._display = None if quiet else Display(now=now)
+        self._reset(None)
+
+    def _reset(self, total: int | None) -> None:
+        self._total = total
+        self._began = self._now()
+        self._decoding: float | None = None  # when the first round began: speed leaves the loading out
+        self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
+        self._live_tokens = self._live_rows = self._live_accepted = 0
+        self._reasons: dict[str, int] = {}
+        self._estimate, self._live = Estimate(total), True
+
+    def phase(self, name: str, *, live: bool = True) -> None:
+        """What is done from now on, until something else is shown. `live`: false if others may write to the terminal."""
+        began = self._now()
+        if self._display is not None:
+            self._display.show(lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL)
+
+    def start(self, total: int | None, *, live: bool = True) -> None:
+        """Count anew, and show progress towards `total` samples (None: nobody knows how many) from now on."""
+        self._reset(total)
+        self._live = live
+        self._show_samples()
+
+    def round(self, width: int, accepted: int, rows: int, seconds: float) -> None:
+        """One round is over: `accepted` drafts kept over `rows` rows; each row also got one token of the target's."""
+        if self._decoding is None:
+            self._decoding = self._now() - seconds
+            self._estimate.update(0, self._decoding)
+            self._show_samples()
+        self._live_tokens += accepted + rows
+        self._live_rows += rows
+        self._live_accepted += accepted
+        self._tick()
+
+    def advance(self, completion: Sample) -> None:
+        """One sample is done; a copy of another took no work."""
+        self._samples += 1
+        self._tokens += completion.tokens if completion.copy_of is None else 0
+        self._rounds += completion.rounds
+        self._drafted += completion.drafted
+        self._accepted += completion.accepted
+        self._reasons[completion.finish_reason] = self._reasons.get(completion.finish_reason, 0) + 1
+        self._estimate.update(self._samples, self._now())
+        self._tick()
+
+    @contextlib.contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+        """Show progress of something other than samples; the function given takes what is done and what there is to do."""
+        began, counted, estimate = self._now(), (0, total), Estimate(total)
+
+        def line() -> str:
+            return f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
+
+        def step(done: int, whole: int) -> None:
+            nonlocal counted
+            counted = (done, whole)
+            estimate.update(done, self._now())
+            self._tick()
+
+        if self._display is not None:
+            self._display.show(line, share=lambda: counted[0] / max(counted[1], 1))
+        try:
+            yield step
+        finally:
+            self._stop()
+
+    def note(self, message: str) -> None:
+        """One line for the person, not in the way of the progress display."""
+        if self._display is not None:
+            self._display.message(message)
+
+    def error(self, message: str) -> None:
+        """What went wrong; shown even when quiet."""
+        self._stop()
+        print(f"bass: error: {message}", file=sys.stderr, flush=True)
+
+    def summary(self, output: str) -> dict[str, Any]:
+        """The figures of this run; rates are None where nothing was drafted."""
+        seconds = self._now() - self._began
+        decoding = 0.0 if self._decoding is None else self._now() - self._decoding  # loading alone is no decoding
+        return {
+            "output": output,
+            "samples": self._samples,
+            "tokens": self._tokens,
+            "seconds": round(seconds, 3),
+            "decoding_seconds": round(decoding, 3),
+            "tokens_per_second": round(self._tokens / decoding, 2) if self._tokens and decoding > 0 else None,
+            "accepted_per_round": round(self._accepted / self._rounds, 3) if self._rounds else None,
+            "acceptance_rate": round(self._accepted / self._drafted, 4) if self._drafted else None,
+            "finish_reasons": dict(sorted(self._reasons.items())),
+        }
+
+    def close(self, summary: dict[str, Any] | None = None) -> None:
+        """End the progress display; then the summary in two lines."""
+        self._stop()
+        if summary is None or self._quiet:
+            return
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items())
+        print(f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}", file=sys.stderr)
+        speed = f"{summary['tokens']} tokens in {summary['seconds']:.1f} s"
+        if summary["tokens_per_second"] is not None:
+            speed += f", {summary['tokens_per_second']:.1f} a second once the models were loaded"
+        if summary["acceptance_rate"] is not None:
+            speed += f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, {summary['acceptance_rate']:.0%}"
+        print(speed, file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """A line of what the command is for, on stdout."""
+        self._stop()
+        if not (self._document and self._quiet):
+            print(line, file=self._reader, flush=True)
+
+    @property
+    def _reader(self) -> TextIO:
+        return sys.stderr if self._document else sys.stdout
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table of what the command is for, on stdout: on a terminal cells that are too long are folded, elsewhere every
+        row is one line."""
+        if not self._reader.isatty():
+            lines = [columns, *rows]
+            widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+            for line in lines:
+                self.say("  ".join(map(str.ljust, line, widths)).rstrip())
+            return
+        self._stop()
+        if self._document and self._quiet:
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        Console(file=self._reader).print(table)
+
+    def _figures(self) -> str:
+        seconds = max(self._now() - (self._began if self._decoding is None else self._decoding), 1e-9)
+        figures = f"{max(self._live_tokens, self._tokens) / seconds:.0f} tokens/s"
+        return figures + (f", {self._live_accepted / self._live_rows:.2f} accepted a round" if self._live_rows else "")
+
+    def _sample_line(self) -> str:
+        known = f"/{self._total}" if self._total is not None else ""
+        return f"{self._samples}{known} samples, {self._figures()}, {self._times(self._began, self._estimate)}"
+
+    def _times(self, began: float, estimate: Estimate) -> str:
+        left = estimate.left(self._now())
+        rest = "" if left is None else f", about {clock(max(left, 1.0))} left"
+        return f"{clock(self._now() - began)} elapsed{rest}"
+
+    def _show_samples(self) -> None:
+        if self._display is not None:
+            share = (lambda: None) if not self._total else (lambda: self._samples / (self._total or 1))
+            self._display.show(self._sample_line, share=share, live=self._live)
+
+    def _tick(self) -> None:
+        if self._display is not None:
+            self._display.tick()
+
+    def _stop(self) -> None:
+        if self._display is not None:
+            self._display.hide()

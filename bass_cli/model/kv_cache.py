@@ -1,0 +1,241 @@
+"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and one span per row.
+
+A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a key goes and who may
+see it; nothing is erased when drafts are rejected. Not here: which tokens are fed (runner.py), attention (kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_cli.model.prefix_groups import TeamTable
+from bass_cli.system.host import free_memory
+from bass_kernels import Group, Segments
+
+ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
+_TEAMED = 1024  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
+
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A prompt's place in the store: `size` positions from `start` on, of which rows see the first `length`; the rows that
+    read it, and whether new rows may still come."""
+
+    start: int
+    length: int
+    size: int
+    rows: set[int] = field(default_factory=set)
+    open: bool = True
+
+
+class Pass(NamedTuple):
+    """One forward pass's view of a store: where its tokens stand and what they may see."""
+
+    positions: Tensor  # [B, W] int64
+    segments: Segments
+    store: KVCache
+    prefill: slice | None  # None: the first B rows; otherwise this part of the prompt store is the one row's own
+
+    def slots(self) -> Tensor:
+        """Where the keys and values of its tokens go in the rows' own spans, [B, W] int64."""
+        if self.prefill is not None:
+            return self.positions + self.segments.start[:, None]
+        return self.positions - self.segments.base[:, None]
+
+    def own(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows' own spans, [B, K, S, D] each."""
+        if self.prefill is None:
+            rows = self.positions.shape[0]
+            return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
+        return self.store.prompt_keys[layer][None, :, self.prefill], self.store.prompt_values[layer][None, :, self.prefill]
+
+    def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prompt store, [K, T, D] each."""
+        return self.store.prompt_keys[layer], self.store.prompt_values[layer]
+
+
+class KVCache:
+    """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they share.
+
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer, all of them
+    views of one block [layers, 2, rows, K, span, D], so that a row moves in one copy; `prompt_keys`, `prompt_values`:
+    [K, T, D] a layer, T growing; `version` changes when they move to another address, and when the first rows share a long
+    prompt (passes are launched otherwise then). A prompt span that no row reads and that is closed is free again. Rows that
+    are not live are at base 0.
+    """
+
+    def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
+                 device: torch.device):
+        def zeros(*shape: int) -> list[Tensor]:
+            return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
+
+        self._own = torch.zeros(layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device)
+        self.own_keys, self.own_values = list(self._own[:, 0]), list(self._own[:, 1])
+        arena = ARENA.get(device.type, 1024)
+        self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
+        self.span = span
+        self.version = 0
+        self._places = torch.zeros(2, rows, dtype=torch.int64, device=device)  # together, so that one operation sets both
+        self._base, self._start = self._places
+        self._of_row: list[Span | None] = [None] * rows
+        self._spans: list[Span] = []
+        self._groups: tuple[Group, ...] | None = None
+        self._teams = TeamTable(rows, device)
+        self._sharing = False
+
+    def reserve(self, length: int, size: int | None = None) -> Span:
+        """A free span for a prompt of `length` positions, growing the store if there is none; `size` positions, if given,
+        so that padded passes fit."""
+        size = max(length, size or 0)
+        start, at = 0, 0
+        for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
+            if taken.start - start >= size:
+                break
+            start = taken.start + taken.size
+        else:
+            at = len(self._spans)
+            self._grow(start + size)
+        span = Span(start, length, size)
+        self._spans.insert(at, span)
+        return span
+
+    def close(self, span: Span) -> None:
+        """No further row will be attached to this span."""
+        span.open = False
+        self._collect(span)
+
+    def attach(self, row: int, span: Span, count: int = 1) -> None:
+        """Rows `row` to `row` + `count` - 1 begin: their own slot 0 is position span.length."""
+        assert not any(self._of_row[row : row + count])
+        assert span.open
+        span.rows.update(range(row, row + count))
+        self._of_row[row : row + count] = [span] * count
+        self._base[row : row + count] = span.length
+        self._start[row : row + count] = span.start
+        self._regroup()
+
+    def detach(self, row: int) -> None:
+        """Row `row` ends."""
+        span = self._of_row[row]
+        assert span is not None
+        self._of_row[row] = None
+        self._places[:, row] = 0
+        span.rows.discard(row)
+        self._regroup()
+        self._collect(span)
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """Row `source` with its first `used` own slots becomes row `target`, which must be free."""
+        span = self._of_row[source]
+        assert span is not None
+        assert self._of_row[target] is None
+        self._own[:, :, target, :, :used] = self._own[:, :, source, :, :used]
+        span.rows.discard(source)
+        span.rows.add(target)
+        self._of_row[source], self._of_row[target] = None, span
+        self._places[:, target] = self._places[:, source]
+        self._places[:, source] = 0
+        self._regroup()
+
+    def base(self, row: int) -> int:
+        """The position of the row's own slot 0."""
+        span = self._of_row[row]
+        assert span is not None
+        return span.length
+
+    def bases(self, rows: int) -> Tensor:
+        """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""
+        return self._base[:rows]
+
+    def decode(self, positions: Tensor, ends: Sequence[int] | None) -> Pass:
+        """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on the host; None if the
+        host is not to take part (a captured graph): the kernels then go by what is on the device alone."""
+        rows = len(positions)
+        assert not any(self._of_row[rows:]), "a pass takes all rows"
+        groups: tuple[Group, ...] | None = None
+        extent = self.span
+        if ends is not None:
+            extent = max(end - self.base(row) for row, end in enumerate(ends))
+            assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+        if ends is not None or self._base.device.type == "cpu":
+            groups = self._rows_by_span(rows)
+        base = self._base[:rows]
+        teams = self._teams.of(rows) if self._sharing else None
+        segments = Segments(positions, base, self._start[:rows], groups, extent, teams)
+        # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
+        return Pass(positions, segments, self, None)
+
+    def fill(self, span: Span, first: int, width: int) -> Pass:
+        """A pass of one row that writes positions [first, first + width) of a prompt into its span."""
+        device = self._base.device
+        positions = torch.arange(first, first + width, device=device)[None]
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        segments = Segments(positions, none, none, (), first + width)
+        return Pass(positions, segments, self, slice(span.start, span.start + span.length))
+
+    def fill_anywhere(self, place: Tensor, width: int) -> Pass:
+        """The same for the span that starts at place[0] and positions from place[1] on, which only the device knows
+        (place [2] int64), so that it can be captured. Queries see their prompt as rows do, up to themselves."""
+        positions = (place[1] + torch.arange(width, device=place.device))[None]
+        return Pass(positions, Segments(positions, place[1:] + width, place[:1], (), 0), self, slice(None))
+
+    @property
+    def positions(self) -> int:
+        """Positions of the prompt store. It moves to another address exactly when this changes."""
+        return self.prompt_keys[0].shape[1]
+
+    def bytes(self) -> int:
+        """Memory held, in bytes."""
+        stores = (self.own_keys, self.own_values, self.prompt_keys, self.prompt_values)
+        return sum(t.numel() * t.element_size() for store in stores for t in store)
+
+    def _regroup(self) -> None:
+        self._groups = None
+        shared = [sorted(span.rows) for span in self._spans if len(span.rows) > 1 and span.length >= _TEAMED]
+        if shared or self._sharing:
+            self._teams.update(shared)
+        if shared and not self._sharing:
+            self._sharing = True
+            self.version += 1
+
+    def _collect(self, span: Span) -> None:
+        if not span.open and not span.rows:
+            self._spans.remove(span)
+
+    def _grow(self, needed: int) -> None:
+        have = self.prompt_keys[0].shape[1]
+        if needed <= have:
+            return
+        size = next((size for size in (2 * have, needed) if size >= needed and self._fits(size - have)), None)
+        if size is None:
+            raise MemoryError(f"prompts need {needed} positions of the store, and it cannot grow from {have}")
+        self.version += 1
+        for store in (self.prompt_keys, self.prompt_values):
+            for layer, old in enumerate(store):
+                store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])
+                store[layer][:, :have] = old
+
+    def _fits(self, positions: int) -> bool:
+        """Whether the prompt store can have so many positions more; for a moment one of its tensors is there twice."""
+        keys = self.prompt_keys[0]
+        more = keys[:, :1].numel() * keys.element_size() * (2 * len(self.prompt_keys) * positions + keys.shape[1])
+        return more <= free_memory(keys.device)
+
+    def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
+        if self._groups is None:
+            device = self._base.device
+            live = [span for span in self._spans if span.rows and span.length]
+            self._groups = tuple(Group(s.start, s.length, _rows_index(sorted(s.rows), device)) for s in live)
+        return self._groups
+
+
+def _rows_index(rows: list[int], device: torch.device) -> slice | Tensor:
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, device=device)

@@ -1,0 +1,291 @@
+"""`bass generate` as a user meets it, with a stand-in for the engine: what goes where, exit codes, precedence."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stand_in import install, loaded
+from typer.testing import CliRunner
+
+import bass_cli
+from bass_cli.cli.commands import app
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code, stdout, stderr."""
+    for name in ("plan", "run"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    install()
+    for name in [name for name in os.environ if name.startswith("BASS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    loaded.clear()
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"id": "b", "prompt": "B", "level": 1}\n')
+    (tmp_path / "pair.yaml").write_text("target: t\ndraft: d\nsampling: {temperature: 0.3, top_p: 0.5, seed: 9}\n")
+    return lambda *arguments, **settings: CliRunner().invoke(app, list(arguments), **settings)
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def result_keys(text: str) -> list[tuple[str, int, str]]:
+    return sorted((row["id"], row["sample"], row["text"]) for row in rows(text))
+
+
+def test_only_results_on_stdout(cli: Any) -> None:
+    result = cli("generate", "p.jsonl", "--n", "2")
+    assert result.exit_code == 0
+    assert result_keys(result.stdout) == [("0", 0, "a/0/0"), ("0", 1, "a/1/0"), ("b", 0, "B/0/0"), ("b", 1, "B/1/0")]
+    assert "4 samples (4 eos)" in result.stderr
+    assert "2.00 a round, 50%" in result.stderr
+    quiet = cli("generate", "p.jsonl", "--n", "2", "--quiet")
+    assert (quiet.stdout, quiet.stderr) == (result.stdout, "")
+
+
+def test_stdin_and_text_lines(cli: Any) -> None:
+    assert result_keys(cli("generate", "-", "--n", "1", input="x\n\ny\n").stdout) == [
+        ("0", 0, "x/0/0"),
+        ("2", 0, "y/0/0"),
+    ]
+
+
+def test_the_summary_as_json(cli: Any) -> None:
+    result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl", "--json")
+    summary = json.loads(result.stdout)
+    assert (summary["samples"], summary["tokens"], summary["output"]) == (4, 12, "o.jsonl")
+    assert (summary["accepted_per_round"], summary["acceptance_rate"]) == (2.0, 0.5)
+    assert summary["finish_reasons"] == {"eos": 4}
+    again = json.loads(cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl", "--json").stdout)
+    assert (again["samples"], again["file"]["samples"]) == (0, 4)
+
+
+def test_precedence_is_pair_then_variable_then_flag(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*flags: str) -> tuple[float, float, int]:
+        assert cli("generate", "p.jsonl", "--pair", "pair.yaml", "--n", "1", *flags).exit_code == 0
+        sampling = loaded[-1].sampling
+        return sampling.temperature, sampling.top_p, sampling.seed
+
+    assert chosen() == (0.3, 0.5, 9)
+    monkeypatch.setenv("BASS_TEMPERATURE", "0.6")
+    monkeypatch.setenv("BASS_SEED", "4")
+    assert chosen() == (0.6, 0.5, 4)
+    assert chosen("--temperature", "0", "--top-p", "1") == (0.0, 1.0, 4)
+
+
+def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    assert cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl").exit_code == 0
+    pair = loaded[-1].pair
+    assert (pair.name, pair.target, pair.draft, pair.folder) == ("t", "models/t.gguf", "lookup", None)
+    manifest = json.loads((tmp_path / "o.jsonl.manifest.json").read_text())
+    assert (manifest["results"]["target"], manifest["job"]["pair"]["target"]) == ("models/t.gguf", "models/t.gguf")
+    other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
+    assert other.exit_code == 2
+    assert '\n  target: "models/t.gguf" there, "models/u.gguf" now' in other.stderr
+    (tmp_path / "same.yaml").write_text("target: models/t.gguf\n")  # the same target by another road goes on
+    assert cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl").exit_code == 0
+    names = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B", "models/": "models", ".": tmp_path.name, "package:module/m.gguf": "m"}
+    for model, name in names.items():
+        assert cli("generate", "p.jsonl", "--model", model, "--draft", "none").exit_code == 0
+        assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (name, model, "none")
+
+
+def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "both.jsonl").write_text((tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text())
+    raw = "plain prompts are continued as raw text; --chat asks them through the model's chat template"
+    chat = "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+    for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
+        for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
+            stderr = cli("generate", prompts, "--model", "chatty.gguf", *flags).stderr
+            assert [line for line in stderr.splitlines() if "plain prompts" in line] == [said] * plain
+    assert "plain prompts" not in cli("generate", "p.jsonl", "--model", "t.gguf").stderr
+    assert cli("generate", "p.jsonl", "--model", "chatty.gguf", "--quiet").stderr == ""
+
+
+def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {
+        "PAIR": "pair.yaml", "N": "3", "OUT": "o.jsonl", "MAX_NEW_TOKENS": "7", "TOP_K": "5", "STOP": '["a b", "c"]',
+        "CHAT": "0", "DRAFT": "lookup", "DRAFT_LENGTH": "6", "COUPLING": "maximal", "BUDGET": "500ms",
+        "BATCH_SIZE": "2", "DEVICE": "cpu", "DTYPE": "fp32", "LIMIT": "1", "TOKEN_IDS": "1", "PROMPT_COLUMN": "prompt",
+        "QUIET": "1", "OVERWRITE": "1", "JSON": "1",
+    }  # fmt: skip
+    for name, value in given.items():
+        monkeypatch.setenv(f"BASS_{name}", value)
+    result = cli("generate", "p.jsonl")
+    assert (result.exit_code, result.stderr, json.loads(result.stdout)["samples"]) == (0, "", 3)
+    job = loaded[-1]
+    assert (job.n, job.limit, job.chat, job.budget, job.batch_size, job.token_ids) == (3, 1, False, 0.5, 2, True)
+    assert (job.sampling.max_new_tokens, job.sampling.top_k, job.sampling.stop) == (7, 5, ("a b", "c"))
+    assert (job.speculation.length, job.speculation.coupling, job.pair.draft) == (6, "maximal", "lookup")
+    assert (job.device, job.dtype, len(rows((tmp_path / "o.jsonl").read_text()))) == ("cpu", "fp32", 3)
+    monkeypatch.setenv("BASS_STOP", "one text")
+    assert cli("generate", "p.jsonl").exit_code == 0
+    assert loaded[-1].sampling.stop == ("one text",)
+
+
+BAD: list[tuple[dict[str, str], list[str], str]] = [
+    ({"x.jsonl": '{"prompt": "a"}\n{"prompt": "b"\n'}, ["x.jsonl"], "x.jsonl:2: broken JSON"),
+    ({"x.jsonl": '{"prompt": "a"}\n{"id": "q"}\n'}, ["x.jsonl"], 'x.jsonl:2: field "prompt": it is missing'),
+    ({"x.jsonl": '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n'}, ["x.jsonl"], 'x.jsonl:2: field "id": "1" is'),
+    ({}, ["none.jsonl"], "none.jsonl: there is no such prompt file"),
+    ({"y.yaml": "target: t\nsampling: {top_q: 1}\n"}, ["p.jsonl", "--pair", "y.yaml"],
+     'y.yaml:2: unknown key "sampling.top_q"; did you mean "top_p"?'),
+    ({"y.yaml": "target: t\n  x: [\n"}, ["p.jsonl", "--pair", "y.yaml"], "y.yaml:2: broken YAML"),
+    ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], "missing.gguf: there is no such"),
+    ({}, ["p.jsonl", "--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
+    ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with --model Qwen/Qwen2.5-0.5B"),
+    ({"m.gguf": "GGUF"}, ["p.jsonl", "--pair", "m.gguf"], "give it with --model m.gguf"),
+    ({}, ["p.jsonl", "--pair", "."], "give it with --model ."),
+    ({}, ["p.jsonl", "--model", "smollm2"], '--model: "smollm2" is a pair; give it with --pair smollm2'),
+    ({}, ["p.jsonl", "--model", "pair.yaml"], "give it with --pair pair.yaml"),
+    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude each other"),
+    ({}, ["p.jsonl", "--model", ""], "--model (or BASS_MODEL): it is empty"),
+    ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got 0)"),
+    ({}, ["p.jsonl", "--n", "many"], "--n"),
+    ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),
+    *(({}, ["p.jsonl", "--budget", time], "--budget (or BASS_BUDGET): ")
+      for time in ("1e400", "1" + "0" * 400, "9" * 6000, "nan", "inf", "1000001", "20000m")),
+    *(({}, ["p.jsonl", option, "9" * digits], option) for digits in (19, 400, 6000)
+      for option in ("--n", "--seed", "--max-new-tokens", "--threads", "--limit", "--batch-size", "--top-k")),
+    ({}, ["p.jsonl", "--n", "1000001"], "--n (or BASS_N): it should be less than or equal to 1000000"),
+    ({}, ["p.jsonl", "--batch-size", "1000001"], "--batch-size (or BASS_BATCH_SIZE): 1000001 is not valid"),
+    ({}, ["p.jsonl", "--temprature", "1"], "--temperature"),
+    ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): 'tables'"),
+    ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the folder nowhere is not there"),
+    ({}, ["p.jsonl", "--out", "/proc/o.jsonl"], "/proc/o.jsonl: "),
+    ({}, ["p.jsonl", "--out", "."], ".: this is a folder"),
+    ({"o.jsonl": "mine\n"}, ["p.jsonl", "--out", "o.jsonl"], "o.jsonl: it exists and has no manifest"),
+    ({}, ["p.jsonl", "--out", "o.jsonl", "--resume"], "o.jsonl: there is nothing to resume"),
+    ({}, ["p.jsonl", "--out", "o.jsonl", "--resume", "--overwrite"], "--resume and --overwrite contradict"),
+    ({}, ["p.jsonl", "--json"], "--json needs --out FILE"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "arguments", "expected"), BAD)
+def test_bad_input_is_found_before_a_model_is_loaded(
+    cli: Any, tmp_path: Path, files: dict[str, str], arguments: list[str], expected: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    before = sorted(tmp_path.iterdir())
+    result = cli("generate", *arguments)
+    assert expected in result.stderr
+    assert (result.exit_code, result.stdout, loaded) == (2, "", [])
+    assert sorted(tmp_path.iterdir()) == before
+    assert "Traceback" not in result.stderr
+
+
+def test_what_the_machine_lacks_is_exit_code_3(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "pair.yaml").write_text("target: huge\n")
+    result = cli("generate", "p.jsonl", "--pair", "pair.yaml")
+    assert (result.exit_code, loaded) == (3, [])
+    assert "does not fit" in result.stderr
+
+
+@pytest.mark.parametrize("word", ["FAIL", "SLOW"])
+def test_failed_and_unfinished_prompts_are_exit_code_1(cli: Any, tmp_path: Path, word: str) -> None:
+    (tmp_path / "p.txt").write_text(f"a\n{word}\nc\n")
+    result = cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl")
+    assert result.exit_code == 1
+    written = rows((tmp_path / "o.jsonl").read_text())
+    assert [row["id"] for row in written if row["finish_reason"] == "eos"] == ["0", "0", "2", "2"]
+    assert len(written) == (5 if word == "FAIL" else 6)
+    assert cli("generate", "p.txt", "--n", "2", "--out", "o.jsonl").exit_code == 1
+    again = rows((tmp_path / "o.jsonl").read_text())
+    assert sorted(row["id"] for row in again) == sorted(row["id"] for row in written)
+
+
+def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(cli: Any, tmp_path: Path) -> None:
+    base = ["generate", "p.jsonl", "--out", "o.jsonl"]
+    assert cli(*base, "--n", "2").exit_code == 0
+    before = (tmp_path / "o.jsonl").read_bytes()
+    loaded.clear()
+    again = cli(*base, "--n", "2", "--json")
+    assert (again.exit_code, loaded, json.loads(again.stdout)["samples"]) == (0, [], 0)
+    assert again.stderr == "o.jsonl: complete, 4 samples are there already\n"
+    assert (tmp_path / "o.jsonl").read_bytes() == before
+    (tmp_path / "o.jsonl").write_bytes(before[:-9])  # as a crash leaves it
+    torn = cli(*base, "--n", "2")
+    assert (torn.exit_code, len(loaded)) == (0, 1)
+    assert "o.jsonl: going on, 3 samples are there already" in torn.stderr
+    assert result_keys((tmp_path / "o.jsonl").read_text()) == result_keys(before.decode())
+
+
+def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\nFAIL\nFAIL\n")
+    for quiet in ([], ["--quiet"]):
+        result = cli("generate", "p.txt", "--out", "o.jsonl", *quiet)
+        assert result.exit_code == 1
+        assert 'bass: error: 2 prompts could not be run; the first, "1": too long\n' in result.stderr
+    (tmp_path / "p.txt").write_text("FAIL\n")
+    assert 'bass: error: 1 prompt could not be run; the first, "0": too long\n' in cli("generate", "p.txt").stderr
+
+
+def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
+    base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl"]
+    assert cli(*base, "--n", "1").exit_code == 0
+    for flags in (["--draft", "none"], ["--draft-length", "3"], ["--batch-size", "2"], ["--resume"], ["--n", "2"]):
+        assert cli(*base, *(flags if "--n" in flags else ["--n", "1", *flags])).exit_code == 0, flags
+    before = (tmp_path / "o.jsonl").read_bytes()
+    assert len(rows(before.decode())) == 4
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
+    refused = {
+        "seed": ["--seed", "1"], "temperature": ["--temperature", "1"], "n": ["--n", "1"], "chat": ["--chat"],
+        "coupling": ["--coupling", "maximal"], "max_new_tokens": ["--max-new-tokens", "5"], "stop": ["--stop", "x"],
+        "budget": ["--budget", "1s"], "token_ids": ["--token-ids"],
+    }  # fmt: skip
+    for key, flags in refused.items():
+        result = cli(*base, *(flags if key == "n" else ["--n", "2", *flags]))
+        assert result.exit_code == 2, key
+        assert f"\n  {key}: " in result.stderr
+    base[1] = "other.jsonl"
+    assert "\n  prompts: " in cli(*base, "--n", "2").stderr
+    assert (tmp_path / "o.jsonl").read_bytes() == before
+    assert cli(*base, "--n", "2", "--overwrite").exit_code == 0
+    assert len(rows((tmp_path / "o.jsonl").read_text())) == 2
+
+
+def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> None:
+    base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl", "--coupling", "maximal"]
+    assert cli(*base).exit_code == 0
+    for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
+                       "batch_size": ["--batch-size", "2"]}.items():  # fmt: skip
+        result = cli(*base, *flags)
+        assert result.exit_code == 2
+        assert f"\n  {key}: " in result.stderr
+
+
+def test_version_and_wrong_commands(cli: Any) -> None:
+    assert cli("--version").stdout == f"bass {bass_cli.__version__}\n"
+    assert cli("generat", "p.jsonl").exit_code == 2
+    assert cli("generate").exit_code == 2
+
+
+@pytest.mark.parametrize("after", [1, 4])
+def test_samples_are_never_said_to_be_in_a_file_that_is_gone(cli: Any, tmp_path: Path, after: int) -> None:
+    drawn = sys.modules["bass_cli.scheduler"].generate
+
+    def generate(*arguments: Any, **named: Any) -> Any:
+        for number, completion in enumerate(drawn(*arguments, **named)):
+            if number == after:
+                (tmp_path / "o.jsonl").unlink()
+            yield completion
+        if after == 4:
+            (tmp_path / "o.jsonl").unlink()
+
+    sys.modules["bass_cli.scheduler"].generate = generate  # type: ignore[attr-defined]
+    result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
+    assert result.exit_code == 3
+    assert "samples (" not in result.stderr
+    assert f"the same command with --out {tmp_path / 'o.saved.jsonl'} goes on" in result.stderr
+    assert len(rows((tmp_path / "o.saved.jsonl").read_text())) == min(after + 1, 4)

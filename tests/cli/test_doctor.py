@@ -1,0 +1,116 @@
+"""`bass doctor` and `bass pairs` for pairs of one's own: memory, folders, sandbox, hub, and what is wrong with a pair."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from test_end_to_end import _cut
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.cli.commands import doctor as machine
+from bass_cli.errors import MachineError
+from bass_cli.sandbox.isolation import Isolation
+from bass_cli.system.host import host_memory
+
+
+def cli(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model and a pair file, elsewhere than where the command runs; no hub is asked."""
+    write_checkpoint("llama", tmp_path / "pairs" / "model", shards=False)
+    write_tokenizer(tmp_path / "pairs" / "model")
+    (tmp_path / "pairs" / "mine.yaml").write_text("target: model\ndraft: lookup\n")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "pairs"
+
+
+def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
+    file = str(place / "mine.yaml")
+    (row,) = json.loads(cli("pairs", file, "--json").stdout)
+    assert (row["name"], row["here"], row["ready"]) == ("mine", "ready", True)
+    assert [line.split()[0] for line in cli("pairs", file, "smollm2").stdout.splitlines()] == ["pair", "mine", "smollm2"]
+    facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
+    assert (facts["pair"], facts["pair_ready"], facts["pair_here"]) == ("mine", True, "ready")
+    assert "of 256 new tokens each" in facts["pair_rows"]
+    same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
+    assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
+    assert "of 256 new tokens each" in same["pair_rows"]
+    plain = json.loads(cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout)
+    assert (plain["pair_draft"], plain["pair_ready"]) == ("none", True)
+    _cut(next((place / "model").glob("*.safetensors")))
+    facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
+    assert (facts["pair_ready"], "pair_rows" in facts) == (False, False)
+    assert "safetensors: the file is truncated" in facts["pair_here"]
+    (place / "mine.yaml").write_text("target: nowhere.gguf\n")
+    table = cli("doctor", "--pair", file)
+    assert "target: no such file or folder" in next(line for line in table.stdout.splitlines() if "pair here" in line)
+    for command in (["pairs", "none.yaml"], ["doctor", "--pair", "none.yaml"],
+                    ["doctor", "--model", "none.yaml"], ["doctor", "--draft", "none.yaml"]):
+        missing = cli(*command)
+        assert (missing.exit_code, missing.stdout) == (2, "")
+        assert {"--pair": "none.yaml: cannot read the pair file", "--model": "give it with --pair none.yaml",
+                "--draft": "say with --pair or --model what it drafts for"}.get(command[1], "cannot read") in missing.stderr
+
+
+def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    facts = json.loads(cli("doctor", "--json").stdout)
+    assert facts["cpu"].strip()
+    assert facts["free_memory_bytes"] > 0
+    if facts["device"] == "cpu":
+        assert facts["free_memory_bytes"] <= facts["memory_bytes"] == host_memory().total
+    assert facts["cache"] == "/dev/null/nowhere/bass, not writable"
+    assert facts["temporary"].endswith("GB free")
+    assert "HF_HUB_OFFLINE is set" in facts["hub"]
+    assert facts["sandbox"]
+
+    monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
+    assert machine._sandbox().partition("; ")[2].startswith(
+        "weak, so running programs needs --allow-weak-sandbox; programs can fly: no gravity")
+
+    def refuse(**_: Any) -> None:
+        raise MachineError("programs cannot be run on this system: why")
+
+    monkeypatch.setattr("bass_cli.sandbox.programs.Sandbox", refuse)
+    assert machine._sandbox() == "programs cannot be run on this system: why"
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    found = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{found.server_port}"
+    found.shutdown()
+    found.server_close()
+
+
+def test_whether_the_hub_can_be_reached(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(machine, "_PATIENCE", 30.0)  # seconds; a busy machine answers late
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server)
+    assert machine._hub() == f"{server} can be reached"
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert machine._hub().startswith("http://127.0.0.1:9 cannot be reached (")

@@ -1,0 +1,141 @@
+"""A run that is stopped or killed goes on with the same command, and ends with the lines of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli import result_keys
+
+from bass_cli.system import signals
+
+ROOT = Path(__file__).parents[2]
+
+
+STAND_IN = "import stand_in; stand_in.install(); from bass_cli.__main__ import main; main()"
+GENERATE = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
+# A package that says when it is imported, takes long, and swallows what is raised meanwhile, as some do.
+SLOW_IMPORT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            print("importing", flush=True)
+            try:
+                time.sleep(60)
+            except BaseException:
+                pass
+sys.meta_path.insert(0, Slow())
+from bass_cli.__main__ import main
+main()
+"""
+
+
+def start(tmp_path: Path, delay: str, *arguments: str, code: str = STAND_IN, **streams: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code, *(arguments or GENERATE)]
+    paths = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": os.pathsep.join(paths)}
+    # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children would inherit that.
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **{"stderr": subprocess.PIPE, **streams},
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+
+
+def wait_for_lines(process: subprocess.Popen[str], output: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (output.exists() and output.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, how: signal.Signals) -> None:
+    (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
+    output = tmp_path / "o.jsonl"
+    process = start(tmp_path, "0.05")
+    wait_for_lines(process, output, 3)
+    process.send_signal(how)
+    _, messages = process.communicate(timeout=60)
+    if how == signal.SIGKILL:
+        assert process.returncode == -how
+    else:
+        assert process.returncode == 130
+        assert "the same command goes on" in messages
+        assert "Traceback" not in messages
+    assert 3 <= output.read_bytes().count(b"\n") < 30
+    again = start(tmp_path, "0")
+    _, messages = again.communicate(timeout=60)
+    assert again.returncode == 0
+    assert "going on" in messages
+    expected = sorted((str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3))
+    assert result_keys(output.read_text()) == expected
+
+
+@pytest.mark.parametrize(("name", "how", "says"), [
+    ("typer", signal.SIGINT, ""), ("yaml", signal.SIGINT, "bass: error: interrupted; the same command goes on from here\n"),
+    ("yaml", signal.SIGTERM, "bass: error: interrupted; the same command goes on from here\n"),
+])  # fmt: skip
+def test_an_interruption_during_imports_ends_the_command_at_once(
+    tmp_path: Path, name: str, how: signal.Signals, says: str
+) -> None:
+    (tmp_path / "p.txt").write_text("a\n")
+    process = start(tmp_path, "0", code=SLOW_IMPORT.format(name=name), stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(how)
+    output, messages = process.communicate(timeout=30)  # the import alone would take twice as long
+    assert (process.returncode, output, messages) == (130, "", says)
+    assert [path.name for path in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_what_a_parent_has_ignored_stays_ignored() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        signals.at_start()
+        with signals.in_command(lambda: None):
+            found = [signal.getsignal(number) for number in numbers]
+        after = [signal.getsignal(number) for number in numbers]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (found[0], found[2]) == (signal.SIG_IGN, signal.SIG_IGN)
+    assert callable(found[1])  # SIGTERM has never been ignored
+    assert after == [signal.SIG_IGN, signal.SIG_IGN, signal.SIG_DFL]
+
+
+# As other tools: SIGPIPE's end, or the number that a shell has for it.
+READER_GONE = (141, -signal.SIGPIPE)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--help"], ["--version"], ["generate", "p.txt", "--n", "50"], ["generate", "p.txt", "--out", "o.jsonl", "--json"],
+])  # fmt: skip
+def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "p.txt").write_text("a\nb\n")
+    read, write = os.pipe()
+    os.close(read)
+    process = start(tmp_path, "0", *arguments, *(["--quiet"] if "p.txt" in arguments else []), stdout=write)
+    os.close(write)
+    assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode in READER_GONE
+    if "o.jsonl" in arguments:  # only the summary found no reader
+        assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 16
+
+
+def test_a_reader_of_the_messages_that_has_gone_costs_no_samples(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("a\nb\nc\n")
+    process = start(tmp_path, "0.1")
+    wait_for_lines(process, tmp_path / "o.jsonl", 2)
+    assert process.stderr is not None
+    process.stderr.close()  # what is said at the end finds no reader
+    assert process.wait(60) in READER_GONE
+    assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 9
+    assert json.loads((tmp_path / "o.jsonl.manifest.json").read_text())["totals"]["samples"] == 9

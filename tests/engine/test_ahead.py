@@ -1,0 +1,203 @@
+"""Rounds that are launched before the last one's tokens are known: the tokens stay plain decoding's, rows may come and go
+meanwhile, and a device does not wait for its host."""
+
+import pytest
+import torch
+from fakes import FakeGraphs, Ticks
+from simulated import Simulated
+from test_captured import Tour, captured, pair, rows  # noqa: F401 (a fixture)
+from toys import Guess, drive, plain
+
+from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.ahead import Worth
+from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import Backlog, Foresees
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
+
+
+class Settled(Tour):
+    """Its lengths depend on nothing, so they may be asked for at any time."""
+
+    def needs(self, width):
+        return False
+
+    def reflect(self):
+        pass
+
+
+class Flights:
+    """Counts a loop's launches, and those behind a round that is not over."""
+
+    def __init__(self, loop):
+        self.all = self.behind = 0
+        self._launch, loop._launch = loop._launch, self._counted
+
+    def _counted(self, asked, deadline, *, behind=False):
+        self.all, self.behind = self.all + 1, self.behind + behind
+        return self._launch(asked, deadline, behind=behind)
+
+
+def ready(loop):
+    """Nothing is captured any more, and launching ahead is taken to pay."""
+    loop.prepare(range(1, loop.batch.capacity + 1), range(8))
+    loop._worth.pays = lambda waiting: True
+    return Flights(loop)
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("lengths", [lambda: Fixed(0), lambda: Fixed(3), Settled, lambda: Goodput(limit=6)])
+def test_tokens_are_plain_decodings(pair, batch, lengths):  # noqa: F811
+    """Rows end one by one, and others take their places, while a round that knows nothing of it is under way."""
+    target, draft = pair
+    due, behind = plain(target, rows()), 0
+    for drafter in (draft, "none", Guess(target.vocab)):
+        loop = captured(target, drafter, batch=batch, lengths=lengths())
+        flights = ready(loop)
+        assert drive(loop, rows(), ahead=True) == due
+        behind += flights.behind
+    assert behind > 20
+
+
+def test_a_draft_model_is_in_step(pair):  # noqa: F811
+    """The target drafting for itself must have every draft accepted, also in rows that took another's place."""
+    target, _ = pair
+    loop = captured(target, target, batch=4, lengths=Settled())
+    flights, done = ready(loop), []
+    drive(loop, rows(), ahead=True, on_round=lambda one, hosts: done.append(one))
+    assert flights.behind > 5
+    assert {one.width - kept for one in done for kept in one.accepted} == {0}
+
+
+def test_a_round_says_which_rows_it_was_of(pair):  # noqa: F811
+    """Rows that came after it was launched are not among them, nor those that have ended."""
+    target, _ = pair
+    loop = captured(target, "none", batch=3, lengths=Fixed(0))
+    ready(loop)
+    live = rows()[:4]
+    for row in live[:3]:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+        loop.admit(row)
+    assert loop.round(ahead=True).rows == tuple(live[:3])
+    loop.retire(0)
+    loop.admit(live[3])
+    counts = [row.generated for row in live]
+    done = loop.round(ahead=True)
+    assert done.rows == (live[1], live[2])
+    assert [row.generated for row in live] == [counts[0], counts[1] + 1, counts[2] + 1, 0]
+    assert set(loop.round(ahead=True).rows) == set(live[1:])
+
+
+@pytest.mark.parametrize(("coupling", "lengths", "drafter", "given"), [
+    ("maximal", lambda: Fixed(2), None, {}), ("shared", Bass, None, {}), ("shared", lambda: Fixed(2), "lookup", {}),
+    ("shared", lambda: Fixed(2), None, {"deadline": 1e9}), ("shared", lambda: Fixed(2), None, {"ahead": False})])
+def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, given):  # noqa: F811
+    """Not where a length decided earlier would be another sample, or a worse one; nor before a deadline."""
+    target, draft = pair
+    loop = captured(target, drafter or draft, batch=6, lengths=lengths(), coupling=coupling)
+    flights = ready(loop)
+    loop.open("0", [7])
+    loop.admit(Row("0", 0, 1, [7], 30))
+    for _ in range(5):
+        loop.round(**{"ahead": True, **given})
+    assert flights.all == 5
+    assert flights.behind == 0
+
+
+class Host(Fixed):
+    """A host that takes 1 ms for every round that it has looked at."""
+
+    def __init__(self, ticks):
+        super().__init__(0)
+        self._ticks = ticks
+
+    def observe(self, done):
+        self._ticks.seconds += 0.001
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_device_does_not_wait_for_the_host(ahead):
+    ticks = Ticks()
+    loop = Simulated(Host(ticks), 0.0, rows=4, drafter=NoDrafter(), graphs=FakeGraphs(ticks))
+    loop.admit(*(Row("0", s, 0, [1], 400) for s in range(4)))
+    for _ in range(5):
+        loop.round(ahead=ahead)
+    began = ticks.seconds
+    for _ in range(200):
+        done = loop.round(ahead=ahead)
+    assert (ticks.seconds - began) / 200 == pytest.approx(0.0021 if ahead else 0.0031)
+    assert done.seconds == pytest.approx(0.0021), "what the host does between rounds is not a round's time"
+
+
+def test_it_pays_unless_rows_end_all_the_time():
+    worth = Worth()
+    assert not worth.pays(waiting=False), "nobody knows what the host takes"
+    for seconds in (0.0005, 0.03, 0.0005):  # an admission between two rounds is no usual gap
+        worth.waited(seconds)
+    for _ in range(200):
+        worth.landed(0.005, rows=8)
+    assert worth.pays(waiting=True)
+    for _ in range(200):
+        worth.row_ended()
+        worth.landed(0.005, rows=4)
+    assert not worth.pays(waiting=True), "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
+    assert worth.pays(waiting=False)
+
+
+def test_controllers_need_every_round_unless_they_say_so():
+    assert not isinstance(Bass(), Foresees)
+    assert Goodput(limit=4).needs(0), "the opening rounds tell what rounds cost"
+    assert not Fixed(3).needs(3)
+
+
+def test_goodput_waits_for_what_tells_much():
+    """Few trials, or a probe: until the round is over the next length is not asked for."""
+    controller = Goodput(limit=4)
+    controller._opening = []
+    assert controller.needs(2)
+    assert not controller.needs(0), "nothing is drafted, so nothing is learnt of drafts"
+    controller._keeping._trials = 100.0
+    assert not controller.needs(2)
+    controller._probing = True
+    assert controller.needs(2)
+
+
+@pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
+def test_a_job_is_no_slower_for_it(host):
+    """Eight rows, 128 samples of 128 tokens: where the host takes next to nothing, nothing is lost by rows that end."""
+    def seconds(ahead):
+        loop = Simulated(Goodput(limit=8), 0.8, rows=8)
+        waiting = [Row(str(n), 0, 0, [1] * 20, 128) for n in range(128)]
+        while waiting or len(loop.batch):
+            while waiting and len(loop.batch) < 8:
+                loop.admit(waiting.pop(0))
+            loop.round(backlog=Backlog(len(waiting) * 128), ahead=ahead)
+            loop.clock.now.seconds += host
+            for index in reversed(range(len(loop.batch))):
+                if loop.batch.hosts[index].room <= 0:
+                    loop.retire(index)
+        return loop.clock.now()
+
+    assert seconds(True) <= (1.005 if host < 0.0005 else 0.97) * seconds(False)
+
+
+def test_plain_decoding_by_auto_waits_for_nothing():
+    """With no drafter there is nothing to learn: after its opening `auto` is asked ahead, whatever it would draft."""
+    loop = Simulated(Goodput(limit=8), 0.0, rows=4, drafter=NoDrafter())
+    flights = ready(loop)
+    loop.admit(*(Row("0", s, 0, [1], 200) for s in range(4)))
+    for _ in range(100):
+        loop.round(ahead=True)
+    assert flights.behind > 90
+
+
+def test_a_cpu_launches_nothing_ahead(pair):  # noqa: F811
+    from toys import loop_for
+
+    target, draft = pair
+    loop = loop_for(target, draft, rows=3, lengths=Fixed(2))
+    loop._worth.pays = lambda waiting: True
+    assert drive(loop, rows(), ahead=True) == plain(target, rows())
+    assert loop._flight is None
+    assert torch.equal(loop.batch.lengths, torch.ones_like(loop.batch.lengths))

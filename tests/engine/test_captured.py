@@ -1,0 +1,273 @@
+"""The loop's captured path without a GPU: whatever is captured, reused or run beside it, tokens are plain decoding's."""
+
+import itertools
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint
+from fakes import FakeGraphs, Ticks
+from simulated import Simulated
+from toys import SPAN, Guess, drive, loop_for, plain
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine import draft_sync
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load, open_checkpoint
+
+PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """(target, draft) of one family; the draft is the target with noise on its weights."""
+    folder = tmp_path_factory.mktemp(FAMILIES[0])
+    write_checkpoint(FAMILIES[0], folder)
+    both = []
+    for noise in (0.0, 0.2):
+        checkpoint = open_checkpoint(folder)
+        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+        generator = torch.Generator().manual_seed(1)
+        both.append(Decoder(checkpoint.spec, {
+            name: w + noise * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
+            for name, w in weights.items()}))
+    return tuple(both)
+
+
+def rows(limit=30):
+    """Two samples of each prompt, greedy and sampled, of very unequal limits: they retire at different times."""
+    return [Row(str(p), s, 11, list(tokens), limit - 7 * s - 4 * p, temperature=0.8 * s, top_p=1 - 0.05 * s)
+            for p, tokens in enumerate(PROMPTS) for s in range(2)]
+
+
+def captured(target, draft, *, batch, lengths, coupling="shared"):
+    """A loop with fake graphs, and its ticks as clock."""
+    ticks = Ticks()
+    runner = Runner(draft, rows=batch, span=SPAN, lag=2) if isinstance(draft, Decoder) else None
+    name = draft if isinstance(draft, str) else "model"
+    drafter = make_drafter(name, runner=runner, coupling=coupling, temperature=None) if runner or name == draft else draft
+    return Loop(batch=Batch(rows=batch, context=128, device=torch.device("cpu")), coupling=coupling, drafter=drafter,
+                target=Runner(target, rows=batch, span=SPAN, lag=1), lengths=lengths, clock=Clock(ticks),
+                graphs=FakeGraphs(ticks))
+
+
+class Tour:
+    """Goes through many lengths, with plain stretches between."""
+
+    exact = False
+
+    def __init__(self):
+        self._lengths = itertools.cycle([0, 0, 0, 4, 4, 0, 0, 5, 3, 2, 0, 7, 7, 1, 0, 0, 0])
+
+    def next(self, rows, outlook=None):
+        return next(self._lengths)
+
+    def observe(self, done):
+        pass
+
+
+def test_tokens_are_plain_decodings_whatever_is_captured(pair):
+    target, draft = pair
+    due = plain(target, rows())
+    counts = {"run": 0, "capture": 0, "replay": 0, "catch up": 0, "other": 0}
+    for drafter in (draft, "lookup", "none"):
+        for batch, lengths in ((5, Tour()), (2, Bass()), (6, Goodput(limit=6))):
+            loop = captured(target, drafter, batch=batch, lengths=lengths)
+            assert drive(loop, rows()) == due, f"{drafter}, batch {batch}"
+            for how in ("run", "capture", "replay"):
+                counts[how] += loop.graphs.count(how)
+            counts["catch up"] += loop.graphs.count("replay", "catch up")
+    assert counts["replay"] > 3 * counts["capture"] > 0
+    assert counts["run"] > 0
+    assert counts["catch up"] > 0
+
+
+def test_a_seed_gives_the_same_run_twice(pair):
+    """Also what is captured when depends on nothing that is measured."""
+    done = []
+    for slow in (1, 1000):
+        loop = captured(*pair, batch=5, lengths=Tour())
+        loop.graphs.ticks.__class__ = type("Slow", (Ticks,), {"__call__": lambda self, slow=slow: self.seconds * slow})
+        drive(loop, rows())
+        done.append(loop.graphs.done)
+    assert done[0] == done[1]
+
+
+@pytest.mark.parametrize(("missing", "flat", "due"), [(1, 1024, [2]), (2, 1024, [2]), (5, 1024, [8]), (33, 1024, [128]),
+                                                      (70, 1024, [128]), (33, 0, [32, 2]), (70, 0, [32, 32])])
+def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing, flat, due):
+    """In passes of a few sizes, with one row that has nothing to catch up: the target then keeps all it drafts itself."""
+    monkeypatch.setattr(draft_sync, "_FLAT", flat)
+    target, _ = pair
+    plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
+    lengths = Fixed(0)
+    lengths.next = lambda *_: next(plan)
+    loop = captured(target, target, batch=3, lengths=lengths)
+    loop.target = Runner(target, rows=3, span=250, lag=1)
+    loop.drafter._runner = Runner(target, rows=3, span=250, lag=2)
+    live = [Row("0", s, 1, [5, 6, 7, 8], 200, temperature=1.0) for s in range(3)]
+    loop.open("0", live[0].tokens)
+    for row in live[:2]:
+        loop.admit(row)
+    for number in range(2 * missing + 4):
+        if number == missing + 1:
+            loop.admit(live[2])
+        done = loop.round()
+        assert all(kept == done.width for kept in done.accepted)
+    fed = [key.width for how, key in loop.graphs.done if key.kind == "catch up"]
+    assert fed[: len(due)] == due
+    assert loop.graphs.captures <= 5
+
+
+def test_only_few_rows_take_in_many_tokens_at_once():
+    assert [draft_sync.sizes(rows)[-1] for rows in (1, 8, 16, 256)] == [128, 128, 32, 32]
+
+
+@pytest.mark.parametrize("missing", [5, 40, 140])
+def test_what_catching_up_will_take_is_foreseen(pair, missing):
+    """By what a pass took last: nothing is known before the first one, nor of one that was captured or ran uncaptured."""
+    target, _ = pair
+    plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
+    lengths, seen = Fixed(0), []
+    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    loop = captured(target, target, batch=2, lengths=lengths)
+    loop.target = Runner(target, rows=2, span=300, lag=1)
+    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    row = Row("0", 0, 1, [5, 6, 7, 8], 250, temperature=1.0)
+    loop.open("0", row.tokens)
+    loop.admit(row)
+    for _ in range(1 + 3 * 21 + missing + 1):
+        loop.round()
+    assert seen[:43] == [0.0] * 43, "the first time it ran uncaptured"
+    assert seen[44] > 0, "the second one was captured, and replayed"
+    assert seen[65] == pytest.approx(seen[44], rel=0.01), "nothing is counted of the capturing"
+    assert seen[-1] == pytest.approx(seen[65] * -(-missing // 128))
+
+
+def test_a_new_row_has_missed_nothing(pair):
+    """However many plain rounds there were before it came."""
+    target, _ = pair
+    plan = iter([3] + ([0] * 20 + [3]) * 2 + [0] * 200)
+    lengths, seen = Fixed(0), []
+    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    loop = captured(target, target, batch=2, lengths=lengths)
+    loop.target = Runner(target, rows=2, span=300, lag=1)
+    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    for sample in range(2):
+        row = Row("0", sample, 1, [5, 6, 7, 8], 250, temperature=1.0)
+        if not sample:
+            loop.open("0", row.tokens)
+        loop.admit(row)
+        for _ in range(1 + 2 * 21 + 140 if not sample else 10):
+            loop.round()
+        loop.retire(0)
+    one = seen[44]
+    assert one > 0
+    assert seen[182] == pytest.approx(2 * one), "the first row has missed 140 tokens"
+    assert max(seen[184:]) <= one * 1.01, "the second one only has a few of its own"
+
+
+def test_what_an_uncaptured_pass_takes_is_foreseen_by_its_tokens(pair):
+    target, draft = pair
+    loop = loop_for(target, draft, rows=2, lengths=Fixed(0))
+    seen = loop._catching
+    for row in rows()[:2]:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+        loop.admit(row)
+    for _ in range(12):
+        loop.round()
+    assert seen.seconds() == 0.0, "no pass was seen yet"
+    seen._unit = 1.0
+    assert seen.seconds() == pytest.approx(12 * 2 / 16)
+    seen.run(1, left=9.0)
+    assert seen.seconds() == 0.0
+    loop.round()
+    assert 0 < seen.seconds() == seen._unit
+
+
+def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
+    loop = captured(*pair, batch=6, lengths=Fixed(3))
+    live = [*rows()[:2], Row("long", 0, 1, [1, 2] * 25, 13)]  # almost as long as there is place
+    for row in live:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+        loop.admit(row)
+    loop.prepare([4, 6], [0, 3])
+    before = [list(row.tokens) for row in live], loop.batch.lengths.tolist(), loop.graphs.captures
+    assert before[1] == [len(row.tokens) for row in live] + [1, 1, 1]
+    loop.prepare([3, 5], [0, 3])
+    assert before[2] == 2 * (2 + 4), "two rounds and four sizes to catch up with, for each number of rows"
+    assert loop.graphs.captures == before[2]
+    loop.round()
+    assert loop.batch.lengths.tolist()[:3] == [len(row.tokens) for row in live]
+    assert loop.batch.lengths.tolist()[3:] == [1, 1, 1]
+
+
+def test_prepared_graphs_are_all_that_a_run_needs(pair):
+    loop = captured(*pair, batch=5, lengths=Tour())
+    loop.prepare(range(1, 6), range(8))
+    before = loop.graphs.captures
+    drive(loop, rows())
+    assert loop.graphs.captures == before > 0
+    assert loop.graphs.count("run") == before
+
+
+def test_the_clock_and_the_controller_are_told_of_steady_rounds_only(pair):
+    seen = []
+    loop = captured(*pair, batch=5, lengths=Tour())
+    drive(loop, rows(), on_round=lambda done, hosts: seen.append(done))
+    assert {done.steady for done in seen} == {True, False}
+    for done in seen:
+        assert done.seconds == pytest.approx(0.0021 + 0.00045 * done.width if done.steady else 0.05)
+    for width in {done.width for done in seen if done.steady}:
+        assert loop.clock.predict(width) == pytest.approx(0.0021 + 0.00045 * width)
+
+
+def test_a_budget_pays_for_no_capture():
+    """Plain rounds were wanted, and served by 4 drafts, long enough to be captured; but that pays later."""
+    loop = Simulated(Fixed(4), 0.0)
+    loop.admit(Row("0", 0, 0, [1], 900))
+    for _ in range(3):
+        loop.round()
+    loop.use(Fixed(0))
+    for _ in range(150):
+        assert loop.round(deadline=loop.clock.now() + 0.5).steady
+    assert loop.graphs.captures == 1
+    assert not loop.round().steady
+    loop.round()
+    assert loop.graphs.captures == 2
+
+
+def test_a_store_that_moves_is_captured_again(pair):
+    target, draft = pair
+    due = plain(target, rows())
+    loop = captured(target, draft, batch=3, lengths=Fixed(3))
+    drive(loop, rows())
+    before = loop.graphs.captures
+    loop.target.cache._grow(10_000)
+    loop.drafter._runner.cache._grow(10_000)
+    assert drive(loop, rows()) == due
+    assert loop.graphs.captures > before
+
+
+def test_uncaptured_loops_feed_what_is_missing_in_one_pass(pair):
+    target, draft = pair
+    fed = []
+    loop = loop_for(target, draft, rows=3, lengths=Tour())
+    feed = loop.drafter._runner.feed
+    loop.drafter._runner.feed = lambda tokens, *more: (fed.append(tokens.shape[1]), feed(tokens, *more))
+    assert drive(loop, rows()) == plain(target, rows())
+    assert 3 in fed or 4 in fed
+
+
+def test_a_point_mass_drafter_needs_no_catching_up(pair):
+    target, _ = pair
+    loop = captured(target, Guess(target.vocab), batch=4, lengths=Tour())
+    assert drive(loop, rows()) == plain(target, rows())
+    assert loop.graphs.count("replay", "catch up") == 0

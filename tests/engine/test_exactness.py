@@ -1,0 +1,206 @@
+"""Token for token: speculation gives what plain decoding gives, for every family, drafter, width, batch and controller.
+
+Rows of unequal prompts and limits, greedy and sampled in one batch, so rows also join and leave at different rounds.
+"""
+
+import functools
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint
+from devices import device, surface_of
+from toys import Reactive, drive, loop_for, plain
+
+from bass_cli.engine.batch import Row
+from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.weights import load, open_checkpoint
+
+SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
+
+
+def auto(coupling):
+    """Goodput with a profile; under maximal coupling it sees nothing but what was kept."""
+    return make_lengths("auto", limit=9, coupling=coupling, surface=SURFACE)
+
+
+CONTROLLERS = (lambda: auto("shared"), lambda: make_lengths("auto", limit=9, coupling="shared"),
+               lambda: make_lengths("table", limit=9, coupling="shared", surface=SURFACE),
+               lambda: make_lengths("bass+table", limit=9, coupling="shared", surface=SURFACE))
+PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    """A function from a family's name to (target, draft): the draft is the target with noise on its weights, so that
+    some drafts are accepted and some are not."""
+
+    @functools.cache
+    def pair(family):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(family, folder)
+        checkpoint = open_checkpoint(folder)
+        both = []
+        for noise in (0.0, 0.2):
+            weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+            generator = torch.Generator().manual_seed(1)
+            if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
+                weights["head.weight"] = torch.randn(weights["embed.weight"].shape, generator=generator)
+            weights = {name: w + noise * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
+                       for name, w in weights.items()}
+            both.append(Decoder(checkpoint.spec, weights))
+        return tuple(both)
+
+    return pair
+
+
+def rows():
+    """Two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
+    return [Row(str(p), s, 11, list(tokens), 12 - (s + p) % 3, temperature=0.8 * s, top_p=1 - 0.05 * s)
+            for p, tokens in enumerate(PROMPTS) for s in range(2)]
+
+
+# Those with a model, which sees what the target sees, and the words of a pair's `draft` that need none.
+DRAFTERS = ("model", "skip", "lookup")
+
+
+def drafter_of(name, target, draft):
+    return {"model": draft, "skip": target.keep_layers(range(target.spec.layers - 1))}.get(name, name)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter):
+    target, draft = decoders(family)
+    due, accepted, drafted = plain(target, rows()), 0, 0
+    for batch in (1, 2, 5):
+        for lengths in (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive, *CONTROLLERS):
+            live = rows()
+            loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths())
+            assert drive(loop, live) == due, f"batch {batch}, {lengths()}"
+            accepted, drafted = accepted + sum(r.accepted for r in live), drafted + sum(r.drafted for r in live)
+    if drafter in ("model", "skip"):
+        assert 0 < accepted < drafted, "the drafts were all alike: this run showed nothing"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, family, drafter):
+    target, draft = decoders(family)
+    due = {key: tokens for key, tokens in plain(target, rows()).items() if key[1] == 0}
+    for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass()), (5, Fixed(1)), (5, auto("maximal"))):
+        loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths, coupling="maximal")
+        found = drive(loop, rows())
+        assert {key: found[key] for key in due} == due
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_target_accepts_all_of_its_own_drafts(decoders, family, coupling):
+    """Also right after a fully accepted round, after rounds without drafts, and in rows that were moved."""
+    target, _ = decoders(family)
+    for lengths in (Fixed(4), Reactive()):
+        seen = []
+        loop = loop_for(target, target, rows=4, lengths=lengths, coupling=coupling)
+        drive(loop, rows(), on_round=lambda done, hosts, seen=seen: seen.append(done))
+        assert sum(done.width for done in seen) >= 4
+        assert all(kept == done.width for done in seen for kept in done.accepted)
+
+
+def test_full_acceptance_commits_one_token_more_than_was_drafted(decoders):
+    target, _ = decoders(FAMILIES[0])
+    loop = loop_for(target, target, rows=1, lengths=Fixed(4))
+    row = Row("0", 0, 0, [1, 2, 3], 20)
+    loop.open("0", row.tokens)
+    loop.admit(row)
+    loop.round()
+    assert row.generated == 5
+
+
+def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
+    """Plain rounds leave the draft's cache behind by one token each; afterwards it accepts as before."""
+    target, _ = decoders(FAMILIES[0])
+
+    class Pause(Fixed):
+        def __init__(self):
+            super().__init__(3)
+            self.plan = iter([3, 0, 0, 0, 0, 3, 0, 3, 3])
+
+        def next(self, rows, outlook=None):
+            return next(self.plan)
+
+    seen, live = [], [Row("0", s, 1, [5, 6, 7, 8], 60) for s in range(2)]
+    loop = loop_for(target, target, rows=2, lengths=Pause())
+    loop.open("0", live[0].tokens)
+    for row in live:
+        loop.admit(row)
+    for _ in range(9):
+        seen.append(loop.round())
+    assert [done.width for done in seen] == [3, 0, 0, 0, 0, 3, 0, 3, 3]
+    assert all(kept == done.width for done in seen for kept in done.accepted)
+
+
+def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
+    target, _ = decoders(FAMILIES[0])
+    loop = loop_for(target, target, rows=2, lengths=Fixed(6))
+    short, long = Row("0", 0, 0, [1, 2, 3], 1), Row("0", 1, 0, [1, 2, 3], 30)
+    loop.open("0", short.tokens)
+    loop.admit(short)
+    loop.admit(long)
+    assert loop.round().width == 6
+    assert long.generated == 7
+
+
+def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
+    """The equalities above rest on it: the same position computed in another batch shape differs by rounding only."""
+    target, _ = decoders("llama")
+    found = []
+    for batch in (1, 5):
+        loop = loop_for(target, "none", rows=batch, lengths=Fixed(0))
+        live = [Row("0", s, 0, [1, 2, 3, 4], 4, temperature=0.0) for s in range(batch)]
+        loop.open("0", live[0].tokens)
+        for row in live:
+            loop.admit(row)
+        loop.round()
+        found.append(live[0].log_probabilities[0])
+    assert abs(found[0] - found[1]) < 1e-5
+
+
+def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
+    """Whatever the controller wants, a round without a drafter is a plain one, counts none and scores every token."""
+    target, _ = decoders("llama")
+    live, asked = rows(), []
+    loop = loop_for(target, "none", rows=3, lengths=Fixed(5))
+    propose = loop.drafter.propose
+    loop.drafter.propose = lambda batch, length: asked.append(length) or propose(batch, length)
+    drive(loop, live)
+    assert set(asked) == {0}
+    assert sum(row.drafted for row in live) == 0
+    assert all(len(row.log_probabilities) == row.generated for row in live)
+
+
+def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders):
+    """Wrong drafts' keys lie where plain rounds then put other tokens: the draft's cache must hold these in the end."""
+    target, draft = decoders(FAMILIES[0])
+    plan = iter([6, 0, 0, 0, 6, 0, 5])
+    lengths = Fixed(0)
+    lengths.next = lambda *_: next(plan)
+    live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
+    loop = loop_for(target, draft, rows=3, lengths=lengths)
+    loop.open("0", live[0].tokens)
+    for row in live:
+        loop.admit(row)
+    wrong = sum(done.width - kept for done in (loop.round() for _ in range(7)) for kept in done.accepted)
+    assert wrong > 10, "hardly a wrong draft: this run showed nothing"
+    loop.drafter.propose(loop.batch, 1)
+    fresh = loop_for(target, draft, rows=3, lengths=Fixed(1))
+    for row in live:  # the same sequences, as prompts
+        fresh.open(str(row.sample), row.tokens)
+        fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
+    for row, line in enumerate(live):
+        span = fresh.drafter._runner.cache._of_row[row]
+        fed, base = span.length, loop.drafter._runner.cache.base(row)
+        for found, due in zip(loop.drafter._runner.cache.own_keys, fresh.drafter._runner.cache.prompt_keys, strict=True):
+            due = due[:, span.start + base : span.start + fed]
+            torch.testing.assert_close(found[row, :, : fed - base], due, rtol=1e-4, atol=1e-4)
+        assert fed == len(line.tokens) - 2

@@ -1,0 +1,390 @@
+"""The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured decoding gives. Float32."""
+
+import collections
+import copy
+import functools
+import gc
+
+import pytest
+import torch
+import triton
+from checkpoints import FAMILIES, write_checkpoint
+from test_exactness import rows
+from toys import SPAN, Reactive, drive
+
+import bass_kernels as ops
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.model import prefill as prompts
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load, open_checkpoint
+from bass_kernels import (
+    choice,
+    launch,
+    mixing,
+    pointwise,
+    products,
+    ragged,
+    ragged_kernel,
+    rejection,
+    skinny,
+    truncation,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def decoders(tmp_path_factory):
+    """From a family's name to (target, draft) on the device; the draft is the target with some noise."""
+
+    @functools.cache
+    def pair(family):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(family, folder)
+        checkpoint = open_checkpoint(folder)
+        both = []
+        for noise in (0.0, 0.2):
+            weights = load(checkpoint, dtype=torch.float32, device=CUDA)
+            generator = torch.Generator(CUDA).manual_seed(1)
+            if checkpoint.spec.tied:
+                weights["head.weight"] = torch.randn(weights["embed.weight"].shape, generator=generator, device=CUDA)
+            for w in weights.values():
+                if w.dim() > 1:
+                    w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
+            both.append(Decoder(checkpoint.spec, weights))
+        return tuple(both)
+
+    return pair
+
+
+def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
+    name = draft if isinstance(draft, str) else "model"
+    runner = None if isinstance(draft, str) else Runner(draft, rows=batch, span=SPAN, lag=2)
+    return Loop(batch=Batch(rows=batch, context=128, device=CUDA), target=Runner(target, rows=batch, span=SPAN, lag=1),
+                drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None), lengths=lengths,
+                coupling=coupling, clock=Clock(), graphs=Graphs(CUDA) if graphs else None, acceptance=acceptance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    kept = 0
+    for drafter in (draft, "lookup", "none"):
+        for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
+            loop, live = loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True), rows()
+            loop.prepare(range(1, batch + 1), range(0, 9, 2))
+            assert drive(loop, live) == due, f"batch {batch}, {drafter}"
+            assert loop.graphs.captures > 0
+            kept += sum(row.accepted for row in live)
+            assert drafter != "none" or sum(row.drafted for row in live) == 0
+            assert all(len(row.log_probabilities) >= row.limit for row in live)
+    assert kept > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, family):
+    """With rows that end, and others in their places, while a round is under way that knows nothing of it."""
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    for drafter, length in ((draft, 3), (draft, 0), (target, 4), ("none", 0)):
+        for batch in (2, 5):
+            loop, live, behind = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True), rows(), []
+            loop.prepare(range(1, batch + 1), [length])
+            loop._worth.pays = lambda waiting: True
+            found = drive(loop, live, ahead=True, on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight))
+            assert found == due, f"batch {batch}, {length} drafts"
+            assert sum(one is not None for one in behind) > 5
+            if drafter is target:
+                assert all(row.accepted == row.drafted for row in live)
+
+
+def test_two_results_may_be_under_way():
+    """The second replay of a graph does not write over what the first one brought."""
+    graphs, number = Graphs(CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
+
+    def function():
+        torch.cuda._sleep(1_000_000)
+        number.add_(1)
+        return number * 10
+
+    graphs.run("key", function)
+    graphs.capture("key", function)
+    before = number.item()
+    first, second = graphs.launch("key"), graphs.launch("key")
+    assert not second.over()
+    kept = first.wait()
+    assert kept.item() == 10 * (before + 1)
+    assert second.wait().item() == 10 * (before + 2)
+    assert kept.item() == 10 * (before + 1)
+    assert second.over()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
+def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
+    """With draft lengths that do not depend on time, also such as no graph is made for at first: the same rows uncaptured,
+    and all in plain torch."""
+    target, draft = decoders(family)
+    kept = drafted = 0
+    for drafter in (draft, target, "lookup", "none"):
+        for batch, lengths in ((1, lambda: Fixed(3)), (2, lambda: Fixed(9)), (5, Bass)):
+            ops.use("reference")
+            try:
+                due = drive(loop_for(target, drafter, batch=batch, lengths=lengths(), graphs=False, coupling="maximal"),
+                            rows())
+            finally:
+                ops.use(None)
+            loop = loop_for(target, drafter, batch=batch, lengths=lengths(), graphs=True, coupling="maximal")
+            live = rows()
+            loop.prepare(range(1, batch + 1), range(0, 9, 2))  # 9 drafts run in a graph for 10, 3 in one for 4
+            assert drive(loop, live) == due, f"batch {batch}, {drafter}"
+            assert loop.graphs.captures > 0
+            assert all(len(row.log_probabilities) >= row.limit for row in live)
+            if drafter is draft:
+                kept, drafted = kept + sum(row.accepted for row in live), drafted + sum(row.drafted for row in live)
+    assert 0 < kept < drafted, "all or nothing accepted: this showed little"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, monkeypatch):
+    """A prompt's rows read it together, while they come, end and move; then the paper's schedules, on the same rows."""
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 1)
+    for schedule, batch in (("ragged", 3), ("ragged", 5), ("pad", 5), ("split", 5)):
+        ops.attention_schedule(schedule)
+        try:
+            loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
+            assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
+            assert loop.target.cache.decode(torch.zeros(batch, 1).long().cuda(), None).segments.teams is not None
+        finally:
+            ops.attention_schedule("ragged")
+
+
+def test_the_target_drafting_for_itself_accepts_everything(decoders):
+    target, _ = decoders("llama")
+    live = rows()
+    drive(loop_for(target, target, batch=5, lengths=Fixed(4), graphs=True), live)
+    # What is drafted beyond a row's limit is not counted against it: full acceptance is k + 1 tokens a round.
+    assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
+
+
+def test_prepared_graphs_are_all_that_a_run_needs(decoders):
+    target, draft = decoders("qwen2")
+    loop = loop_for(target, draft, batch=4, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 5), range(8))
+    before = loop.graphs.captures
+    drive(loop, rows())
+    assert loop.graphs.captures == before > 0
+
+
+@pytest.mark.parametrize(("draft", "coupling"), [("model", "shared"), ("model", "maximal"), ("lookup", "shared")])
+def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
+    """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is compiled any more."""
+    target, model = decoders("qwen2")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows())
+    forget_kernels()
+    loop = loop_for(target, model if draft == "model" else draft, batch=5, lengths=Fixed(3), graphs=True, coupling=coupling)
+    row = Row("alone", 0, 0, [5, 6, 7], 8)
+    loop.open(row.key, row.tokens)
+    loop.admit(row)
+    loop.prepare(range(1, 6), range(5), only_compile=True)
+    assert loop.graphs.captures == 0
+    assert loop.batch.lengths.tolist() == [3, 1, 1, 1, 1]
+    assert loop.batch.tokens[0, :3].tolist() == row.tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.JITFunction, "_do_compile", refuse)
+        loop.prepare(range(1, 6), range(5))
+    assert loop.graphs.captures > 0
+    loop.retire(0)
+    loop.close(row.key)
+    found = drive(loop, rows())
+    assert coupling == "maximal" or found == due
+
+
+def forget_kernels():
+    for module in (choice, mixing, pointwise, products, ragged, ragged_kernel, rejection, skinny, truncation):
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction):
+                kernel.device_caches.clear()
+
+
+def refuse(kernel, *arguments, **options):
+    raise AssertionError(f"{kernel.__name__} was not compiled ahead")
+
+
+def test_catching_up_by_graphs_leaves_nothing_out(decoders):
+    """Plain rounds between: the target, drafting for itself, keeps all of its drafts only if it has caught up."""
+    target, _ = decoders("llama")
+    loop, live = loop_for(target, target, batch=5, lengths=Reactive(), graphs=True), rows()
+    loop.prepare(range(1, 6), range(8))
+    before = loop.graphs.captures
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    assert drive(loop, live) == due
+    assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
+    assert loop.graphs.captures == before > 0
+
+
+def test_sampling_parameters_are_not_baked_in(decoders):
+    """One graph serves rows of any temperature: greedy rows first, sampled ones after them in the same places."""
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 4), range(4))
+    greedy = [row for row in rows() if row.sample == 0]
+    sampled = [row for row in rows() if row.sample == 1]
+    first = drive(loop, greedy)
+    captures = loop.graphs.captures
+    assert first | drive(loop, sampled) == due
+    assert loop.graphs.captures == captures
+
+
+def test_a_store_that_moves_is_captured_again(decoders):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    drive(loop, rows())
+    loop.target.cache._grow(10_000)
+    loop.drafter._runner.cache._grow(10_000)
+    assert drive(loop, rows()) == due
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_imposed_acceptance(decoders, rate):
+    target, draft = decoders("llama")
+    loop, live = loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)), rows()
+    drive(loop, live)
+    drafted, kept, rounds = (sum(getattr(row, name) for row in live) for name in ("drafted", "accepted", "rounds"))
+    if rate in (0.0, 1.0):
+        assert kept == rate * drafted
+    else:
+        assert 0.5 < kept / rounds < 2.2  # 1.3 expected
+
+
+def test_nothing_is_freed_while_a_graph_is_captured():
+    """Freeing a dead loop's graph in the middle of a capture would end the process."""
+    graphs, seen = Graphs(CUDA), []
+
+    def function():
+        seen.append(gc.isenabled())
+        return torch.zeros(1, device=CUDA)
+
+    graphs.run("key", function)
+    graphs.capture("key", function)
+    assert seen == [True, False]
+    assert gc.isenabled()
+
+
+def text(length, seed=0):
+    return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+
+
+def job_of(lengths, seed):
+    return [Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, temperature=0.7 * s) for n in lengths for s in range(2)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
+def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
+    """Captured at the first meeting, replayed at the second, with other tokens at other places; then in a moved store."""
+    target, draft = decoders(family)
+    jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
+    monkeypatch.setattr(prompts, "PATIENCE", 10**9)
+    due = [drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job()) for job in jobs]
+    monkeypatch.setattr(prompts, "PATIENCE", 0)
+    loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
+    runners = loop.target, loop.drafter._runner
+    for number, job in enumerate(jobs):
+        if number == 2:
+            for runner in runners:
+                runner.cache._grow(20_000)
+        assert drive(loop, job()) == due[number], f"job {number}"
+        assert [runner._graphs.captures for runner in runners] == [[3, 3], [3, 3], [6, 6]][number]
+
+
+def test_prepared_prompts_are_not_captured_again(decoders):
+    target, draft = decoders("llama")
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.target.prepare_prompts()
+    loop.drafter.prepare_prompts()
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0))
+    assert drive(loop, job_of((9, 40, 90), 0)) == due
+    assert loop.target._graphs.captures == len(prompts.SIZES)
+
+
+def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
+    loop = loop_for(decoders("llama")[0], "none", batch=4, lengths=Fixed(0), graphs=False)
+    loop.open("p", [1, 2, 3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.admit(*(Row("p", s, 0, [1, 2, 3], 5) for s in range(4)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loop.batch.lengths.tolist() == [3, 3, 3, 3]
+    assert loop.batch.tokens[3, :3].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, coupling):
+    """NaN for one token: a row that gets it has no log-probability after it; drafts that have it and fail do no harm."""
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    token = collections.Counter(t for tokens in due.values() for t in set(tokens[:-1])).most_common()[-1][0]
+    broken = copy.copy(target)
+    broken._weights = dict(target._weights)
+    broken._weights["embed.weight"] = target._weights["embed.weight"].clone()
+    broken._weights["embed.weight"][token] = torch.nan
+    for drafter, batch in ((draft, 5), (broken, 3), ("lookup", 2), ("none", 1)):
+        live = rows()
+        found = drive(loop_for(broken, drafter, batch=batch, lengths=Fixed(3), graphs=True, coupling=coupling), live)
+        for row in live:
+            tokens = found[row.key, row.sample]
+            met = tokens.index(token) + 1 if token in tokens[:-1] else None
+            assert (row.broken if row.broken is None or row.broken < row.limit else None) == met
+            assert all(0 <= t < target.vocab for t in tokens)
+            if coupling == "shared":
+                assert tokens[:met] == due[row.key, row.sample][:met]
+        assert 0 < sum(token in tokens[:-1] for tokens in found.values()) < len(found) or coupling == "maximal"
+
+
+def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch):
+    """As in large models: each round's positions are written right before the chain of launches that reads them early."""
+    target, draft = decoders("qwen2")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    monkeypatch.setattr("bass_cli.model.fused_decode._large", lambda spec, layers: True)
+    for _ in range(3):
+        for drafter, batch, length in ((draft, 3, 3), ("none", 1, 0), ("lookup", 2, 5), (draft, 5, 1)):
+            for graphs in (True, False):
+                loop = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=graphs)
+                assert drive(loop, rows()) == due, f"batch {batch}, {drafter}"
+
+
+def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    loop.prepare(range(1, 4), range(4))
+    old = launch.counters(CUDA, 1)
+    launch.counters(CUDA, len(old) + 1)
+    size, place = len(old), old.data_ptr()
+    del old
+    others = [torch.full((size,), 7, dtype=torch.int32, device=CUDA) for _ in range(8)]
+    assert all(other.data_ptr() != place for other in others), "the memory of the counters was given away"
+    assert drive(loop, rows()) == due
+
+
+def test_a_kernel_that_does_not_fit_leaves_captured_rounds_to_plain_torch(decoders, monkeypatch):
+    target, draft = decoders("llama")
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    small = launch.card(CUDA)._replace(shared=1024)
+    for module in (mixing, ragged):
+        monkeypatch.setattr(module, "card", lambda device: small)
+    loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
+    assert drive(loop, rows()) == due
+    assert loop.graphs.captures > 0

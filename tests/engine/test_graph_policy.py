@@ -1,0 +1,168 @@
+"""Which shapes are captured, and when: reuse before capture, by counting, never by the clock."""
+
+import pytest
+from fakes import FakeGraphs
+
+from bass_cli.engine.graph_policy import Ladder, Shape, Step
+
+
+class Bench:
+    """A ladder on fake graphs; `ask` runs one round at a shape as the ladder says."""
+
+    def __init__(self, *, longest=32, drafts="round"):
+        self.graphs = FakeGraphs()
+        self.ladder = Ladder(self.graphs, longest=longest, drafts=drafts)
+
+    def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
+        wish = Shape(kind, rows, width)
+        step = self.ladder.choose(wish, left=left, fit=fit)
+        self.ladder.served(wish, step)
+        if step.how != "replay":
+            getattr(self.graphs, step.how)(step.shape, lambda: None)
+            self.ladder.took(step, 0.06)
+        return step
+
+    def hold(self, *shapes):
+        for shape in shapes:
+            self.graphs.run(Shape(*shape), lambda: None)
+            self.graphs.capture(Shape(*shape), lambda: None)
+
+    def rounds_until_captured(self, rows, width, most=5000, **options):
+        for number in range(most):
+            if self.ask(rows, width, **options).how == "capture":
+                return number
+        return most
+
+
+def test_a_shape_runs_once_uncaptured_and_is_then_captured_if_nothing_else_serves():
+    bench = Bench()
+    assert [bench.ask(8, 4).how for _ in range(4)] == ["run", "capture", "replay", "replay"]
+
+
+def test_nothing_is_captured_for_the_last_rounds():
+    bench = Bench()
+    assert [bench.ask(8, 4, left=left).how for left in (2, 1, 2, 3)] == ["run", "run", "run", "capture"]
+
+
+def test_more_rows_serve_until_the_dummies_have_cost_a_capture():
+    bench = Bench()
+    bench.hold(("round", 8, 0), ("round", 64, 4), ("round", 32, 4))
+    assert bench.ask(4, 0) == Step(Shape("round", 8, 0), "replay")
+    assert bench.rounds_until_captured(1, 0) > 500, "seven dummies cost next to nothing"
+    assert bench.ask(16, 4).shape.rows == 32, "the nearest"
+    assert 100 < bench.rounds_until_captured(16, 4) < 300
+    assert bench.ask(16, 4) == Step(Shape("round", 16, 4), "replay")
+    assert bench.ask(65, 4).how == "run", "fewer rows never serve"
+
+
+def test_near_draft_lengths_serve_until_the_wish_has_persisted():
+    bench = Bench()
+    bench.hold(("round", 8, 4), ("round", 8, 8))
+    assert bench.ask(8, 5).shape.width == 4
+    assert bench.ask(8, 7).shape.width == 8
+    assert bench.ask(8, 0).shape.width == 4, "also when nothing should be drafted: a few rounds are cheaper than a capture"
+    assert 100 < bench.rounds_until_captured(8, 5) < 300
+    assert bench.rounds_until_captured(8, 0) < bench.rounds_until_captured(8, 3), "what costs more is captured sooner"
+
+
+def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
+    bench = Bench()
+    bench.hold(("round", 8, 4))
+    assert bench.rounds_until_captured(8, 6, most=500, left=20) == 500
+    assert bench.ask(8, 6, left=1000).how == "run"
+    assert bench.ask(8, 6, left=1000).how == "capture"
+
+
+def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 2), ("given", 1, 12))
+    assert bench.ask(1, 6, kind="given").shape.width == 12
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 2))
+    assert bench.rounds_until_captured(1, 12, kind="given") < 50, "ten drafts of each round are lost"
+    bench = Bench(drafts="given")
+    bench.hold(("given", 1, 12))
+    assert bench.rounds_until_captured(1, 2, kind="given") > 500, "ten places more cost one row next to nothing"
+
+
+def test_plain_rounds_never_serve_where_drafts_are_wanted():
+    bench = Bench()
+    bench.hold(("round", 8, 0))
+    assert bench.ask(8, 1) == Step(Shape("round", 8, 1), "run")
+
+
+def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
+    bench = Bench()
+    bench.hold(("round", 8, 4), ("round", 8, 6))
+    assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [4, 4, 4, 6, 6]
+    assert [bench.ask(8, 9, fit="wider") for _ in range(3)] == [Step(Shape("round", 8, 10), how)
+                                                                for how in ("run", "capture", "replay")]
+    assert bench.ask(8, 33, fit="wider") == Step(Shape("round", 8, 33), "run"), "beyond the usual lengths"
+
+
+def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_wasted_as_much():
+    bench = Bench()
+    bench.hold(("round", 8, 10))
+    assert 150 < bench.rounds_until_captured(8, 9, fit="wider") < 300
+    assert bench.ask(8, 9, fit="wider") == Step(Shape("round", 8, 9), "replay")
+
+
+def test_only_this_once_the_very_width():
+    bench = Bench()
+    bench.hold(("round", 8, 4))
+    wish = Shape("round", 8, 0)
+    assert bench.ladder.choose(wish, left=100).shape.width == 4
+    assert bench.ladder.choose(wish, left=100, fit="same") == Step(wish, "run")
+
+
+def test_catching_up_takes_longer_graphs_but_not_shorter_ones_nor_rounds():
+    bench = Bench()
+    bench.hold(("catch up", 8, 8), ("round", 8, 32))
+    assert bench.ask(4, 2, kind="catch up") == Step(Shape("catch up", 8, 8), "replay")
+    assert bench.ask(8, 32, kind="catch up") == Step(Shape("catch up", 8, 32), "run")
+
+
+def test_what_a_length_costs_at_first():
+    bench = Bench(longest=16)
+    unknown = bench.ladder.entries(8)
+    assert 0 < unknown[0] < unknown[4] < unknown[16] == unknown[32]
+    bench.ask(8, 0)
+    warm = bench.ladder.entries(8)
+    assert 0 < warm[0] < unknown[0]
+    bench.ask(8, 0)
+    known = bench.ladder.entries(8)
+    assert known[0] == 0
+    assert 0 < known[4] < unknown[4]
+    bench.ask(8, 4)
+    bench.ask(8, 4)
+    assert bench.ladder.entries(8) == (0,) * 33, "a near length is captured"
+    assert bench.ladder.entries(16)[4] > 0
+    bench.graphs.renew("moved")
+    bench.ladder.forget()
+    assert bench.ladder.entries(8)[0] > 0
+
+
+def test_drafts_of_the_host_cost_no_launches():
+    """A model's steps are launched one by one; where the host drafts, any length is the same few launches, and a plain
+    round that ran tells what they take."""
+    ladders = [Ladder(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
+    for ladder in ladders:
+        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    model, host = (ladder.entries(8) for ladder in ladders)
+    assert host == pytest.approx((0.05,) * len(host))
+    assert model[0] == pytest.approx(0.05)
+    assert model[4] > 3 * host[4]
+    assert [ladder.shape(8, 3) for ladder in ladders] == [Shape("round", 8, 3), Shape("given", 8, 3)]
+    assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
+
+
+def test_compiling_is_not_taken_for_what_capturing_costs():
+    bench = Bench()
+    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 9.0)
+    slow = bench.ladder.delay(Step(Shape("round", 8, 0), "run"))
+    assert slow <= 0.1
+    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
+    bench.ladder.took(Step(Shape("round", 8, 0), "run"), 0.05)
+    assert bench.ladder.delay(Step(Shape("round", 8, 0), "run")) == 0.02
+    assert bench.ladder.delay(Step(Shape("round", 8, 0), "replay")) == 0

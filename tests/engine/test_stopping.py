@@ -1,0 +1,130 @@
+"""Drafting that ends where the draft is unsure of itself: when it stops, that it pays, and that it harms nothing."""
+
+import pytest
+import torch
+from fakes import Ticks
+from test_profile import Timed
+from toys import Markov, drive, loop_for, plain
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import StopsDrafts, StopsShort
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.stopping import Stopping
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.round_cost import make_surface
+
+VOCAB = 16
+SURFACE = make_surface((1, 8), (0, 8), verify=[[0.01, 0.012]] * 2, draft=[[0.0, 0.032]] * 2)
+
+
+def tables():
+    """Target and draft agree after the ids below 13, and are sure of it; after the others the draft is unsure, wrong."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randn(1, VOCAB, VOCAB, generator=generator)
+    target[0, torch.arange(VOCAB), (torch.arange(VOCAB) * 5 + 3) % VOCAB] += 9.0
+    draft = target.clone()
+    draft[0, 13:] = 0.1 * torch.randn(3, VOCAB, generator=generator)
+    return target, draft
+
+
+def run(stops, *, lengths=None, rows=1, ticks=None):
+    """Seconds and rounds of a job on a device like SURFACE's; `stops`: whether drafting may end inside a round."""
+    target, draft = tables()
+    ticks = ticks or Ticks()
+    loop = loop_for(Timed(target, 1, ticks, lambda rows, width: 0.01 + 0.00025 * (width - 1)),
+                    Timed(draft, 2, ticks, lambda rows, width: 0.004), rows=rows,
+                    lengths=lengths or Goodput(limit=16, surface=SURFACE))
+    loop.clock = Clock(ticks)
+    if not stops:
+        loop._stopping = None
+    seen = []
+    jobs = [Row("0", sample, 5, [sample % VOCAB], 300, temperature=0.0) for sample in range(rows)]
+    drive(loop, jobs, on_round=lambda done, hosts: seen.append(done))
+    return ticks.seconds, seen
+
+
+def test_stopping_pays_where_confidence_tells():
+    with_it, seen = run(True)
+    without, _ = run(False)
+    assert with_it < 0.93 * without
+    assert len({done.width for done in seen}) > 2
+    drafted, kept = sum(done.width for done in seen), sum(sum(done.accepted) for done in seen)
+    assert kept > 0.7 * drafted
+
+
+def test_fixed_lengths_are_never_cut():
+    _, seen = run(True, lengths=Fixed(5))
+    assert {done.width for done in seen[:-3]} == {5}
+    assert not isinstance(Fixed(5), StopsDrafts)
+    assert isinstance(Goodput(limit=4), StopsDrafts)
+
+
+def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
+    """A rejected or stopped draft may leave nothing behind: the target drafting for itself keeps all, always."""
+    target, draft = tables()
+    jobs = [Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, temperature=0.9 * s) for p in range(3) for s in range(2)]
+
+    def fresh():
+        return [Row(row.key, row.sample, 3, list(row.tokens), row.limit, temperature=row.temperature) for row in jobs]
+
+    for batch in (1, 4):
+        loop = loop_for(Markov(target, 1), Markov(draft, 2), rows=batch, lengths=Goodput(limit=9, surface=SURFACE))
+        assert drive(loop, fresh()) == plain(Markov(target, 1), fresh())
+    own = loop_for(Markov(target, 1), Markov(target, 2), rows=4, lengths=Goodput(limit=9, surface=SURFACE))
+    seen = []
+    drive(own, fresh(), on_round=lambda done, hosts: seen.append(done))
+    assert all(kept == done.width for done in seen for kept in done.accepted)
+
+
+def test_a_stopped_draft_counts_only_what_it_has_fed():
+    target, _ = tables()
+    drafter = make_drafter("model", runner=Markov(target, 2), coupling="shared", temperature=None)
+    assert isinstance(drafter, StopsShort)
+    loop = loop_for(Markov(target, 1), drafter, rows=2, lengths=Fixed(0))
+    row = Row("0", 0, 0, [1, 2, 3], 40)
+    loop.open("0", row.tokens)
+    loop.admit(row)
+    drafter.expect(loop.batch, 6)
+    proposal = drafter.propose_while(loop.batch, 6, lambda confidence: False)
+    assert proposal.tokens.shape == (1, 1)
+    assert drafter._fed == [3]
+    with pytest.raises(AssertionError):
+        make_drafter("model", runner=Markov(target, 2), coupling="maximal", temperature=None).propose_while(
+            loop.batch, 2, lambda confidence: True)
+
+
+class Half(Fixed):
+    """Half the rows must be expected to get there."""
+
+    def least(self, drafted):
+        return 0.5
+
+
+def test_confidence_is_worth_what_it_was_worth():
+    """Drafts of much confidence that never stand, and of little that always do."""
+    target, _ = tables()
+    stopping, taken = Stopping(), {}
+    loop = loop_for(Markov(target, 1), "none", rows=1)
+
+    class Told:
+        def __init__(self, confidence):
+            self._confidence = confidence
+
+        def propose_while(self, batch, length, goes_on):
+            steps = 0
+            while steps < length:
+                steps += 1
+                if not goes_on(torch.tensor([self._confidence])):
+                    break
+            taken[self._confidence] = steps
+
+    loop.batch.hosts.append(Row("0", 0, 0, [1], 9))
+    for _ in range(60):
+        for confidence, kept in ((0.95, 0), (0.1, 1)):
+            stopping.propose(Told(confidence), loop.batch, 8, Half(8))
+            stopping.observe([min(kept * 8, taken[confidence])])
+    assert taken == {0.95: 1, 0.1: 8}
+    Stopping().propose(Told(0.8), loop.batch, 8, Half(8))
+    assert taken[0.8] == 3, "the chances of all drafts so far: 0.79, 0.63, 0.496"

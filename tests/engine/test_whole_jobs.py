@@ -1,0 +1,157 @@
+"""What whole jobs take, captures included, on a simulated device: `auto` must not be slower than plain decoding."""
+
+import pytest
+from fakes import FakeGraphs, Ticks
+from simulated import Finder, Simulated, plain_seconds, seconds_of
+
+from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.engine.forecast import Forecast
+from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.looking import Looking
+
+
+def auto_seconds(rate, **job):
+    return seconds_of(Simulated(Goodput(limit=32), rate), **job)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_auto_costs_at_most_a_tenth_where_drafts_fail(rate):
+    assert auto_seconds(rate) <= 1.1 * plain_seconds()
+
+
+def test_auto_wins_where_drafts_stand_and_the_job_is_long():
+    plain = plain_seconds()
+    assert auto_seconds(0.8) < 0.75 * plain
+    assert seconds_of(Simulated(Fixed(4), 0.8)) < 0.65 * plain, "auto could win no more than this"
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_auto_is_plain_decoding_where_the_job_is_too_short_to_win(rate):
+    loop = Simulated(Goodput(limit=32), rate)
+    assert seconds_of(loop, prompts=1, limit=64) <= 1.02 * plain_seconds(prompts=1, limit=64)
+    assert loop.graphs.captures == 1
+
+
+def speed_of_looking(found, rate, *, asking):
+    """Of a second job of 512 samples in 16 rows, in plain decoding's speed, and the rounds in which it looked."""
+    job = {"prompts": 32, "n": 16, "limit": 46}
+    graphs = FakeGraphs(Ticks())
+    drafter = Finder(found, asking=asking, ticks=graphs.ticks)
+    loop = Simulated(Goodput(limit=16), rate, rows=16, drafter=drafter, graphs=graphs)
+    plain = Simulated(Fixed(0), 0.0, rows=16, drafter=NoDrafter())
+    ends = [(seconds_of(loop, **job), seconds_of(plain, **job), drafter.looks) for _ in range(2)]
+    return (ends[1][1] - ends[0][1]) / (ends[1][0] - ends[0][0]), ends[1][2] - ends[0][2]
+
+
+@pytest.mark.parametrize(("found", "rate"), [(0.0, 0.0), (0.05, 0.5), (0.15, 0.5), (0.3, 0.5)])
+def test_looking_for_drafts_that_do_not_pay_is_given_rests(found, rate):
+    """A look takes a ninth of a plain round: more than can be lost in every one."""
+    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    assert speed > 0.98
+    assert 0 < looks < 300
+
+
+@pytest.mark.parametrize(("found", "rate", "due"), [(0.6, 0.6, 1.1), (0.8, 0.8, 1.5)])
+def test_looking_for_drafts_that_pay_goes_on(found, rate, due):
+    """What looking loses before anything was drafted leaves enough to try drafts with."""
+    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    assert speed > due
+    assert looks > 500
+
+
+def test_a_cheap_look_is_never_given_up():
+    """Where there has been nothing to copy for long, the beginning of a copy is not missed."""
+    _, looks = speed_of_looking(0.0, 0.0, asking=0.000015)
+    assert looks > 1000
+
+
+def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with():
+    """The share of looks that found something fades; it must not become 0, by which costs would be divided."""
+    looking = Looking()
+    for _ in range(50_000):
+        looking.observe(-0.001, 0.005, False)
+    assert 0 < looking.share <= 0.01
+    for _ in range(100):
+        looking.observe(1.0, 0.005, True)
+    assert looking.share > 0.8
+
+
+def test_the_last_rows_of_a_batch_are_no_reason_to_capture():
+    """Rows leave one by one: fewer rows and all the shorter last drafts are served by what is there."""
+    loop = Simulated(Fixed(5), 0.7)
+    seconds_of(loop, prompts=3)
+    assert loop.graphs.captures == 1
+    loop = Simulated(Bass(limit=32), 0.7)
+    seconds_of(loop, prompts=3)
+    assert loop.graphs.captures <= 4
+
+
+def taught(controller, *, rate, plain=0.002, step=0.0005, rows=8, most=4):
+    """Rounds of 0 and `most` drafts, of which so many stand on average."""
+    for width in (0, 0, most, 0, most, most):
+        kept = tuple(round(rate * width) for _ in range(rows))
+        controller.observe(Round(width, kept, plain + step * width))
+    controller._opening = []
+    return controller
+
+
+def test_a_length_must_save_more_than_it_costs():
+    controller = taught(Goodput(limit=8), rate=1.0)
+    assert controller.next(8, Outlook(left=1e6, entries=(0.0,) + (0.3,) * 8)) >= 4
+    assert controller.next(8, Outlook(left=50, entries=(0.0,) + (0.3,) * 8)) == 0
+    assert controller.next(8, Outlook(left=50, entries=(0.0,) * 9)) >= 4
+    held = (0.0, 0.3, 0.3, 0.0, 0.3, 0.3, 0.3, 0.3, 0.3)
+    assert controller.next(8, Outlook(left=200, entries=held)) == 3, "what is captured already is better than plain"
+    assert controller.next(8, Outlook(left=50, catch_up=0.3)) == 0
+
+
+def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
+    def rounds_before_a_probe(outlook):
+        controller = taught(Goodput(limit=8), rate=0.0)
+        for number in range(3000):
+            if controller.next(8, outlook):
+                return number
+            controller.observe(Round(0, (0,) * 8, 0.002))
+        return 3000
+
+    assert rounds_before_a_probe(Outlook()) < 40
+    assert 400 < rounds_before_a_probe(Outlook(1e6, (0.0,) + (0.02,) * 8)) < 600
+    assert rounds_before_a_probe(Outlook(100, (0.0,) + (0.02,) * 8)) == 3000, "it could not pay"
+    assert rounds_before_a_probe(Outlook(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 80, "one that is captured can"
+
+
+def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
+    one, other = taught(Goodput(limit=8), rate=1.0), taught(Goodput(limit=8), rate=1.0)
+    one.observe(Round(4, (0,) * 8, 0.9, steady=False))
+    for controller in (one, other):
+        controller.reflect()
+    assert one._keeping.rate < other._keeping.rate
+    assert one._costs.line(8).tolist() == other._costs.line(8).tolist()
+
+
+def test_one_round_of_many_rows_outweighs_the_first_guess():
+    controller = Goodput(limit=8)
+    controller.observe(Round(4, (0,) * 8, 0.05, steady=False))
+    controller.reflect()
+    assert controller._keeping.rate < 0.25
+    alone = Goodput(limit=8)
+    alone.observe(Round(4, (0,), 0.05, steady=False))
+    alone.reflect()
+    assert alone._keeping.rate > 0.4
+
+
+def test_a_forecast_learns_how_long_samples_become():
+    forecast = Forecast(20)
+    forecast.begin(8)
+    assert forecast.length(10) == 21
+    forecast.end(40)
+    forecast.end(60)
+    assert forecast.length(10) == 50
+    assert forecast.waiting(3, ended=False) == 3 + 12
+    assert forecast.waiting(3, ended=True) == 3
+    unknown = Forecast(None)
+    unknown.begin(8)
+    unknown.begin(8)
+    assert unknown.waiting(0, ended=False) == 16

@@ -1,0 +1,198 @@
+"""Only regular files are written, and what is not ours is not replaced without --overwrite: refused before any work."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scored import Programs, Texts, adding, install, line, write
+from test_cli import cli, rows  # noqa: F401 - a fixture
+from test_same_files import BENCH, EVAL, GENERATE, SCORE, SWEEP, place  # noqa: F401 - a fixture
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.errors import UserError
+from bass_cli.io import charts
+from bass_cli.io.places import check_place
+from bass_cli.io.resume import write_json
+from bass_cli.io.saving import write_file
+
+ALLOW = "--allow-code-execution"
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """The kind of everything in a folder, and what is in regular files."""
+    return {str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
+            for path in sorted(folder.rglob("*"))}  # fmt: skip
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("command", "name"), [
+    ([*GENERATE, "--out", "x.jsonl"], "x.jsonl"), ([*GENERATE, "--out", "x.jsonl"], "x.jsonl.manifest.json"),
+    ([*EVAL, "--out", "x.jsonl"], "x.jsonl"), ([*EVAL, "--out", "x.jsonl"], "x.jsonl.verdicts.jsonl"),
+    ([*EVAL, "--out", "x.jsonl"], "x.report.json"), ([*EVAL, "--report", "x.json"], "x.json"),
+    ([*SWEEP, "--report", "x.json"], "x.json"), ([*SWEEP, "--plot", "x.png"], "x.png"), (SWEEP, "o.sweep.json"),
+    (SWEEP, "o.sweep.png"), (SWEEP, "o.plain-0.5s.jsonl"), (SWEEP, "o.plain-0.5s.report.json"),
+    (SWEEP, "o.jsonl.verdicts.jsonl"), ([*SCORE, "--report", "x.json"], "x.json"), (SCORE, "f.jsonl.verdicts.jsonl"),
+    ([*BENCH, "--plot", "x.png"], "x.png"),
+])  # fmt: skip
+@pytest.mark.parametrize("kind", ["pipe", "link to a socket", "folder", "foreign"])
+def test_what_cannot_be_replaced_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, kind: str
+) -> None:
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
+    if kind == "pipe":
+        os.mkfifo(name)
+    elif kind == "folder":
+        Path(name).mkdir()
+    elif kind == "foreign":
+        Path(name).write_text("precious\n")
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("s")
+        Path(name).symlink_to("s")
+    before = tree(tmp_path)
+    result = CliRunner().invoke(app, command)
+    says = {"pipe": "this is a pipe", "folder": "this is a folder", "foreign": "it exists and "}
+    assert says.get(kind, "this is a socket") in result.stderr
+    assert result.exit_code == 2
+    assert tree(tmp_path) == before
+
+
+def test_devices_are_no_place(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/dev/null")
+    for path in ("/dev/full", "/dev/null", tmp_path / "link"):
+        with pytest.raises(UserError, match="this is a device"):
+            check_place("--out", path)
+
+
+def test_what_became_a_pipe_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "r.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        write_file(tmp_path / "r.json", b"")
+    assert (tmp_path / "r.json").is_fifo()
+
+
+def test_places_that_do_not_take_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "away").symlink_to("nowhere/f")
+    (tmp_path / "file").write_text("")
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "file" and access(path, mode))
+    for name, says in (("loop", "Too many levels"), ("away", "nowhere is not there"), ("x" * 300, "too long"),
+                       ("file", "write-protected"), ("file/f", "Not a directory")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            check_place("--out", tmp_path / name)
+    check_place("--out", tmp_path / "new")
+
+
+def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:  # noqa: F811
+    before = tree(tmp_path)
+    for name in ("-", "/dev/stdout", "/dev/fd/1"):
+        result = cli("generate", "p.jsonl", "--n", "2", "--out", name)
+        assert result.exit_code == 0, result.stderr
+        assert len(rows(result.stdout)) == 4
+        refused = cli("generate", "p.jsonl", "--out", name, "--json")
+        assert (refused.exit_code, "--json needs --out FILE" in refused.stderr) == (2, True)
+    assert tree(tmp_path) == before
+
+
+def test_a_manifest_that_is_not_ours_is_kept(cli: Any, tmp_path: Path) -> None:  # noqa: F811
+    command, beside = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl"), tmp_path / "o.jsonl.manifest.json"
+    beside.write_text('{"name": "a web app"}')
+    before = tree(tmp_path)
+    refused = cli(*command)
+    assert refused.exit_code == 2
+    assert "o.jsonl.manifest.json: it exists and is not the manifest of o.jsonl; use --overwrite" in refused.stderr
+    assert tree(tmp_path) == before
+    assert cli(*command, "--overwrite").exit_code == 0
+    (tmp_path / "o.jsonl").unlink()
+    assert cli(*command).exit_code == 0, "a manifest of ours may be replaced"
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(2)}), Texts({}))
+    for name in ("f.jsonl", "g.jsonl"):
+        write(name, [line(0, 0, "+ 1")])
+
+
+@pytest.mark.usefixtures("files")
+def test_a_report_replaces_its_like_and_nothing_else() -> None:
+    def score(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["score", *arguments, ALLOW, "--report", "r.json"])
+
+    for _ in range(2):
+        assert score("f.jsonl").exit_code == 0
+    content = Path("r.json").read_bytes()
+    other = score("g.jsonl")
+    assert other.exit_code == 2
+    assert "--report r.json: it exists and is not a report on g.jsonl; use --overwrite to replace it" in other.stderr
+    for foreign in (b"precious", b"[" * 100_000, b'{"file": "f.jsonl"}', content[:-9]):
+        Path("r.json").write_bytes(foreign)
+        assert score("f.jsonl").exit_code == 2
+        assert Path("r.json").read_bytes() == foreign
+    assert score("g.jsonl", "--overwrite").exit_code == 0
+    assert json.loads(Path("r.json").read_text())["file"] == "g.jsonl"
+
+
+@pytest.mark.usefixtures("files")
+def test_what_came_to_the_report_s_place_meanwhile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bass_cli.eval import scoring
+
+    judged = scoring._judge
+
+    def judge(*arguments: Any, **named: Any) -> Any:
+        Path("r.json").write_text("precious")
+        return judged(*arguments, **named)
+
+    monkeypatch.setattr(scoring, "_judge", judge)
+    result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, "--report", "r.json"])
+    assert (result.exit_code, Path("r.json").read_text()) == (2, "precious")
+    assert "Pass@First" in result.stdout, "what was judged is shown all the same"
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("flags", [[], ["--rejudge"]])
+def test_a_file_in_the_place_of_verdicts_is_kept(flags: list[str]) -> None:
+    Path("f.jsonl.verdicts.jsonl").write_text("precious\n")
+    result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, *flags])
+    assert result.exit_code == 2
+    assert "f.jsonl.verdicts.jsonl: it exists and is not a file of verdicts; move it away" in result.stderr
+    assert Path("f.jsonl.verdicts.jsonl").read_text() == "precious\n"
+
+
+def test_a_chart_replaces_charts_of_bass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Figure:
+        def savefig(self, stream: Any, **settings: Any) -> None:
+            [(key, value)] = settings["metadata"].items()
+            stream.write(b"\x89PNG\r\n\x1a\n" + b"tEXt" + f"{key}\0{value}".encode())
+
+    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)
+    chart = tmp_path / "c.png"
+    for _ in range(2):
+        charts.check(str(chart), overwrite=False)
+        charts.save(Figure(), str(chart))
+    chart.write_bytes(b"\x89PNG\r\n\x1a\n another's")
+    charts.check(str(chart), overwrite=True)
+    with pytest.raises(UserError, match=r"c\.png: it exists and is not a chart of bass"):
+        charts.check(str(chart), overwrite=False)
+
+
+def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:
+    with open(tmp_path / "r", "w+") as stream:
+        stream.write("before\n")
+        stream.flush()
+        write_json(Path(f"/dev/fd/{stream.fileno()}"), {"a": 1}, "fault")
+    assert (tmp_path / "r").read_text() == 'before\n{\n  "a": 1\n}\n'
+
+
+@pytest.mark.parametrize("command", [[*SCORE, "--overwrite"], [*BENCH, "--overwrite"]])
+def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:  # noqa: F811
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "--overwrite (or BASS_OVERWRITE): it is for a --" in result.stderr

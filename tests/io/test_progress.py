@@ -1,0 +1,169 @@
+"""Progress that is honest: what is going on has a name, silence has an end, and the time that is left is no wish."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.io import progress
+from bass_cli.io.console import Screen
+from bass_cli.io.progress import Display, Estimate
+from bass_cli.io.results import Completion
+
+DONE = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
+
+
+class Terminal(io.StringIO):
+    """Takes what is written, and says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def seconds_left(line: str) -> int | None:
+    found = re.search(r"about (?:(\d+):)?(\d+):(\d\d) left", line)
+    return None if found is None else int(found[1] or 0) * 3600 + int(found[2]) * 60 + int(found[3])
+
+
+def test_no_estimate_without_a_basis() -> None:
+    estimate = Estimate(1000)
+    assert estimate.left(5.0) is None
+    for done in range(20):  # two of a hundred are too few, and so are two at all
+        estimate.update(done, float(done))
+        assert estimate.left(float(done)) is None
+    estimate.update(20, 20.0)
+    assert estimate.left(20.0) == pytest.approx(980.0)
+    few = Estimate(4)
+    few.update(0, 0.0)
+    few.update(2, 2.0)
+    assert few.left(2.0) is None
+    unknown = Estimate(None)
+    for done in range(50):
+        unknown.update(done, float(done))
+    assert unknown.left(50.0) is None
+
+
+def test_what_was_done_before_does_not_count_as_speed() -> None:
+    estimate = Estimate(200)
+    estimate.update(100, 0.0)  # verdicts of an earlier run
+    estimate.update(110, 10.0)
+    assert estimate.left(10.0) == pytest.approx(90.0)
+    assert estimate.left(12.0) == pytest.approx(88.0)
+
+
+def test_the_last_sample_is_not_said_to_take_a_second_for_minutes() -> None:
+    """31 of 32 samples end at one a second, and the last one takes three minutes more."""
+    estimate, short = Estimate(32), []
+    estimate.update(0, 0.0)
+    for done in range(1, 32):
+        estimate.update(done, float(done))
+    for second in range(31, 212):
+        left = estimate.left(float(second))
+        assert left is not None
+        short += [second] * (left <= 1.5)
+        assert left >= second - 31  # it has taken so long already
+    assert len(short) <= 2
+
+
+def test_phases_are_named_and_silence_ends_after_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    screen = Screen(now=lambda: now[0])
+    assert screen._display is not None
+    screen.start(3)
+    printed: dict[int, str] = {}
+
+    def until(second: int) -> None:
+        while now[0] < second:
+            now[0] += 1.0
+            screen._display.beat()
+            printed.update({int(now[0]): line for line in capsys.readouterr().err.splitlines()})
+
+    screen.phase("loading the weights")
+    until(80)
+    screen.phase("warming up")
+    until(83)  # too short to be worth a line
+    screen.phase("reading the first prompts")
+    until(100)
+    screen.round(4, 6, 2, 1.0)
+    until(170)
+    assert printed == {
+        5: "loading the weights, 0:05 elapsed", 35: "loading the weights, 0:35 elapsed",
+        65: "loading the weights, 1:05 elapsed",
+        88: "reading the first prompts, 0:05 elapsed", 130: "0/3 samples, 0 tokens/s, 3.00 accepted a round, 2:10 elapsed",
+        160: "0/3 samples, 0 tokens/s, 3.00 accepted a round, 2:40 elapsed",
+    }  # fmt: skip
+    screen.close()
+    now[0] += 100.0
+    screen._display.beat()
+    assert capsys.readouterr().err == ""
+
+
+def test_lines_come_while_nothing_reports_anything(monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "SILENCE", 0.02)
+    display, written = Display(), ""
+    display.show(lambda: "at work", first=0.01)
+    began = time.monotonic()
+    while written.count("at work\n") < 3:
+        assert time.monotonic() < began + 60
+        time.sleep(0.01)
+        written += capsys.readouterr().err
+    display.hide()
+
+
+def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, now = Terminal(), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(now=lambda: now[0])
+    screen.phase("loading the weights")
+    screen.note("a note")
+    screen.start(8)
+    screen.round(4, 6, 2, 1.0)
+    screen.advance(DONE)
+    screen.close(screen.summary("o.jsonl"))
+    seen = terminal.getvalue()
+    assert "loading the weights, 0:00 elapsed" in seen
+    assert "a note" in seen
+    assert seen.rstrip().splitlines()[-1].startswith("30 tokens in ")
+    results = Terminal()
+    monkeypatch.setattr(sys, "stderr", results)
+    screen = Screen(now=lambda: now[0])
+    screen.start(8, live=False)  # the samples themselves go to the terminal
+    screen.phase("reading the first prompts")
+    screen.round(4, 6, 2, 1.0)
+    until_now = len(results.getvalue())
+    assert "reading the first prompts" in results.getvalue()
+    screen.advance(DONE)
+    assert len(results.getvalue()) == until_now
+    fetched = Terminal()
+    monkeypatch.setattr(sys, "stderr", fetched)
+    Screen(now=lambda: now[0]).phase("checking the models", live=False)
+    assert fetched.getvalue() == ""  # the hub's client writes there
+
+
+@pytest.mark.parametrize("flags", [(), ("--budget", "60s")])
+def test_a_job_names_what_it_does_before_the_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                         flags: tuple[str, ...]) -> None:
+    write_checkpoint("llama", tmp_path / "target", seed=0, shards=False)
+    write_tokenizer(tmp_path / "target")
+    (tmp_path / "p.txt").write_text("the cat sat\n")
+    monkeypatch.chdir(tmp_path)
+    phases: list[Any] = []
+    monkeypatch.setattr(Screen, "phase", lambda screen, name, **_: phases.append(name))
+    monkeypatch.setattr(Screen, "round", lambda *_: phases.append("round"))
+    options = ("--model", "target", "--n", "2", "--max-new-tokens", "4", "--device", "cpu")
+    result = CliRunner().invoke(app, ["generate", "p.txt", *options, *flags])
+    assert result.exit_code == 0, result.stderr
+    warming = ["warming up"] if flags else []
+    assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the models", "loading the weights", *warming,
+                                           "reading the first prompts", "round"]  # fmt: skip

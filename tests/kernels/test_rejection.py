@@ -1,0 +1,263 @@
+"""Maximal coupling in Triton against its definition, and the law of what it gives: on a CUDA device where there is one,
+else through Triton's interpreter.
+
+Tokens must be equal. Where two of them could change places by rounding, equality would be luck: a test against the
+definition also holds that no decision is that close (`apart`).
+"""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import bass_kernels as ops
+from bass_kernels import acceptance, noise, sampling
+
+pytest.importorskip("triton")
+from bass_kernels import rejection, truncation
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in log:RuntimeWarning")  # the interpreter's, masked there
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter computes bfloat16 wrongly.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+# temperature, top_k, top_p
+ZERO, LARGEST = (1067759, 6), (323239, 0)  # keys with such a first test number at position 0
+MIXED = [(0.0, 0, 1.0), (0.5, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1.0), (0.8, 3, 0.9), (1.5, 40, 0.8)]
+
+
+@pytest.fixture(autouse=True)
+def triton():
+    ops.use("triton")
+    yield
+    ops.use(None)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Several chunks a row with few tokens."""
+    for module in (truncation, rejection):
+        monkeypatch.setattr(module, "CHUNK", 1024)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def columns(mixed):
+    return tuple(torch.tensor(column, device=DEVICE) for column in zip(*mixed, strict=True))
+
+
+def keys_for(rows, seed=4):
+    return torch.randint(0, 2**32, (rows, 2), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def laws_of(logits, mixed):
+    """The processed laws [B, W, V] of logits [B, W, V] by the definition."""
+    each = [column.repeat_interleave(logits.shape[1]) for column in columns(mixed)]
+    return sampling.process(logits.flatten(0, 1), *each).view(logits.shape)
+
+
+def apart(law, keys, positions, stream, origins):
+    """Hold that no other token comes within 1e-4 of the best noisy one, by laws [N, V]."""
+    bits = noise.bits_all(keys, positions, law.shape[1], stream=0) * 0
+    for row in range(len(law)):
+        one = slice(row, row + 1)
+        bits[row] = noise.bits_all(keys[one], positions[one], law.shape[1], stream=int(stream[row]), origin=origins[one])[0]
+    first, second = (law.log() + noise.gumbel(bits)).topk(2).values.T
+    assert ((first - second) > 1e-4).all(), "two tokens as good: another seed"
+
+
+def drafted(logits, mixed, keys, lengths):
+    """(tokens, law) of k draft steps over logits [B, k, U], each form's own, and the definition's."""
+    found = []
+    for form in (ops.draft_sample, acceptance.draft_sample):
+        steps = [form(logits[:, i], *columns(mixed), keys, lengths + i, lengths) for i in range(logits.shape[1])]
+        values, edges = zip(*(law for _, law in steps), strict=True)
+        law = ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))
+        found.append((torch.stack([tokens for tokens, _ in steps], 1), law))
+    return found
+
+
+def compare(drafts, given, logits, mixed, keys, lengths, most=None):
+    """Both forms' verdicts on the same drafts, of laws `given` (Triton's, the definition's)."""
+    found = ops.rejection_sample(drafts, given[0], logits, *columns(mixed), keys, lengths, most)
+    due = acceptance.rejection_sample(drafts, given[1], logits, *columns(mixed), keys, lengths, most)
+    for one, other in zip(found[:3], due[:3], strict=True):
+        assert one.tolist() == other.tolist()
+    torch.testing.assert_close(found[3], due[3], atol=1e-5, rtol=1e-5)
+    return due
+
+
+@pytest.mark.parametrize(("dtype", "vocab", "smaller", "width", "seed"), [
+    (DTYPES[0], 70, 9, 2, 1), (DTYPES[-1], 1100, 300, 1, 3)])
+def test_drafts_and_verdicts_are_those_of_the_definition(small_chunks, dtype, vocab, smaller, width, seed):
+    mixed = MIXED[width - 1 : width + 3]
+    rows = len(mixed)
+    logits = (2 * randn(rows, width + 1, vocab, seed=seed)).to(dtype)
+    guess = (logits[:, :width, : vocab - smaller] + 0.7 * randn(rows, width, vocab - smaller, seed=2)).to(dtype)
+    keys, lengths = keys_for(rows), torch.arange(rows, device=DEVICE) * 37 + 5
+    (tokens, law), (due_tokens, due_law) = drafted(guess, mixed, keys, lengths)
+    for step in range(width):
+        apart(due_law.values[:, step], keys, lengths + step, torch.full_like(lengths, noise.DRAFT), lengths)
+    assert tokens.tolist() == due_tokens.tolist()
+    p, q = laws_of(logits, mixed), torch.nn.functional.pad(due_law.values, (0, smaller))
+    accepted = compare(tokens, (law, due_law), logits, mixed, keys, lengths)[0]
+    complete = accepted == width
+    assert 0 < int(complete.sum()) < rows, "no residual draw or no bonus draw: this showed little"
+    index = torch.arange(rows, device=DEVICE)
+    rest = (p[:, :-1] - q)[index, accepted.clamp(max=width - 1)].clamp(min=0)
+    last = torch.where(complete[:, None], p[index, accepted], rest)
+    apart(last, keys, lengths + accepted, torch.where(complete, noise.BONUS, noise.RESIDUAL), lengths)
+
+
+@pytest.mark.parametrize("width", [0, 2])
+def test_point_masses_and_plain_rounds(width):
+    mixed = MIXED[:4]
+    logits = 2 * randn(4, width + 1, 70, seed=5)
+    drafts = logits[:, :width].topk(2).indices[..., 0]
+    drafts[2:, width // 2 :] = 11  # unlikely
+    lengths = torch.arange(4, device=DEVICE) * 5
+    accepted = compare(drafts, (None, None), logits, mixed, keys_for(4), lengths)[0]
+    assert width == 0 or 0 < int(accepted.sum()) < 4 * width
+
+
+@pytest.mark.parametrize(("point", "most"), [(True, 0), (False, 1)])
+def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point, most):
+    """Number for number the round of fewer drafts: a row that keeps them all draws its next token from the target's law."""
+    mixed, width = MIXED[1:4], 2
+    guess = 2 * randn(3, width, 70, seed=5)
+    logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
+    keys, lengths = keys_for(3, 8), torch.arange(3, device=DEVICE) * 5 + 2
+    (drafts, law), (_, due_law) = drafted(guess, mixed, keys, lengths)
+    given = (None, None) if point else (law, due_law)
+    found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
+    few = min(most, width)
+    cut = None if point else sampling.Law(due_law.values[:, :few])
+    due = acceptance.rejection_sample(drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths)
+    assert [t.tolist() for t in found[:2]] == [t.tolist() for t in due[:2]]
+    kept = torch.arange(few + 1, device=DEVICE) <= due[0][:, None]
+    assert found[2][:, : few + 1][kept].tolist() == due[2][kept].tolist()
+    assert few == 0 or few in found[0].tolist(), "no row kept all that counted: this showed little"
+
+
+def for_all(rows, logits, mixed):
+    """One block of laws for many rows: logits [W, V] and their edges, looked for once."""
+    edges = truncation.edges(logits, *columns([mixed]))
+    return ops.Law(*(t.expand(rows, -1, -1).contiguous() for t in (logits, edges)))
+
+
+def drawn(q, keys, lengths):
+    """Drafts [B, k] from laws q [k, V], by the definition."""
+    steps = [sampling.draw(law.expand(len(keys), -1), keys, lengths + i, stream=noise.DRAFT, origin=lengths)
+             for i, law in enumerate(q)]  # fmt: skip
+    return torch.stack(steps, 1)
+
+
+def test_a_long_block():
+    """Twelve drafts a row, by laws that differ much from place to place: rows part where the definition does."""
+    rows, width, vocab = 6, 12, 6
+    guess, keys, lengths = 2 * randn(width, vocab, seed=8), keys_for(rows, 6), torch.arange(rows, device=DEVICE) + 3
+    target = torch.cat((guess + 0.4 * randn(width, vocab, seed=9), guess[:1]))
+    laws = [for_all(rows, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
+    q, p = guess.softmax(-1), target.softmax(-1)
+    drafts = drawn(q, keys, lengths)
+    accepted, following, _, _ = rejection.judge(drafts, laws[0], laws[1], keys, lengths)
+    due = acceptance.accept_maximal(drafts, q.expand(rows, -1, -1), p.expand(rows, -1, -1), keys, lengths)
+    assert accepted.tolist() == due[0].tolist()
+    assert following.tolist() == due[1].tolist()
+    assert len(set(accepted.tolist())) >= 3
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="toy models live on the CPU; test_gpu.py has whole loops")
+def test_a_whole_loop():
+    """Rows of unequal lengths and laws through drafter, coupling and commit: the same tokens as in plain torch."""
+    from toys import Markov, drive, loop_for
+
+    from bass_cli.engine.batch import Row
+    from bass_cli.lengths.controllers import Fixed
+
+    tables, found, kept = 2 * randn(2, 3, 7, 7, seed=3).cpu(), [], []
+    for kind in ("reference", "triton"):
+        ops.use(kind)
+        rows = [Row(str(i), i, 1, [1, 2, 3][: i + 1], 3 + i, temperature=1.0 - 0.2 * i, top_p=0.95) for i in range(2)]
+        loop = loop_for(Markov(tables[0], 1), Markov(tables[0] + 0.6 * tables[1], 2), rows=2, lengths=Fixed(2),
+                        coupling="maximal")  # fmt: skip
+        found.append(drive(loop, rows))
+        kept.append([(row.drafted, row.accepted) for row in rows])
+    assert found[0] == found[1]
+    assert kept[0] == kept[1]
+    assert 0 < sum(accepted for _, accepted in kept[0]) < sum(drafted for drafted, _ in kept[0])
+
+
+def test_equal_laws_are_always_accepted_and_a_residual_without_mass_is_the_targets():
+    """p is q: any u below 1 accepts. A draft that q cannot give is rejected, max(p - q, 0) is empty, and p decides."""
+    logits, mixed = randn(1, 1, 70).expand(4, 2, 70).contiguous(), [MIXED[row] for row in (1, 2, 3, 4)]
+    keys, lengths = keys_for(4, 9), torch.full((4,), 6, device=DEVICE)
+    (tokens, law), (_, due_law) = drafted(logits[:, :1], mixed, keys, lengths)
+    tokens[[0, 3]] = logits[0, 0].argmin()
+    accepted, following, _, _ = compare(tokens, (law, due_law), logits, mixed, keys, lengths)
+    assert accepted.tolist() == [0, 1, 1, 0]
+    assert (laws_of(logits, mixed)[:, 0].gather(1, following[:, None]) > 0).all()
+
+
+def test_a_test_number_of_zero_accepts_what_is_possible_and_nothing_else():
+    """u is 0 for two rows, and the largest number below 1 for two, where p is 1 and 0.993."""
+    keys = torch.tensor([ZERO, ZERO, LARGEST, LARGEST], device=DEVICE)
+    lengths = torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    u = noise.uniform(noise.bits(keys, lengths, lengths, stream=noise.TEST, origin=lengths))
+    assert u.tolist() == [0.0, 0.0, 1 - 2.0**-24, 1 - 2.0**-24]
+    logits = torch.full((4, 2, 9), -torch.inf, device=DEVICE)
+    logits[:, :, 2], logits[1, 0, 2], logits[1, 0, 3], logits[3, 0, 4] = 0.0, -torch.inf, 0.0, -5.0
+    drafts = torch.full((4, 1), 2, device=DEVICE)
+    accepted = compare(drafts, (None, None), logits, [(1.0, 0, 1.0)] * 4, keys, lengths)[0]
+    assert accepted.tolist() == [1, 0, 1, 0]
+
+
+def surprise(counts, due):
+    """The G statistic of counts against the law `due` (both by outcome), and what it may be: a value that one in a million
+    draws of that law exceeds (Wilson and Hilferty's approximation of the chi-square quantile)."""
+    total = sum(counts.values())
+    assert all(due[outcome] > 0 for outcome in counts), "an outcome of probability 0 came out"
+    statistic = 2 * sum(n * math.log(n / (total * due[outcome])) for outcome, n in counts.items())
+    freedom = sum(p > 0 for p in due.values()) - 1
+    return statistic, freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+# Logits and law of target and draft, and how many rows show a fault: the interpreter takes 0.1 s for each.
+SHARP = ([[0.0, 0.7, 0.0, -9.0, -9.0], [-9.0, -9.0, -9.0, 0.5, 0.0]], (1.0, 3, 1.0),
+         [[0.9, 1.0, 0.9, 0.9, 0.9]], (1.0, 1, 1.0))
+SMOOTH = ([[1.6, 1.0, 0.6, -0.5, 0.3], [0.0, 0.9, -1.0, 1.2, 0.2], [2.0, -1.0, 0.5, 0.8, 1.1]], (0.9, 0, 0.93),
+          [[0.0, 1.1, 0.9, 1.0, 0.8], [0.1, 0.8, -0.8, 1.3, 0.1]], (0.8, 4, 1.0))
+ON_CUDA = pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes without a CUDA device")
+
+
+@pytest.mark.parametrize(("laws", "rows"), [(SHARP, 30), pytest.param(SHARP, 50_000, marks=ON_CUDA),
+                                            pytest.param(SMOOTH, 50_000, marks=ON_CUDA)])
+def test_blocks_follow_the_law_of_the_target(laws, rows):
+    """Over many noise keys: a kept first draft x has probability min(p, q)(x), a recovered token x in its place
+    max(p - q, 0)(x); what follows one kept draft has the second p, the bonus token the last, whatever was kept."""
+    target, given, guess, chosen = laws
+    target, guess = torch.tensor([target], device=DEVICE), torch.tensor([guess], device=DEVICE)
+    p, q, width = laws_of(target, [given])[0], laws_of(guess, [chosen])[0], guess.shape[1]
+    keys = torch.stack((torch.arange(rows), torch.arange(rows) * 7919 % 2**32), 1).to(DEVICE)
+    lengths = torch.full((rows,), 12, device=DEVICE)
+    drafts = drawn(q, keys, lengths)
+    both = for_all(rows, guess[0], chosen), for_all(rows, target[0], given)
+    accepted, following, block, _ = (t.tolist() for t in rejection.judge(drafts, *both, keys, lengths))
+    parts = torch.minimum(p[0], q[0]), (p[0] - q[0]).clamp(min=0)
+    due = {(kept, x): mass for kept, part in zip((True, False), parts, strict=True) for x, mass in enumerate(part.tolist())}
+    found = [surprise(Counter((n > 0, line[0]) for n, line in zip(accepted, block, strict=True)), due)]
+    second = Counter(line[1] for n, line in zip(accepted, block, strict=True) if n >= 1)
+    found.append(surprise(second, dict(enumerate(p[1].tolist()))))
+    last = Counter(token for n, token in zip(accepted, following, strict=True) if n == width)
+    found.append(surprise(last, dict(enumerate(p[width].tolist()))))
+    assert all(statistic < bound for statistic, bound in found), found
+
+
+def test_the_statistic_sees_a_law_that_is_off():
+    due = {0: 0.5, 1: 0.3, 2: 0.2}
+    statistic, bound = surprise(Counter({0: 580, 1: 300, 2: 120}), due)
+    assert statistic > bound
+    statistic, bound = surprise(Counter({0: 500, 1: 310, 2: 190}), due)
+    assert statistic < bound

@@ -1,0 +1,106 @@
+"""What kernels take of a processor's shared memory, on cards that have less of it than those they were measured on."""
+
+import logging
+
+import pytest
+import torch
+from test_fused_decode import EPS, begun, normed
+from test_ragged import case
+from test_triton import DEVICE, close, randn, run_compiling, triton  # noqa: F401 (a fixture)
+
+import bass_kernels as ops
+from bass_kernels import dispatch, reference
+
+cuts = pytest.importorskip("bass_kernels.cuts")
+from bass_kernels import launch, mixing, products, ragged, skinny  # noqa: E402
+
+SOME = ("80,float32,few-tokens", "86,float32,mix-256", "86,bfloat16,attend-256-in-teams", "89,float32,stream",
+        "100,bfloat16,attend-256-in-teams", "120,float32,few-tokens")
+
+
+def hold(lines):
+    """Every kernel fits; returns how many there were."""
+    for capability, dtype, name, kernel, taken, there in (line.split() for line in lines):
+        assert int(taken) <= int(there), f"{name} in {dtype} for sm_{capability}: {kernel} takes {taken} bytes of {there}"
+    return len(lines)
+
+
+def test_launches_that_need_much_fit_every_card(tmp_path):
+    """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper and Blackwell add."""
+    assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_all_launches_fit_every_card(capability, dtype, tmp_path):
+    assert hold(run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)) == 24
+
+
+def card(monkeypatch, shared, capability=(8, 6)):
+    for module in (cuts, mixing, ragged, skinny):
+        monkeypatch.setattr(module, "card", lambda device: launch.Card(capability, shared))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_measured_on_hopper_is_launched_there(monkeypatch, dtype):
+    card(monkeypatch, 227 * 1024, (9, 0))
+    like = torch.empty(1, dtype=dtype)
+    for module in (cuts, mixing, ragged, skinny):
+        monkeypatch.setattr(module, "fitting", lambda options, needs, shared: first_of(list(options), needs, shared))
+    for kind in ({}, {"pair": True}, {"split": True}):
+        for lines, depth in ((4608, 3584), (3584, 18944), (960, 576)):
+            assert cuts.cut_for(lines, depth, like, **kind) == cuts._measured(
+                lines, depth, like, **{"pair": False, "split": False} | kind)
+    assert skinny._stages(like) == 5
+    assert mixing.loads(like, 7, 128) == (64, 3)
+    for lines, members, size in ((7, 1, 128), (63, 1, 128), (7, 4, 128), (7, 1, 256), (63, 1, 256), (7, 4, 256)):
+        ragged._fitted(lines, members, size, like)
+
+
+def first_of(options, needs, shared):
+    assert launch.fitting(options, needs, shared) == options[0]
+    return options[0]
+
+
+def test_smaller_cuts_give_the_same_products(monkeypatch):
+    for shared in (99, 24, 8):
+        card(monkeypatch, shared * 1024)
+        stream, residual, norm = begun(torch.float32, count=5)
+        weight, down = randn(75, 300, seed=3) / 17, randn(300, 200, seed=6)
+        close(products.project(stream, weight, None, eps=EPS), normed(residual, norm) @ weight.double().T, torch.float32)
+        x = randn(5, 200, seed=5)
+        longer = products.add(x, down, stream, norm.float())
+        close(longer.residual, residual + x.double() @ down.double().T, torch.float32)
+        due = reference.activation(normed(longer.residual.double(), norm) @ randn(150, 300, seed=7).double().T / 17, "silu",
+                                   gated=True)
+        close(products.gate_up(longer, randn(150, 300, seed=7) / 17, eps=EPS, activation="silu"), due, torch.float32)
+
+
+def attended(width, segments, given, **options):
+    q, own, prompt, _ = given
+    return ops.attention(q, own, prompt, segments, scale=0.25, **options)
+
+
+@pytest.mark.parametrize("shared", [14, 9])
+def test_smaller_tiles_give_the_same_attention(monkeypatch, shared):
+    given = case(3, torch.float32)
+    due = reference.attention(*given, scale=0.25)
+    card(monkeypatch, shared * 1024)
+    heads = given[0].shape[2] // given[1][0].shape[1]
+    assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0])[2][0] < 64
+    close(attended(3, given[3], given), due, torch.float32)
+
+
+def test_a_launch_that_cannot_fit_takes_the_reference_with_one_warning(monkeypatch, caplog):
+    """Also where the host does not know which rows are on which prompt, as in a captured round."""
+    monkeypatch.setattr(dispatch, "_too_large", set())
+    given = case(3, torch.float32)
+    due = reference.attention(*given, scale=0.25)
+    card(monkeypatch, 1024)
+    assert not mixing.fits(given[0], 8, 16)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(attended(3, given[3], given), due)
+        close(attended(3, given[3]._replace(groups=None), given), due, torch.float32)
+    assert [record.message for record in caplog.records] == [caplog.records[0].message]
+    assert "attention does not fit this device" in caplog.records[0].message

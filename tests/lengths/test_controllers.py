@@ -1,0 +1,395 @@
+"""Controllers on simulated devices: `auto` against every fixed length chosen afterwards and against plain decoding, with
+sudden changes, unlike rows, wrong profiles and one-off costs; tables; and what may not depend on time."""
+
+import random
+import statistics
+
+import devices
+import pytest
+from devices import device, run_batch, surface_of
+
+from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.costs import Learned, Profiled
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.keeping import Keeping
+from bass_cli.lengths.losses import Losses
+from bass_cli.lengths.table import Capped, Table, best_length
+
+FIXED = (0, 1, 2, 3, 4, 5, 6, 8, 10)
+HALF, WIDE = "qwen2.5-0.5b", "wide-310m"
+
+
+def seconds(make, cost, rates, *, seeds=2, **options):
+    """Mean over rows of the time until a row had its tokens, of some runs."""
+    return statistics.fmean(run_batch(make(), cost, rates, seed=seed, **options).mean for seed in range(seeds))
+
+
+def against(make, cost, rates, **options):
+    """(loss against the best fixed length chosen afterwards, loss against plain decoding), as shares."""
+    fixed = {k: seconds(lambda k=k: Fixed(k), cost, rates, **options) for k in FIXED}
+    found = seconds(make, cost, rates, **options)
+    return found / min(fixed.values()) - 1, found / fixed[0] - 1
+
+
+@pytest.mark.parametrize("rows", [2, 8, 64])
+@pytest.mark.parametrize("rates", [(0.0,), (0.2,), (0.6,), (0.8,), (0.9,), (0.95, 0.3)])
+@pytest.mark.parametrize("draft", [HALF, WIDE])
+def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_of_plain(draft, rates, rows):
+    cost = device(draft)
+    surface = surface_of(cost)
+    all_rates = [rates[i % len(rates)] for i in range(rows)]
+    lost, slower = against(lambda: Goodput(limit=32, surface=surface), cost, all_rates, seeds=max(2, 24 // rows))
+    assert lost < 0.05
+    assert slower < 0.02
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
+def test_one_row_of_a_longer_job(rate):
+    """A single row tells little in a round, so the first rounds weigh more: 512 tokens."""
+    cost = device(HALF)
+    lost, slower = against(lambda: Goodput(limit=32, surface=surface_of(cost)), cost, [rate], tokens=512, seeds=6)
+    assert lost < 0.05
+    assert slower < 0.02
+
+
+@pytest.mark.parametrize("rates", [(0.0,), (0.7,), (0.95, 0.3)])
+def test_auto_that_has_to_learn_its_costs_is_not_far_off(rates):
+    cost = device(HALF)
+    lost, slower = against(lambda: Goodput(limit=32), cost, [rates[i % len(rates)] for i in range(8)], tokens=256)
+    assert lost < 0.05
+    assert slower < 0.02
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
+def test_a_sudden_change_is_noticed(before, after):
+    """After 300 of 600 tokens drafts fail that stood, or stand that failed."""
+    cost = device(HALF)
+
+    def rate(tokens):
+        return before if tokens < 300 else after
+
+    found = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, tokens=600)
+    parts = [min(run_batch(Fixed(k), cost, [r] * 8, tokens=300).mean for k in FIXED) for r in (before, after)]
+    assert found.mean < 1.1 * sum(parts)
+    assert (sum(found.widths[-30:]) > 60) == (after > 0.5)
+
+
+@pytest.mark.parametrize("draft", [HALF, WIDE])
+def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
+    """The device is throttled to two thirds, or drafting takes twice as long as the profile says."""
+    known = surface_of(device(draft))
+
+    def throttled(rows, width):
+        return 1.5 * device(draft)(rows, width)
+
+    def slow_draft(rows, width):
+        return 2 * device(draft)(rows, width) - device(draft)(rows, 0)
+
+    for cost in (throttled, slow_draft):
+        lost, slower = against(lambda: Goodput(limit=32, surface=known), cost, [0.6] * 8, tokens=256)
+        assert lost < 0.08
+        assert slower < 0.02
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("waiting", [0, 64])
+def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
+    """The first round of a length takes 0.3 s more. Plain decoding pays once too."""
+    cost, options = device(HALF), {"waiting": waiting, "entry": 0.3, "tokens": 256}
+    auto = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, **options)
+    plain = run_batch(Fixed(0), cost, [rate] * 8, **options)
+    assert auto.last < 1.02 * plain.last
+    assert waiting == 0 or rate < 0.5 or auto.last < 0.75 * plain.last
+
+
+def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
+    """One round later than otherwise; also of rows that have ended or moved since."""
+    cost = device(HALF)
+
+    def trained(hurried):
+        goodput = Goodput(limit=8, surface=surface_of(cost))
+        chance = random.Random(3)
+        rows = [list(range(8))] * 12 + [[7, 1, 2, 3, 4, 5, 6]] * 6 + [[7, 1, 2, 8, 4, 5, 6]] * 12
+        for number, samples in enumerate(rows):
+            outlook = Outlook(50.0, samples=tuple(samples), rooms=(50,) * len(samples), hurried=hurried)
+            goodput.next(len(samples), outlook)
+            goodput.reflect()
+            kept = tuple(min(4, chance.randrange(6) * (sample % 2)) for sample in samples)
+            goodput.observe(Round(4, kept, cost(len(samples), 4) * (1 + number / 100)))
+        goodput.reflect()
+        return goodput
+
+    at_once, later = trained(False), trained(True)
+    assert later._keeping._row_kept.tolist() == at_once._keeping._row_kept.tolist()
+    assert later._keeping.rate == at_once._keeping.rate
+    assert later._paces.tolist() == at_once._paces.tolist()
+    assert later._costs.line(7).tolist() == pytest.approx(at_once._costs.line(7).tolist())
+    assert later._losses._spent == pytest.approx(at_once._losses._spent)
+
+
+def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
+    """Between two rounds the device waits. Once enough is known nothing is computed there, until rows change."""
+    goodput, cost, idle, found = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), True, []
+    choice = goodput._choice
+    monkeypatch.setattr(goodput, "_choice", lambda outlook: found.append((number, idle)) or choice(outlook))
+    for number in range(40):
+        rows = 8 if number < 30 else 7
+        idle = True
+        width = goodput.next(rows, Outlook(50.0, samples=tuple(range(rows)), rooms=(50,) * rows, hurried=True))
+        idle = False
+        goodput.reflect()
+        goodput.observe(Round(width, (min(width, 3),) * rows, cost(rows, width)))
+        assert width > 0
+    assert {number for number, idle in found if not idle} == set(range(40))
+    assert {number for number, idle in found if idle} == {0, 1, 30}
+
+
+def test_most_of_what_drafting_has_won_may_be_lost_again():
+    """A bad stretch after a good one must not end all drafting, nor eat up all that was won."""
+    losses = Losses()
+    for _ in range(1000):
+        losses.spend(1.0)
+        losses.lose(-0.25, plain=1.0)
+    for lost in range(0, 250, 10):
+        assert losses.affords(10.0, plain=1.0, left=0.0) == (lost + 10 <= 200)
+        losses.lose(10.0, plain=1.0)
+
+
+def dear(rows, width):
+    """Seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a step of it takes half a plain round."""
+    return (1.5 + 0.02 * rows + 0.09 * width + 0.77 * width) / 1e3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("first", "then"), [(0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 0.5)])
+def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, rows):
+    """1.2 ms for every 128 tokens that it missed, as much as a plain round: too dear for a single draft now and then, and
+    a few unlucky drafts must not end all drafting. The rate changes after 60 of 512 tokens."""
+    options = {"tokens": 512, "feeding": 1.2e-3}
+    rates, surface = [lambda tokens: first if tokens < 60 else then] * rows, surface_of(dear, acceptance=0.69)
+    fixed = {k: seconds(lambda k=k: Fixed(k), dear, rates, seeds=12, **options) for k in (0, 1, 2, 3, 4)}
+    found = [run_batch(Goodput(limit=16, surface=surface), dear, rates, seed=seed, **options).mean for seed in range(12)]
+    assert max(found) < 1.02 * fixed[0]
+    assert statistics.fmean(found) < 1.03 * min(fixed.values())
+    assert then < 0.8 or max(found) < 0.95 * fixed[0]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(24, 35), (100, 115)])
+def test_a_stretch_in_which_no_draft_stands_ends_drafting_for_a_while_only(begin, end):
+    """As in a real text of Qwen2.5-Coder: tokens of which none can be foreseen, while most can before and after them."""
+    rates, options = [lambda tokens: 0.0 if begin <= tokens < end else 0.93], {"tokens": 512, "feeding": 1.0e-3}
+    best = min(seconds(lambda k=k: Fixed(k), dear, rates, seeds=24, **options) for k in (0, 1, 2, 3, 4))
+    found = [run_batch(Goodput(limit=16, surface=surface_of(dear, acceptance=0.69)), dear, rates, seed=seed, **options).mean
+             for seed in range(24)]
+    assert statistics.fmean(found) < 1.03 * best
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
+    """What drafting had won before is not forgotten when a long draft is lost."""
+    cost = device(HALF)
+    goodput = Goodput(limit=32, surface=surface_of(cost, acceptance=0.85))
+    lengths = []
+    for number in range(8):
+        width = goodput.next(1, Outlook(100.0, samples=(0,), rooms=(100,)))
+        kept = unlucky if number == 4 else width
+        goodput.observe(Round(width, (kept,), cost(1, width)))
+        lengths.append(width)
+    assert lengths[4] > 10
+    assert min(lengths) > 3, lengths
+
+
+def test_looking_for_drafts_that_are_not_there_costs_little():
+    """Each look takes a fifth of a round; after 1000 rounds there is something to find, and it is found."""
+    goodput, cost, seconds, plain, widths = Goodput(limit=8), device(HALF), 0.0, 0.0, []
+    for number in range(3000):
+        outlook = Outlook(3000.0, samples=tuple(range(8)), rooms=(3000,) * 8, free=True)
+        asked = goodput.next(8, outlook) > 0
+        counts = (4 if number >= 1000 else 0,) * 8
+        width = goodput.trim(counts, outlook) if asked and any(counts) else 0
+        asking = 0.2 * cost(8, 0) if asked else 0.0
+        taken = asking + devices.verify(8, width)
+        goodput.observe(Round(width, (width,) * 8, taken, drafted=counts if width else None, asking=asking))
+        goodput.reflect()
+        seconds, plain = seconds + taken, plain + (width + 1) * cost(8, 0)
+        widths.append(width)
+        if number == 999:
+            assert seconds < 1.02 * plain
+    assert widths[-1] == 4
+    assert seconds < 0.5 * plain
+
+
+def test_unlike_rows_are_told_apart_and_shape_the_choice():
+    """Half the rows keep nearly all, half little: rounds a token, not tokens a round, decide. When the fast ones have
+    ended, the rest is not taken for what all were together."""
+    keeping = Keeping(limit=16)
+    keeping.follow(tuple(range(8)))
+    for _ in range(12):
+        keeping.observe([6, 0] * 4, [6] * 8)
+        keeping.observe([5, 1] * 4, [6] * 8)
+    rates = keeping._rates.tolist()
+    assert min(rates[::2]) > 0.85
+    assert max(rates[1::2]) < 0.45
+    both = keeping.rounds()
+    keeping.follow((1, 3, 5, 7))
+    slow = keeping.rounds()
+    assert slow[8] > 0.6 > both[8]
+    keeping.follow((1, 3, "new"))
+    assert keeping.rounds()[8] < slow[8], "a new row begins as the pool"
+
+
+def test_a_change_weighs_more_than_all_that_was_before_it():
+    keeping = Keeping(limit=8)
+    keeping.follow((0, 1))
+    for number in range(60):
+        keeping.observe([6, 5] if number % 2 else [4, 6], [6, 6])
+    assert keeping.rate > 0.85
+    for _ in range(4):
+        keeping.observe([0, 0], [6, 6])
+    assert keeping.rate < 0.6
+    for _ in range(4):
+        keeping.observe([6, 6], [6, 6])
+    assert keeping.rate > 0.45
+
+
+def test_rows_that_are_alike_share_one_rate():
+    keeping = Keeping(limit=8)
+    keeping.follow((0, 1, 2, 3))
+    for kept in ([3, 4, 2, 4], [4, 3, 4, 2], [2, 4, 4, 3], [4, 2, 3, 4]) * 3:
+        keeping.observe(kept, [4] * 4)
+    assert len(set(keeping._rates.tolist())) == 1
+
+
+def test_drafts_that_were_not_meant_tell_nothing():
+    """Row 1 never has a third draft, row 2 none at all; what stands in their filled-up places is luck."""
+    honest, filled = Keeping(limit=8), Keeping(limit=8)
+    for keeping, luck in ((honest, 0), (filled, 2)):
+        keeping.follow((0, 1, 2))
+        for number in range(20):
+            keeping.observe([number % 5, 2 + luck, luck], [4, 2, 0])
+    assert filled.rate == honest.rate
+    assert filled.tokens([4, 4, 4]).tolist() == honest.tokens([4, 4, 4]).tolist()
+    assert 0.6 < honest.rate < 0.9, "row 1 kept all it had, row 0 two of three"
+
+
+def test_rows_bring_no_more_than_their_drafts():
+    keeping = Keeping(limit=8)
+    keeping.follow((0, 1, 2, 3))
+    for _ in range(60):
+        keeping.observe([4, 1, 1, 1], [4, 1, 1, 1])
+    assert keeping.tokens([4, 4, 4, 4])[-1] == pytest.approx(5, abs=0.1), "a place where a row had no draft is no failure"
+    assert keeping.tokens([4, 2, 0, 0]).tolist() == pytest.approx([1, 1.5, 2, 2.25, 2.5], abs=0.05)
+    assert keeping.tokens([3] * 7).tolist() == pytest.approx([1, 2, 3, 4], abs=0.1), "rows that nobody followed"
+
+
+def test_positions_that_keep_less_than_the_rate_says_are_learnt():
+    """Two drafts always stand, the third never: three tokens a round, however many are drafted."""
+    keeping = Keeping(limit=8)
+    keeping.follow((0, 1, 2, 3))
+    for _ in range(30):
+        keeping.observe([2] * 4, [5] * 4)
+    rounds = keeping.rounds()
+    assert rounds[2] == pytest.approx(1 / 3, rel=0.05)
+    assert rounds[8] == pytest.approx(1 / 3, rel=0.12)
+
+
+def test_drafting_that_does_not_pay_is_stopped_though_the_profile_promised_it():
+    """A surface on which drafts cost nothing, on a device where they take as long as a pass."""
+    cost = device(HALF)
+    surface = surface_of(lambda rows, width: cost(rows, 0))
+    found = run_batch(Goodput(limit=8, surface=surface), lambda rows, width: cost(rows, 0) * (1 + width), [0.5] * 4,
+                      tokens=400)
+    assert found.last < 1.05 * 400 * cost(4, 0)
+
+
+def test_a_scale_follows_the_device_and_lengths_keep_their_differences():
+    surface = surface_of(device(HALF))
+    costs = Profiled(surface, (0, 2, 4))
+    before = costs.line(8)
+    for _ in range(100):
+        costs.learn(8, 4, 2 * surface.seconds(8, 4))
+    after = costs.line(8)
+    assert after[2] == pytest.approx(2 * before[2], rel=0.02)
+    assert 1.4 * before[0] < after[0] <= 2 * before[0]
+    frozen = Profiled(surface, (0, 2, 4), frozen=True)
+    frozen.learn(8, 4, 2 * surface.seconds(8, 4))
+    assert frozen.line(8).tolist() == before.tolist()
+
+
+def test_longer_contexts_reach_the_line():
+    surface = surface_of(device(HALF))
+    surface = type(surface)(surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7))
+    line = Profiled(surface, (0, 4)).line(8, 1100.0)
+    assert line.tolist() == pytest.approx([surface.seconds(8, 0, 1100.0), surface.seconds(8, 4, 1100.0)])
+
+
+def test_what_a_job_learns_is_a_surface_for_the_next():
+    cost = device(HALF)
+    controller = Goodput(limit=16)
+    run_batch(controller, cost, [0.7] * 8, tokens=300)
+    learnt = controller.learned()
+    assert learnt is not None
+    assert not learnt.measured
+    assert 8 in learnt.rows
+    assert learnt.seconds(8, 0) == pytest.approx(cost(8, 0), rel=0.1)
+    assert learnt.seconds(8, 4) == pytest.approx(cost(8, 4), rel=0.1)
+    assert 0.5 < learnt.acceptance < 0.9
+    again = Goodput(limit=16, surface=learnt)
+    assert again.next(8) > 0, "no opening: it drafts at once"
+    assert Goodput(limit=16, surface=surface_of(cost)).learned() is None, "a profile is left as it is"
+    assert Goodput(limit=16).learned() is None, "nothing was seen"
+
+
+def test_what_was_learnt_before_is_corrected_by_what_is_seen():
+    cost = device(HALF)
+    costs = Learned((0, 2, 4), surface_of(lambda rows, width: 3 * cost(rows, width)))
+    for _ in range(60):
+        for width in (0, 4):
+            costs.learn(8, width, cost(8, width))
+    assert costs.line(8)[0] == pytest.approx(cost(8, 0), rel=0.1)
+
+
+def test_a_table_gives_the_best_length_of_the_profile_for_each_number_of_rows():
+    surface = surface_of(device(HALF), acceptance=0.7)
+    table = Table(surface, limit=32)
+    lengths = [table.next(rows) for rows in (1, 8, 16, 64, 256)]
+    assert lengths == [best_length(surface, rows, 0.7, range(33)) for rows in (1, 8, 16, 64, 256)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] >= 2
+    assert lengths[-1] <= 1
+    assert Table(surface_of(device(HALF), acceptance=0.05), limit=32).next(8) == 0
+    assert Table(surface, limit=1).next(1) == 1
+
+
+def test_a_table_caps_algorithm_1():
+    controller = make_lengths("bass+table", limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6))
+    assert isinstance(controller, Capped)
+    cap = Table(surface_of(device(HALF), acceptance=0.6), limit=32).next(8)
+    assert controller.next(8) == cap < Bass().next(8)
+    for _ in range(8):
+        controller.observe(Round(controller.next(8), (0,) * 8, 0.1))
+    assert controller.next(8) == 1, "Algorithm 1 still shrinks"
+
+
+def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
+    surface = surface_of(device(HALF))
+    widths, hopes = [], []
+    for slow, captured in ((1.0, False), (5.0, False), (1.0, True)):
+        controller = make_lengths("auto", limit=16, coupling="maximal", surface=surface)
+        assert isinstance(controller, Goodput)
+        found = []
+        for number in range(60):
+            width = controller.next(4, Outlook(100, (0.0,) * 17 if slow == 1 else (0.0,) + (9.0,) * 16, slow - 1, 300.0))
+            found.append(width)
+            if captured:  # a loop with graphs leaves it some time in every round
+                controller.reflect()
+            kept = min(width, 16 - number // 4) if number < 40 else 0
+            controller.observe(Round(width, (kept,) * 4, slow * 0.01, steady=number % 7 > 0))
+        widths.append(found)
+        hopes.append(controller._losses._hope)
+    assert widths[0] == widths[1] == widths[2]
+    assert hopes[0] == hopes[1] == hopes[2]
+    assert len(set(widths[0])) > 1, "it reacts to what is kept"
+    learnt = type(surface)(surface.rows, surface.widths, surface.verify, surface.draft, measured=False)
+    assert isinstance(make_lengths("auto", limit=16, coupling="maximal", surface=learnt), Bass)

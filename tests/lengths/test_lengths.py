@@ -1,0 +1,208 @@
+"""Draft-length controllers and the clock: golden traces, and what one row may and may not do to the others."""
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from bass_cli.config.fields import CONTROLLERS
+from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Outlook, Proposal, Round
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.offers import Offers
+from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.round_cost import make_surface
+
+
+def trace(controller, rounds, accept):
+    out = []
+    for _ in range(rounds):
+        out.append(controller.next(4))
+        controller.observe(Round(out[-1], tuple(accept(out[-1])), 0.1))
+    return out
+
+
+def test_algorithm_1_when_nothing_is_accepted():
+    assert trace(Bass(), 7, lambda k: [0, 0, 0]) == [7, 6, 4, 2, 1, 1, 1]
+    assert trace(Bass(start=32), 12, lambda k: [0]) == [32, 28, 24, 20, 17, 14, 11, 8, 6, 4, 2, 1]
+
+
+def test_algorithm_1_grows_by_two_while_one_row_keeps_everything():
+    assert trace(Bass(), 15, lambda k: [0, k, 1]) == [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]
+
+
+def test_algorithm_1_never_goes_below_what_a_row_kept_and_forgets_the_shrinking_after_success():
+    controller = Bass(start=10)
+    kept = iter([[9, 2], [9], [3], [6], [0], [0]])
+    assert trace(controller, 6, lambda k: next(kept)) == [10, 9, 11, 9, 7, 5]
+
+
+def test_a_clipped_draft_that_is_kept_whole_is_not_all_accepted():
+    controller = Bass()
+    assert controller.next(1) == 7
+    controller.observe(Round(3, (3,), 0.1))
+    assert controller.next(1) == 6
+
+
+def test_a_round_without_drafts_teaches_nothing():
+    controller = Bass()
+    controller.observe(Round(0, (0, 0), 0.1))
+    assert controller.next(2) == 7
+
+
+@pytest.mark.parametrize(("length", "due"), [(0, 0), (5, 5), (64, 12)])
+def test_fixed_lengths_keep_to_the_limit(length, due):
+    controller = make_lengths(length, limit=12, coupling="shared")
+    assert isinstance(controller, Fixed)
+    assert controller.next(3) == due
+
+
+def test_every_word_has_a_controller_of_its_own():
+    kinds = {type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS}
+    assert len(kinds) == len(CONTROLLERS)
+
+
+def test_the_clock_shortens_a_round_that_would_end_late():
+    now = [100.0]
+    clock = Clock(lambda: now[0])
+    assert clock.longest_in_time(8, 100.5) == 8  # nothing is known yet
+    clock.observe(0, 0.1)
+    clock.observe(4, 0.3)
+    clock.observe(8, 0.9)
+    assert clock.longest_in_time(8, None) == 8
+    assert clock.longest_in_time(8, 101.0) == 8
+    assert clock.longest_in_time(8, 100.5) == 5
+    assert clock.longest_in_time(8, 100.12) == 0
+    assert clock.predict(2) == pytest.approx(0.2)
+    assert clock.predict(20) == 0.9
+    assert clock.predict(0) == 0.1
+
+
+def test_the_clock_follows_what_rounds_really_take():
+    clock = Clock(lambda: 0.0)
+    clock.observe(2, 1.0)
+    for _ in range(30):
+        clock.observe(2, 0.2)
+    assert abs(clock.predict(2) - 0.2) < 0.01
+
+
+def simulate(controller, rounds, *, rows, rate, cost):
+    """Rows whose drafts each stand with chance `rate`, on a machine whose rounds take `cost(rows, width)`; returns
+    tokens a second and the draft lengths used."""
+    chance, tokens, seconds, widths = random.Random(0), 0, 0.0, []
+    for number in range(rounds):
+        width = controller.next(rows)
+        now = rate(number) if callable(rate) else rate
+        kept = tuple(next((i for i in range(width) if chance.random() > now), width) for _ in range(rows))
+        took = cost(rows, width) * chance.uniform(0.95, 1.05)
+        controller.observe(Round(width, kept, took))
+        tokens, seconds, widths = tokens + sum(kept) + rows, seconds + took, [*widths, width]
+    return tokens / seconds, widths
+
+
+def machine(rows, width):
+    """A round costs 50 ms and 2 ms for each of the rows' tokens."""
+    return 0.05 + 0.002 * rows * (width + 1)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.8, 0.95])
+def test_goodput_comes_within_eight_percent_of_the_best_fixed_length(rows, rate):
+    best = max(simulate(Fixed(k), 400, rows=rows, rate=rate, cost=machine)[0] for k in range(17))
+    found, widths = simulate(Goodput(limit=16), 400, rows=rows, rate=rate, cost=machine)
+    assert found > 0.92 * best, widths[-20:]
+
+
+def test_goodput_goes_plain_when_drafts_fail_and_comes_back_when_they_stand_again():
+    _, widths = simulate(Goodput(limit=16), 900, rows=16, rate=lambda n: 0.02 if n < 300 else 0.9, cost=machine)
+    assert sum(widths[100:300]) < 60
+    assert sum(widths[800:]) > 200
+
+
+def test_auto_under_maximal_coupling_does_not_depend_on_time():
+    assert isinstance(make_lengths("auto", limit=8, coupling="maximal"), Bass)
+    assert isinstance(make_lengths("auto", limit=8, coupling="shared"), Goodput)
+
+
+def learnt(rows, rate, *, rounds=60):
+    """A Goodput that was made to draft 4 in every row and kept as many as `rate` says, on the machine above. What that
+    lost is not held against it."""
+    controller, chance = Goodput(limit=8), random.Random(0)
+    for number in range(rounds):
+        width = controller.next(rows) if number < 4 else 4
+        kept = tuple(next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows))
+        controller.observe(Round(width, kept, machine(rows, width)))
+    controller._losses._lost = 0.0
+    return controller
+
+
+def test_goodput_trims_drafts_that_few_rows_have():
+    controller = learnt(8, 0.8)
+    assert controller.trim([4] * 8) >= 3
+    assert controller.trim([4] + [0] * 7) == 0, "eight rows would pay for the drafts of one"
+    assert controller.trim([8] + [2] * 7) == 2
+    assert learnt(1, 0.8).trim([8]) > 4
+
+
+def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_many_plain_rounds():
+    controller = learnt(32, 0.05)
+    assert controller.next(32, Outlook(free=True)) == 8
+    assert [controller.trim([6] * 32), controller.next(32)] == [0, 0]
+    for _ in range(17):
+        controller.observe(Round(0, (0,) * 32, machine(32, 0)))
+    assert controller.trim([6] * 32) == 2
+    assert controller.trim([1] * 32) == 1
+
+
+def test_goodput_learns_from_rows_that_had_drafts_only():
+    """Two of 32 rows draft, and keep all; the others' places are filled up, and what stands there is luck."""
+    controller = learnt(32, 0.3)
+    for _ in range(200):
+        controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
+    assert controller.trim([4] * 32) == 0, "drafting so has lost too much"
+    controller._losses._lost = 0.0
+    assert controller.trim([4] * 32) == 4
+    assert min(numpy.diff(controller._keeping.tokens([4] * 32))) > 0.9
+
+
+def test_rounds_without_the_model_are_not_taken_for_dear_ones():
+    """A model's drafts take six plain rounds; where all are looked up it takes one and a bit, and nothing to catch up."""
+    controller = Goodput(limit=8, surface=make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 5.0]]))
+    for _ in range(50):
+        controller.next(2, Outlook(1e6, catch_up=2.0))
+        controller.observe(Round(4, (2, 1), 1.2, steady=False, drafted=(4, 4)))
+    assert controller._losses._lost < 0, "each brought 2.5 tokens"
+    for _ in range(50):
+        controller.next(2, Outlook(1e6, catch_up=2.0))
+        controller.observe(Round(4, (2, 1), 1.2, steady=False))
+    assert controller._losses._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
+
+
+def test_drafts_of_the_host_need_no_catching_up():
+    surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.5]])
+    behind = Outlook(10, catch_up=50.0)
+    assert Goodput(limit=8, surface=surface).next(2, behind) == 0
+    assert Goodput(limit=8, surface=surface).trim([4, 4], behind) >= 3
+    controller = Goodput(limit=8, surface=surface)
+    assert controller.next(2, behind._replace(left=1e6)) == 0, "the loss of a stretch after catching up is not affordable"
+    assert controller.trim([4, 4], behind._replace(left=1e6)) >= 3
+
+
+TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
+
+
+@pytest.mark.parametrize("controller", [Fixed(7), Bass(), *(
+    make_lengths(name, limit=8, coupling="shared", surface=TABLES) for name in ("table", "bass+table"))])
+def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(controller):
+    class Found(NoDrafter):
+        on_device = False
+
+        def propose(self, batch, length):
+            return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
+
+    batch = Batch(rows=4, context=64, device=torch.device("cpu"))
+    found = Offers(batch, Found()).ask(7, controller, Outlook(free=True))
+    assert (found.tokens.shape, found.counts) == ((4, 5), (0, 3, 5, 1))

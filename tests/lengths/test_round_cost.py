@@ -1,0 +1,74 @@
+"""The cost surface: what it says between and beyond its points, what it refuses to read, and how it follows a device."""
+
+import json
+
+import pytest
+
+from bass_cli.lengths.round_cost import Surface, make_surface, read_surface
+
+
+def surface(**changes):
+    options = {"verify": [[4.0, 4.2, 4.6], [5.0, 7.0, 15.0]], "draft": [[0.0, 0.8, 3.2], [0.0, 1.0, 4.0]],
+               "context": 400.0, "growth": (0.001, 0.0005), "acceptance": 0.8}
+    return make_surface((8, 64), (0, 1, 4), **(options | changes))
+
+
+def test_points_are_given_back_and_what_lies_between_is_linear():
+    found = surface()
+    assert found.seconds(8, 4) == pytest.approx(4.6 + 3.2)
+    assert found.seconds(64, 0) == 5.0
+    assert found.verify_seconds(36, 1) == pytest.approx((4.2 + 7.0) / 2)
+    assert found.draft_seconds(8, 2) == pytest.approx(0.8 + 2.4 / 3)
+    assert found.seconds(36, 2) == pytest.approx((4.2 + 0.4 / 3 + 1.6 + 7.0 + 8 / 3 + 2.0) / 2)
+
+
+def test_beyond_the_points_it_goes_on_as_between_the_last_two_and_before_them_it_stays():
+    found = surface()
+    assert found.verify_seconds(64, 7) == pytest.approx(15.0 + 8.0)
+    assert found.verify_seconds(120, 0) == pytest.approx(6.0)
+    assert found.verify_seconds(1, 0) == 4.0
+
+
+def test_longer_contexts_cost_by_row_and_draft_step():
+    found = surface()
+    assert found.seconds(8, 4, 1400.0) == pytest.approx(7.8 + 8 * 1000 * (0.001 + 4 * 0.0005))
+    assert found.seconds(8, 0, 400.0) == 4.0
+    assert found.seconds(8, 0, 0.0) == pytest.approx(4.0 - 8 * 200 * 0.001)
+
+
+def test_noise_cannot_make_more_work_take_less_time():
+    found = surface(verify=[[4.0, 3.9, 4.5], [3.0, 5.0, 4.4]])
+    assert found.verify[0] == pytest.approx((3.475, 3.95, 4.5))
+    assert found.verify[1] == pytest.approx((3.475, 4.7, 4.7))
+
+
+def test_it_is_read_as_it_was_written():
+    found = surface()
+    assert read_surface(found.to_json()) == found
+    assert read_surface(found.to_json()).digest() == found.digest() != surface(acceptance=None).digest()
+    assert read_surface(surface(acceptance=None, measured=False).to_json()).measured is False
+
+
+@pytest.mark.parametrize("changes", [
+    {"format": 2}, {"rows": [64, 8]}, {"rows": [8]}, {"widths": [0, 1]}, {"verify": [[4.0, 4.2, -1.0], [5.0, 7.0, 15.0]]},
+    {"verify": [[0.0, 4.2, 5.0], [5.0, 7.0, 15.0]]}, {"growth": [0.1]}, {"growth": [-0.1, 0.0]}, {"context": None},
+    {"draft": "none"}, {"verify": [[4.0, 4.2, float("nan")], [5.0, 7.0, 15.0]]},
+    {"rows": "89"}, {"rows": [8.0, 64]}, {"rows": [8, float("inf")]}, {"rows": {"8": 1}}, {"widths": [0, True, 4]},
+    {"verify": [["4", 4.2, 4.6], [5.0, 7.0, 15.0]]}, {"verify": [[4.0, 4.2, 10**400], [5.0, 7.0, 15.0]]},
+    {"context": 10**400}, {"context": "400"}, {"measured": "false"}, {"acceptance": 1.5}, {"acceptance": float("nan")},
+])
+def test_what_is_not_a_surface_is_refused(changes):
+    with pytest.raises(ValueError):  # noqa: PT011 - the reasons are json's too
+        read_surface(json.dumps(json.loads(surface().to_json()) | changes))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "{\"format\": 1}", "[" * 10**5, "9" * 6000, surface().to_json()[:-5]])
+def test_broken_files_are_refused(text):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_surface(text)
+
+
+def test_one_line_serves_all_numbers_of_rows():
+    found = make_surface((8,), (0,), verify=[[2.0]], draft=[[0.0]])
+    assert isinstance(found, Surface)
+    assert found.seconds(1, 5) == found.seconds(64, 0) == 2.0

@@ -1,0 +1,281 @@
+"""Configurations to Specs: as hubs have them and as transformers 5 writes them; names; what is refused, and how."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FAMILIES as WRITTEN
+from checkpoints import build_model
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from bass_cli.errors import UserError
+from bass_cli.model.decoder import Norm, Rope, parameters
+from bass_cli.model.families import FAMILIES, slots
+from bass_cli.model.gguf_config import ARCHITECTURES, spec_of_gguf
+from bass_cli.model.hf_config import spec_of_config
+
+# As on the hub, from the days of transformers 4: flat rope keys, many values left to defaults.
+OLD: dict[str, dict[str, Any]] = {
+    "llama-3.1": {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+        "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 8192}},
+    "llama-linear": {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99,
+        "num_attention_heads": 4, "rope_scaling": {"type": "linear", "factor": 2.5}, "max_position_embeddings": 64},
+    "mistral-v0.1": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False},
+    "mistral-v0.3": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "vocab_size": 32768, "sliding_window": None, "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-5},
+    "qwen2.5": {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+        "max_window_layers": 21, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 32768,
+        "tie_word_embeddings": True, "use_sliding_window": False},
+    "qwen2-windows": {
+        "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 99,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "max_window_layers": 3,
+        "use_sliding_window": True, "sliding_window": 16},
+    "qwen3": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_scaling": None, "rope_theta": 1000000, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": None},
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "intermediate_size": 6912, "num_hidden_layers": 26,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 262144,
+        "max_position_embeddings": 32768, "rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh"},
+    "gemma-3-scaled": {
+        "model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 99,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 3},
+    "opt-125m": {
+        "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+        "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "activation_function": "relu",
+        "do_layer_norm_before": True, "_remove_final_layer_norm": False},
+    "gpt2": {
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
+        "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+    "gptj": {
+        "model_type": "gptj", "n_embd": 4096, "n_layer": 28, "n_head": 16, "n_positions": 2048, "rotary_dim": 64,
+        "n_inner": None, "vocab_size": 50400, "tie_word_embeddings": False},
+    "codegen": {
+        "model_type": "codegen", "n_embd": 1024, "n_layer": 20, "n_head": 16, "n_positions": 2048, "n_ctx": 2048,
+        "rotary_dim": 32, "n_inner": None, "vocab_size": 51200, "tie_word_embeddings": False},
+}  # fmt: skip
+GGUF = {
+    "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 64, "llama.embedding_length": 32,
+    "llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}  # fmt: skip
+EMBEDDING = {"token_embd.weight": (77, 32)}
+
+
+def changed(name: str, **changes: Any) -> dict[str, Any]:
+    return {**OLD[name], **changes}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_old_and_new_style_give_the_same_spec(name: str) -> None:
+    old = OLD[name]
+    config = AutoConfig.for_model(**{key: value for key, value in old.items() if key != "rope_type"})
+    new = json.loads(config.to_json_string(use_diff=False))
+    assert ("rope_parameters" in new) == ("n_embd" not in old and "ffn_dim" not in old)
+    assert spec_of_config(old, place="old") == spec_of_config(new, place="new")
+
+
+def test_values_that_matter() -> None:
+    gemma = spec_of_config(OLD["gemma-3-1b"], place="")
+    assert gemma.windows[:7] == (512,) * 5 + (0, 512)
+    assert gemma.rope == Rope(1e6, 256)
+    assert gemma.local_rope == Rope(1e4, 256)
+    assert gemma.norm == Norm("rms", 1e-6, qk=True, sandwich=True)
+    assert (gemma.embed_scale, gemma.query_scale, gemma.tied) == (1152**0.5, 1 / 16, True)
+    scaled = spec_of_config(OLD["gemma-3-scaled"], place="")
+    assert scaled.rope == Rope(1e6, 16, (8.0,) * 8)
+    assert scaled.local_rope == Rope(1e4, 16)
+    assert scaled.windows == (4096, 4096, 0, 4096, 4096, 0, 4096)
+    assert spec_of_config(OLD["mistral-v0.1"], place="").windows == (4096,) * 32
+    assert spec_of_config(OLD["mistral-v0.3"], place="").windows == (0,) * 32
+    assert spec_of_config(OLD["qwen2-windows"], place="").windows == (0, 0, 0, 16)
+    assert spec_of_config(OLD["qwen2.5"], place="").biases == {"qkv"}
+    codegen = spec_of_config(OLD["codegen"], place="")
+    assert (codegen.inner, codegen.rope, codegen.parallel, codegen.biases) == (
+        4096, Rope(10000.0, 32), True, {"up", "down", "head"})  # fmt: skip
+
+
+def test_llama3_frequencies_are_those_of_transformers() -> None:
+    spec = spec_of_config(OLD["llama-3.1"], place="")
+    assert spec.rope is not None
+    assert spec.rope.factors is not None
+    plain = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    wanted = LlamaRotaryEmbedding(AutoConfig.for_model(**OLD["llama-3.1"])).inv_freq.double()
+    torch.testing.assert_close(plain / torch.tensor(spec.rope.factors, dtype=torch.float64), wanted, rtol=1e-6, atol=0)
+    assert min(spec.rope.factors) == 1.0
+    assert max(spec.rope.factors) == pytest.approx(8.0)
+
+
+def test_nested_rope_per_layer_type() -> None:
+    nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    spec = spec_of_config(changed("qwen2-windows", rope_parameters=nested, layer_types=types), place="")
+    assert (spec.rope, spec.local_rope) == (Rope(50.0, 16, (2.0,) * 8), Rope(7.0, 16))
+    assert spec.windows == (16, 0, 0, 16)
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
+    model = build_model(family)
+    config = model.config.to_dict()
+    spec = spec_of_config(config, place="")
+    named = slots(spec, FAMILIES[spec.family].tensors)
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for slot in named.values():
+        rows.setdefault(slot.name, []).append((slot.first, slot.first + slot.rows))
+    assert rows.keys() == parameters(spec).keys()
+    for name, spans in rows.items():
+        edges = sorted(spans)
+        assert [0, *(last for _, last in edges)] == [*(first for first, _ in edges), parameters(spec)[name][0]]
+    state = {name.removeprefix(FAMILIES[spec.family].prefix) for name in model.state_dict()}
+    assert named.keys() == state
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gguf_names_cover_the_decoder(name: str) -> None:
+    kind = ARCHITECTURES[name]
+    eps = "layer_norm_rms_epsilon" if kind.norm == "rms" else "layer_norm_epsilon"
+    metadata = {key.replace("llama.", f"{name}."): value for key, value in GGUF.items()}
+    metadata |= {"general.architecture": name, f"{name}.attention.{eps}": 1e-5}
+    if name == "gpt2":
+        del metadata["gpt2.attention.head_count_kv"]
+    spec = spec_of_gguf(metadata, {**EMBEDDING, "blk.0.attn_q.bias": (32,)}, place="x.gguf")
+    assert {slot.name for slot in slots(spec, kind.tensors).values()} == parameters(spec).keys()
+    assert (spec.vocab, spec.context, spec.tied, spec.family) == (77, 64, True, kind.family)
+
+
+def test_gguf_values() -> None:
+    one_a_layer = {**GGUF, "llama.attention.head_count_kv": [2, 2], "llama.attention.key_length": 16,
+                   "llama.attention.value_length": 16, "llama.rope.freq_base": 5e5}  # fmt: skip
+    spec = spec_of_gguf(one_a_layer, {**EMBEDDING, "output.weight": (77, 32)}, place="", rope_factors=(1.0,) * 8)
+    assert (spec.kv_heads, spec.head_size, spec.tied) == (2, 16, False)
+    assert spec.rope == Rope(5e5, 16, (1.0,) * 8)
+    gemma = {key.replace("llama", "gemma3"): value for key, value in GGUF.items()}
+    gemma |= {"general.architecture": "gemma3", "gemma3.block_count": 62, "gemma3.attention.sliding_window": 9,
+              "gemma3.attention.key_length": 4, "gemma3.attention.value_length": 4}  # fmt: skip
+    spec = spec_of_gguf(gemma, EMBEDDING, place="")
+    assert spec.windows[:6] == (9, 9, 9, 9, 9, 0)
+    assert spec.query_scale == (32 / 4) ** -0.5  # the one size that goes by width / heads
+    assert spec_of_gguf({**gemma, "gemma3.block_count": 2}, EMBEDDING, place="").query_scale == 0.5
+    listed = {**gemma, "gemma3.block_count": 3, "gemma3.attention.sliding_window_pattern": [True, False, True]}
+    assert spec_of_gguf(listed, EMBEDDING, place="").windows == (9, 0, 9)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (changed("gpt2", model_type="mixtral"), r'"model_type": the family "mixtral" .*mean "mistral"\?; known: llama,'),
+    ({}, r'"model_type": the family "None" is not supported; known: llama, '),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0}), 'rope type "yarn".* default, linear, llama3'),
+    (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is missing'),
+    (changed("llama-3.1", hidden_act="silo"), r'"hidden_act": the activation "silo" .*did you mean "silu"'),
+    (changed("llama-3.1", hidden_size="big"), "\"hidden_size\": a number above 0 is needed, not 'big'"),
+    (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to 4096 is needed, not 2.5'),
+    (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 32 heads cannot share 5'),
+    (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no 24 equal heads'),
+    ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is missing'),
+    (changed("llama-3.1", quantization_config={"bits": 4}), '"quantization_config".*GGUF'),
+    (changed("qwen2-windows", layer_types=["full_attention"]), '"layer_types": 1 types for 4 layers'),
+    (changed("qwen2-windows", layer_types=["linear_attention"] * 4), '"layer_types": the type "linear_attention"'),
+    (changed("gemma-3-1b", final_logit_softcapping=30.0), '"final_logit_softcapping": 30.0 is not supported'),
+    (changed("gemma-3-1b", use_bidirectional_attention=True), '"use_bidirectional_attention": True is not supported'),
+    (changed("opt-125m", do_layer_norm_before=False), '"do_layer_norm_before": False is not supported, only True is'),
+    (changed("opt-125m", word_embed_proj_dim=512), '"word_embed_proj_dim": 512 is not supported'),
+    (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": True is not supp'),
+    (changed("codegen", n_head=2), '"n_head": it must be a multiple of 4'),
+    (changed("gptj", rotary_dim=0), '"rotary_dim": a number above 0 is needed, not 0'),
+    (changed("gptj", rotary_dim=258), "258 rotary dimensions of a head of 256"),
+    (changed("gpt2", model_type=["gpt2"]), r'"model_type": the family "\[\'gpt2\'\]" is not supported'),
+    (changed("gpt2", model_type={}), '"model_type": the family "{}" is not supported'),
+    (changed("gpt2", activation_function=["gelu"]), '"activation_function": the activation .* is not supported'),
+    (changed("llama-3.1", num_attention_heads=0), '"num_attention_heads": a number above 0 is needed, not 0'),
+    (changed("llama-3.1", num_attention_heads=-4), '"num_attention_heads": a number above 0 is needed, not -4'),
+    (changed("llama-3.1", num_attention_heads=[32]), '"num_attention_heads": a number above 0 is needed, not .32'),
+    (changed("llama-3.1", num_attention_heads="32"), "\"num_attention_heads\": a number above 0 is needed, not '32'"),
+    (changed("llama-3.1", num_hidden_layers=10**9), '"num_hidden_layers": a whole number from 1 to 4096 is needed'),
+    (changed("llama-3.1", head_dim=1e9), '"head_dim": a whole number from 1 to 65536 is needed, not 1000000000'),
+    (changed("llama-3.1", head_dim=10**400), '"head_dim": a finite number is needed, not 1000.*000'),
+    (changed("llama-3.1", vocab_size=float("nan")), '"vocab_size": a number above 0 is needed, not nan'),
+    (changed("llama-3.1", hidden_size=float("inf")), '"hidden_size": a finite number is needed, not inf'),
+    (changed("llama-3.1", rms_norm_eps=None, hidden_size=True), '"hidden_size": a finite number is needed, not True'),
+    (changed("llama-3.1", tie_word_embeddings="false"), "\"tie_word_embeddings\": true or false is needed, not 'false'"),
+    (changed("llama-3.1", attention_bias=[]), r'"attention_bias": true or false is needed, not \[\]'),
+    (changed("llama-3.1", rope_scaling="llama3"), "\"rope_scaling\": a mapping is needed, not 'llama3'"),
+    (changed("llama-3.1", rope_scaling={"type": ["linear"]}), "the rope type .* is not supported"),
+    (changed("llama-3.1", rope_scaling={"type": "linear", "factor": "2"}), "rope_parameters: key \"factor\": .* not '2'"),
+    (changed("llama-3.1", partial_rotary_factor=1e300), "256 rotary dimensions of a head of 128"),
+    (changed("llama-3.1", partial_rotary_factor=0.001), "0 rotary dimensions of a head of 128"),
+    (changed("llama-3.1", rope_scaling={**OLD["llama-3.1"]["rope_scaling"], "high_freq_factor": 1.0}),
+     'key "high_freq_factor": 1 is not above low_freq_factor, 1'),
+    (changed("gemma-3-1b", rope_scaling={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
+    (changed("qwen2-windows", layer_types=4), '"layer_types": a list is needed, not 4'),
+    (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not supported'),
+    (changed("qwen2-windows", max_window_layers="3"), "\"max_window_layers\": a number above 0 is needed, not '3'"),
+    (changed("qwen2-windows", use_sliding_window="no"), '"use_sliding_window": true or false is needed'),
+    (changed("gemma-3-1b", sliding_window_pattern=0), '"sliding_window_pattern": a number above 0 is needed, not 0'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED)
+def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        spec_of_config(config, place="folder/config.json")
+    assert str(error.value).startswith("folder/config.json")
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"general.architecture": "mamba"}, 'the family "mamba" is not supported.*known: llama, qwen2'),
+    ({"llama.expert_count": 8}, '"llama.expert_count": 8 is not supported'),
+    ({"split.count": 3}, '"split.count"'),
+    ({"llama.rope.scaling.type": "yarn"}, 'the rope type "yarn"'),
+    ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
+    ({"llama.context_length": None}, 'the key "llama.context_length" is missing'),
+    ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
+    ({"general.architecture": [1.0]}, 'the family .* is not supported'),
+    ({"llama.block_count": 2**31}, '"llama.block_count": a whole number from 1 to 4096 is needed'),
+    ({"llama.block_count": 2.5}, '"llama.block_count": a whole number from 1 to 4096 is needed, not 2.5'),
+    ({"llama.attention.key_length": 2**40, "llama.attention.value_length": 2**40}, '"llama.attention.key_length": a whole'),
+    ({"split.count": "3"}, '"split.count": a number above 0 is needed'),
+    ({"llama.rope.scaling.type": 2.0}, 'the rope type "2.0"'),
+    ({"llama.rope.dimension_count": 7}, "7 rotary dimensions of a head of 8"),
+    ({"llama.rope.dimension_count": 2**31}, '"llama.rope.dimension_count": a whole number'),
+])  # fmt: skip
+def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        spec_of_gguf({**GGUF, **change}, EMBEDDING, place="x.gguf")
+    assert str(error.value).startswith("x.gguf")
+
+
+def test_gguf_needs_an_embedding_and_fitting_factors() -> None:
+    with pytest.raises(UserError, match=re.escape('x.gguf: the tensor "token_embd.weight" is missing')):
+        spec_of_gguf(GGUF, {}, place="x.gguf")
+    with pytest.raises(UserError, match="has 3 factors, not 4"):
+        spec_of_gguf(GGUF, EMBEDDING, place="x.gguf", rope_factors=(1.0,) * 3)
+
+
+def test_specs_compare_and_hash() -> None:
+    one, other = (spec_of_config(OLD["qwen3"], place=place) for place in ("here", "there"))
+    assert (one, hash(one)) == (other, hash(other))
+    assert one != spec_of_config(changed("qwen3", rope_theta=3.0), place="here")

@@ -1,0 +1,253 @@
+"""The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in step with it."""
+
+import pytest
+import torch
+from fakes import count_operations
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row, noise_key
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.kv_cache import KVCache
+from bass_cli.model.runner import Runner
+
+
+class _NoLayers:
+    """A decoder as a Runner sees it, with next to nothing in it."""
+
+    class spec:  # noqa: N801
+        kv_heads, head_size = 1, 2
+
+    layers, dtype, device = (0,), torch.float32, torch.device("cpu")
+
+    def forward(self, tokens, step, *, last=None):
+        return None
+
+
+def store(rows=4, span=8):
+    return KVCache(layers=2, kv_heads=2, head_size=4, rows=rows, span=span, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_prompts_never_overlap_and_their_places_are_used_again():
+    cache = store()
+    a, b, c = cache.reserve(300), cache.reserve(0), cache.reserve(500)
+    assert {(a.start, a.length), (c.start, c.length)} == {(0, 300), (300, 500)}
+    cache.close(a)
+    small, large = cache.reserve(200), cache.reserve(900)
+    assert small.start == 0
+    assert large.start >= 800
+    assert cache.prompt_keys[1].shape[1] >= large.start + 900
+    assert b.length == 0
+
+
+def test_a_growing_store_keeps_what_it_holds():
+    cache = store()
+    span = cache.reserve(900)
+    cache.prompt_values[1][:, :900] = 7
+    cache.reserve(5000)
+    assert cache.prompt_values[1].shape[1] >= 5900
+    assert (cache.prompt_values[1][:, span.start : span.start + 900] == 7).all()
+
+
+def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
+    cache = store()
+    span = cache.reserve(10)
+    cache.attach(0, span)
+    cache.attach(1, span)
+    cache.close(span)
+    cache.detach(1)
+    assert cache.reserve(10).start == 10
+    cache.detach(0)
+    assert cache.reserve(10).start == 0
+
+
+def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
+    cache = store()
+    spans = [cache.reserve(5), cache.reserve(3)]
+    for row, which in enumerate((0, 1, 0, 0)):
+        cache.attach(row, spans[which])
+    cache.own_keys[1][3, :, :2] = 9
+    cache.detach(1)
+    cache.move(3, 1, 2)
+    step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
+    assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
+    assert step.segments.base.tolist() == [5, 5, 5]
+    assert step.slots().tolist() == [[1], [2], [1]]
+    assert step.segments.extent == 3
+    assert (cache.own_keys[1][1, :, :2] == 9).all()
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies between tensors of more than two numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.count += function is torch.ops.aten.copy_.default and arguments[0].numel() > 2
+        return function(*arguments, **(options or {}))
+
+
+def test_a_row_moves_in_one_copy_and_its_views_are_plain_tensors():
+    cache = store(rows=3, span=6)
+    for row in (0, 2):
+        cache.attach(row, cache.reserve(4 + row))
+    before = [torch.randn(3, 2, 6, 4) for _ in range(4)]
+    for layer, value in zip((*cache.own_keys, *cache.own_values), before, strict=True):
+        assert layer.is_contiguous()
+        assert layer.shape == (3, 2, 6, 4)
+        layer.copy_(value)
+    with Copies() as copies:
+        cache.move(2, 1, 5)
+    assert copies.count == 1
+    for layer, old in zip((*cache.own_keys, *cache.own_values), before, strict=True):
+        assert layer[1, :, :5].equal(old[2, :, :5])
+        assert layer[1, :, 5:].equal(old[1, :, 5:])
+        assert layer[[0, 2]].equal(old[[0, 2]])
+    assert cache.bytes() == 4 * (4 * 3 * 2 * 6 * 4 + 4 * 2 * 1024 * 4)
+
+
+def teams_of(cache, rows, size=4):
+    """What a captured pass would read of the tables: members, tiles without empty places."""
+    segments = cache.decode(torch.zeros(rows, 1, dtype=torch.int64), None).segments
+    tiles = [[row for row in tile if row >= 0] for tile in segments.teams.tiles[size].tolist()]
+    return segments.teams.member.tolist(), [tile for tile in tiles if tile]
+
+
+def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
+    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 128)
+    cache = store(rows=8)
+    long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
+    cache.attach(0, long)
+    assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.teams is None
+    version = cache.version
+    cache.attach(1, other)
+    cache.attach(2, long)
+    assert cache.version == version + 1  # from now on passes are launched with teams
+    tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.teams
+    for row, span in enumerate((short, short, other, long, long), 3):
+        cache.attach(row, span)
+    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
+    cache.detach(0)
+    cache.move(7, 0, 2)
+    assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
+    cache.detach(5)
+    cache.move(6, 5, 2)
+    assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
+    with pytest.raises(AssertionError, match="all rows"):
+        teams_of(cache, 5)
+    for row in range(6):
+        cache.detach(row)
+    assert cache.version == version + 1
+    assert tables.member.tolist() == [0] * 8  # the addresses that a captured pass reads are always the same
+    assert all((table == -1).all() for table in tables.tiles.values())
+
+
+
+def test_a_row_that_outgrows_its_span_is_our_own_mistake():
+    cache = store(span=4)
+    cache.attach(0, cache.reserve(2))
+    cache.decode(torch.tensor([[5]]), [6])
+    with pytest.raises(AssertionError, match="own slots"):
+        cache.decode(torch.tensor([[6]]), [7])
+
+
+def test_a_batch_stays_dense_and_every_column_follows_its_row():
+    batch = Batch(rows=3, context=8, device=torch.device("cpu"))
+    rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10) for i in range(3)]
+    for row in rows:
+        batch.admit(row)
+    assert batch.retire(0) == 2
+    assert batch.hosts == [rows[2], rows[1]]
+    assert batch.lengths[:2].tolist() == [3, 2]
+    assert batch.laws.temperature.tolist() == [1.0, 0.5]
+    assert batch.laws.top_k.tolist() == [2, 1]
+    assert batch.laws.keys[0].tolist() == list(noise_key(5, "2", 2))
+    assert batch.tokens[0, :3].tolist() == [2, 2, 2]
+    assert batch.retire(1) is None
+
+
+def admitted_together_and_one_by_one(groups):
+    """Two loops with toy-sized stores and the same rows: each group admitted together, or its rows one by one."""
+    loops = []
+    for together in (True, False):
+        runners = [Runner(_NoLayers(), rows=6, span=30, lag=lag) for lag in (1, 2)]
+        drafter = make_drafter("model", runner=runners[1], coupling="shared", temperature=None)
+        loop = Loop(batch=Batch(rows=6, context=8, device=torch.device("cpu")), target=runners[0], drafter=drafter,
+                    lengths=Fixed(2), coupling="shared", clock=Clock())
+        for group in groups():
+            for key in {row.key: row for row in group}.values():
+                loop.open(key.key, key.tokens)
+            for rows in [group] if together else [[row] for row in group]:
+                loop.admit(*rows)
+        loops.append((loop, runners))
+    return loops
+
+
+def test_rows_admitted_together_are_those_admitted_one_by_one():
+    """Prompts of unequal length in one call and in several, rows that hold other numbers before, tokens that outgrow the
+    batch."""
+    def groups():
+        def row(key, sample, length, **more):
+            return Row(key, sample, 9, [int(key) + 10 + i for i in range(length)], 5 + sample, **more)
+
+        return ([row("1", 0, 4, temperature=0.5, top_k=3, top_p=0.9), row("1", 1, 4, temperature=0.0)],
+                [row("2", 0, 1), row("3", 4, 12, top_k=7), row("3", 2, 12, top_p=0.25)])
+
+    (one, ours), (other, theirs) = admitted_together_and_one_by_one(groups)
+    for name in ("lengths", "_alive", "_top_k", "_temperature", "_top_p", "_keys"):
+        assert getattr(one.batch, name).equal(getattr(other.batch, name)), name
+    for index, row in enumerate(one.batch.hosts):
+        assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
+        assert one.batch.laws.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
+    assert one.batch._top_k.tolist() == [3, 0, 0, 7, 0, 0]
+    assert one.batch._top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
+    assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
+    for mine, due in zip(ours, theirs, strict=True):
+        assert mine.cache._places.equal(due.cache._places)
+        assert [mine.cache.base(row) for row in range(5)] == [due.cache.base(row) for row in range(5)]
+    assert ours[1].cache._base.tolist() == [2, 2, 0, 10, 10, 0]
+    assert one.drafter._fed == other.drafter._fed == [2, 2, 0, 10, 10]
+
+
+def test_admitting_and_ending_rows_takes_few_operations():
+    """Each is a launch on a GPU: as many for eight rows of a prompt as for one."""
+    def admit(count):
+        batch, cache = Batch(rows=8, context=64, device=torch.device("cpu")), store(rows=8)
+        rows = [Row("p", i, 0, [1, 2, 3], 9) for i in range(count)]
+        span = cache.reserve(2)
+
+        def all_of_them():
+            cache.attach(0, span, len(batch.admit(*rows)))
+
+        return batch, cache, count_operations(all_of_them)
+
+    batch, cache, many = admit(8)
+    assert many == admit(1)[2] < 20
+    ended = count_operations(lambda: (batch.retire(7), cache.detach(7)))
+    assert ended <= 4
+    moved = count_operations(lambda: (batch.retire(0), cache.detach(0), cache.move(6, 0, 3)))
+    assert moved <= 10
+
+
+def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
+    batch = Batch(rows=2, context=16, device=torch.device("cpu"))
+    for i, tokens in enumerate(([1, 2, 3], [4])):
+        batch.admit(Row(str(i), 0, 0, tokens, 10))
+    batch.commit(torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([0, 2]))
+    assert batch.lengths.tolist() == [4, 4]
+    tokens, positions = batch.last(2)
+    assert tokens.tolist() == [[3, 10], [21, 22]]
+    assert positions.tolist() == [[2, 3], [2, 3]]
+    tokens, positions = batch.last(6, torch.tensor([1, 0]))
+    assert positions.tolist() == [[1, 1, 1, 1, 2, 3], [0, 0, 0, 1, 2, 3]]
+    assert tokens[0].tolist() == [2, 2, 2, 2, 3, 10]
+
+
+def test_noise_keys_differ_in_seed_prompt_and_sample():
+    keys = {noise_key(s, p, i) for s in (0, 1, 12) for p in ("a", "b", "1") for i in (0, 1, 2, 11)}
+    assert len(keys) == 3 * 3 * 4
+    assert all(0 <= word < 2**32 for key in keys for word in key)

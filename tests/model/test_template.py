@@ -1,0 +1,115 @@
+"""Chat templates are programs: one that loops, or fills the memory, costs its prompt and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from checkpoints import write_tokenizer
+
+from bass_cli.errors import UserError
+from bass_cli.model import template
+from bass_cli.model.template import Template
+from bass_cli.model.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+HELLO = [{"role": "user", "content": "hello"}]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere templates are rendered in the process itself")
+# Each of them for "the cat" only: a loop of Python's, one call in C that is never done, memory in one go, and bit by bit.
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = (NESTED, "{{ (7 ** (9 ** (8 + messages|length))) % 3 }}")
+DOUBLED = "{% set a = namespace(b='x') %}{% for i in range(60) %}{% set a.b = a.b + a.b %}{% endfor %}{{ a.b }}"
+LARGE = ("{{ 'x' * 10 ** 11 }}", DOUBLED)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(place)
+    return place
+
+
+def with_template(folder: Path, body: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(folder)
+    tokenizer._inner.chat_template = f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
+    return tokenizer
+
+
+@pytest.mark.parametrize("body", ENDLESS)
+def test_a_template_that_loops_is_that_prompts_error(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    monkeypatch.setattr(template, "SECONDS", 0.3)
+    tokenizer = with_template(folder, body)
+    working, over = [0], threading.Event()
+    threading.Thread(target=lambda: [working.append(1) for _ in iter(lambda: over.wait(0.01), True)], daemon=True).start()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"the chat template refuses the messages: it takes more than 0\.3 s"):
+            tokenizer.encode_chat(MESSAGES)
+        assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
+    over.set()
+    assert len(working) > 10  # other threads ran meanwhile
+
+
+@pytest.mark.parametrize("body", LARGE)
+def test_a_template_that_fills_the_memory_is_that_prompts_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
+    monkeypatch.setattr(template, "_MEMORY", 2**27)
+    tokenizer = with_template(folder, body)
+    with pytest.raises(UserError, match="it takes more than 128 MB of memory"):
+        tokenizer.encode_chat(MESSAGES)
+    assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
+
+
+def test_a_template_that_writes_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_LARGEST", 1000)
+    with pytest.raises(UserError, match="it makes 5004 characters of them"):
+        with_template(folder, "{{ 'x' * 5000 }}").encode_chat(MESSAGES)
+
+
+def test_the_process_of_a_template_keeps_nothing_and_is_gone_with_its_owner(tmp_path: Path) -> None:
+    read, write = os.pipe()
+
+    def see(_: object) -> str:
+        streams = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (0, 1, 2)]
+        interrupted = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        return " ".join([*streams, str(len(os.listdir("/proc/self/fd"))), str(os.getpid()), str(interrupted)])
+
+    render = Template(see)
+    *streams, files, pid, ignores = render([]).split()
+    assert (set(streams), files, ignores) == ({os.devnull}, "5", "True")  # with its pipe, and the list's own
+    os.close(write)
+    assert os.read(read, 1) == b""  # nobody else holds the other end
+    os.close(read)
+    os.kill(int(pid), 0)
+    del render
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_what_a_template_says_and_what_it_cannot_know(folder: Path) -> None:
+    asked = with_template(folder, "{{ raise_exception('no cats') }}")
+    with pytest.raises(UserError, match="the chat template refuses the messages: no cats"):
+        asked.encode_chat(MESSAGES)
+    hidden = with_template(folder, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(UserError, match=r"the chat template refuses the messages: .*unsafe"):
+        hidden.encode_chat(MESSAGES)
+
+
+def test_an_interruption_while_a_template_works_leaves_no_answer_behind(folder: Path) -> None:
+    tokenizer = with_template(folder, ENDLESS[0])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.encode_chat(MESSAGES)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"

@@ -1,0 +1,439 @@
+"""Text to ids and back, chat, vocabularies compared, converted tokenizers cached, stop strings wherever they fall."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from checkpoints import tokenizer_metadata, write_gguf, write_tokenizer
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from bass_cli.errors import UserError
+from bass_cli.model.continuation import Stop, StopDetector
+from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
+
+TEXT = "the cat sat 🙂 – naïve,\n\n  x == 12;"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    return Tokenizer.load(folder)
+
+
+def test_there_and_back(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([1, *ids, 2, 0]) == TEXT  # special tokens are left out
+    assert tokenizer.decode(tokenizer.encode("no , clean - up .")) == "no , clean - up ."
+    assert (tokenizer.eos_ids, tokenizer.size) == ((2,), 299)
+    assert max(ids) < tokenizer.size
+
+
+def test_prompts_get_the_usual_special_tokens(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    plain = Tokenizer.load(tmp_path).encode("the cat")
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+                                                 {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("the cat") == [1, *plain]
+    chat = tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+    assert chat.count(1) == 1
+    assert chat[0] == 1
+
+
+def test_chat(tokenizer: Tokenizer) -> None:
+    assert tokenizer.has_chat_template
+    messages = [{"role": "system", "content": "the mat"}, {"role": "user", "content": "the cat"}]
+    ids = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids) == "[system] the mat[user] the cat[assistant]"
+    assert (ids[0], ids.count(1), ids.count(2)) == (1, 1, 2)
+    with pytest.raises(UserError, match="the chat template refuses the messages: no"):
+        tokenizer.encode_chat([{"role": "bad", "content": ""}])
+
+
+def test_no_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, template=False)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(UserError, match="has no chat template"):
+        tokenizer.encode_chat([{"role": "user", "content": "the cat"}])
+
+
+def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no tokenizer can be read there") as error:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="no tokenizer can be read there"):
+        Tokenizer.load(tmp_path)
+
+
+CODE = ["own.Own", "own.OwnFast"]
+FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] = [  # tokenizer_config, config, what is said
+    ("a map", {"auto_map": {"AutoTokenizer": CODE}}, {}, 'tokenizer_config.json: key "auto_map": .*own.Own'),
+    ("of old", {"auto_map": ["own.Own", None], "tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "auto_map"'),
+    ("in the other file", {}, {"auto_map": {"AutoTokenizer": CODE}}, '/config.json: key "auto_map": .*own.Own'),
+    ("unknown", {"tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "tokenizer_class": .*no tokenizer class .Own'),
+    ("unknown there", {}, {"tokenizer_class": "Own"}, '/config.json: key "tokenizer_class": .*Own'),
+    ("not a name", {"tokenizer_class": 3}, {}, 'tokenizer_config.json: key "tokenizer_class": .* 3'),
+    # A class of transformers, and no tokenizer: it reads the map of the model's code without asking us.
+    ("a model", {"tokenizer_class": "AutoModelForCausalLM"},
+     {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings", "AutoModelForCausalLM": "own.Own"}},
+     'tokenizer_config.json: key "tokenizer_class": .*AutoModelForCausalLM'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "model", "said"), [row[1:] for row in FOLDERS_WITH_CODE],
+                         ids=[row[0] for row in FOLDERS_WITH_CODE])
+def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: dict[str, object],
+                                      model: dict[str, object], said: str) -> None:
+    folder_with_code(tmp_path, tokens, model)
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    with pytest.raises(UserError, match=said):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match=said):  # transformers reads what lies beside such a file too
+        Tokenizer.load(tmp_path / "model.gguf")
+    assert not (tmp_path / "ran").exists()
+    assert answers.tell() == 0
+
+
+def test_a_tokenizer_that_is_data_needs_no_code_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder_with_code(tmp_path, {}, {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings"}})
+    answers = io.StringIO("y\n" * 10)
+    monkeypatch.setattr("sys.stdin", answers)
+    assert Tokenizer.load(tmp_path).decode([2, 40]) != ""
+    assert not (tmp_path / "ran").exists()
+    assert answers.tell() == 0
+
+
+def folder_with_code(folder: Path, tokens: dict[str, object], model: dict[str, object]) -> None:
+    """A tokenizer whose two configurations say this too, beside code that leaves the file "ran"."""
+    write_tokenizer(folder)
+    (folder / "own.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nimport transformers\n"
+        "class Own(transformers.PreTrainedTokenizerFast): pass\nclass OwnFast(Own): pass\n"
+        "class Settings(transformers.GPT2Config): pass\n")
+    for name, more in (("tokenizer_config.json", tokens), ("config.json", model)):
+        file = folder / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | more))
+
+
+def edited(folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
+    """The tiny tokenizer with tokens renamed or added."""
+    write_tokenizer(folder, extra=extra)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    model = content["model"]
+    model["vocab"] = {(rename or {}).get(text, text): id_ for text, id_ in model["vocab"].items()}
+    model["merges"] = [merge for merge in model["merges"] if "".join(merge) in model["vocab"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+def test_same_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    check_same_vocabulary(tokenizer, tokenizer)
+    longer = edited(tmp_path / "a", extra=("<new>", "[PAD300]", "<unused7>"))
+    other = edited(tmp_path / "b", extra=("<new>", "<other>"))
+    assert longer.size == 302
+    for one, two in ((tokenizer, longer), (longer, tokenizer), (longer, other), (other, longer)):
+        check_same_vocabulary(one, two)
+
+
+def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    renamed = edited(tmp_path / "a", rename={tokenizer.texts[290]: "Ġx"})
+    with pytest.raises(UserError, match=f"id 290 is '{tokenizer.texts[290]}' in .* and 'Ġx' in") as error:
+        check_same_vocabulary(tokenizer, renamed)
+    assert str(renamed.path) in str(error.value)
+    one, two = edited(tmp_path / "b", extra=("<x>", "<z>")), edited(tmp_path / "c", extra=("<y>", "<z>"))
+    with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<y>' in"):
+        check_same_vocabulary(one, two)
+    # A placeholder below a real token is a token like any other.
+    inside = edited(tmp_path / "d", extra=("<unused0>", "<z>"))
+    with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<unused0>' in"):
+        check_same_vocabulary(one, inside)
+
+
+def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert edited(tmp_path / "a").fingerprint() == tokenizer.fingerprint()
+    assert edited(tmp_path / "b", extra=("<x>",)).fingerprint() != tokenizer.fingerprint()
+    write_tokenizer(tmp_path / "c", template=False)
+    assert Tokenizer.load(tmp_path / "c").fingerprint() != tokenizer.fingerprint()
+
+
+# GGUF
+
+
+@pytest.fixture
+def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A cache folder of the test's own; the list grows by each file that transformers has to convert."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: list[Path] = []
+    original = transformers.AutoTokenizer.from_pretrained
+
+    def counted(path: Path, **options: str) -> object:
+        if "gguf_file" in options:
+            calls.append(Path(path) / options["gguf_file"])
+        return original(path, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", counted)
+    return calls
+
+
+def write_gguf_with(tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad_to: int = 305) -> Path:
+    metadata = tokenizer_metadata(tokenizer.path, pad_to=pad_to, pre=pre)
+    write_gguf("llama", path, vocab_size=pad_to, metadata=metadata)
+    return path
+
+
+def test_control_tokens_of_a_gguf_file_have_no_text(tmp_path: Path) -> None:
+    """Like the tokens for filling in the middle: a base model may write them, and nobody wants to read them."""
+    write_tokenizer(tmp_path, extra=("<|fim|>", "<call>"))
+    plain = Tokenizer.load(tmp_path)
+    metadata = tokenizer_metadata(tmp_path)
+    fim, call = plain.encode("<|fim|><call>")
+    metadata["tokenizer.ggml.token_type"][call] = 4  # one of the user's: it has text
+    assert metadata["tokenizer.ggml.token_type"][fim] == 3
+    write_gguf("llama", tmp_path / "model.gguf", vocab_size=len(metadata["tokenizer.ggml.tokens"]), metadata=metadata)
+    loaded = Tokenizer.load(tmp_path / "model.gguf")
+    assert loaded.encode("<|fim|><call>") == [fim, call]
+    assert loaded.decode([*plain.encode("the"), fim, call]) == "the<call>"
+
+
+def test_gguf_tokenizer_is_converted_once(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
+    first, second = Tokenizer.load(path), Tokenizer.load(path)
+    assert converted == [path]
+    for loaded in (first, second):
+        assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+        assert loaded.decode(loaded.encode(TEXT)) == TEXT
+        assert loaded.size == 299  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
+        assert (loaded.eos_ids, loaded.has_chat_template) == ((2,), True)
+        assert max(loaded.encode("the<|endoftext|>")) < 299
+        check_same_vocabulary(loaded, tokenizer)
+    assert first.fingerprint() == second.fingerprint()
+    write_gguf_with(tokenizer, path, pad_to=310)  # another file under the same name
+    Tokenizer.load(path)
+    assert converted == [path, path]
+
+
+def test_broken_and_unwritable_caches(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
+    wanted = Tokenizer.load(path).encode(TEXT)
+    (kept,) = (tmp_path / "cache" / "bass" / "tokenizers").iterdir()
+    (kept / "tokenizer.json").write_text("{")
+    assert Tokenizer.load(path).encode(TEXT) == wanted
+    assert Tokenizer.load(path).encode(TEXT) == wanted
+    assert len(converted) == 2  # the broken one was made anew, and kept
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert Tokenizer.load(path).encode(TEXT) == wanted
+
+
+def test_smollm_cuts_digits_off_first(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+    """Two spaces before a number are one token there, as in the model's own tokenizer.json."""
+    folder = tmp_path / "spaces"
+    write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["merges"].insert(0, ["Ġ", "Ġ"])
+    content["model"]["vocab"]["ĠĠ"] = 299
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    double = Tokenizer.load(folder)
+    gpt2 = Tokenizer.load(write_gguf_with(double, tmp_path / "gpt2.gguf"))
+    smollm = Tokenizer.load(write_gguf_with(double, tmp_path / "smollm.gguf", pre="smollm"))
+    spelled = [[t.texts[id_] for id_ in t.encode("a  78")] for t in (gpt2, smollm)]
+    assert spelled == [["a", "Ġ", "Ġ", "7", "8"], ["a", "ĠĠ", "7", "8"]]
+
+
+# Stop strings
+
+
+def by_definition(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]) -> Stop | None:
+    """The shortest prefix whose text has a stop string, cut at the earliest."""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end])
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        if places:
+            return Stop(text[: min(places)], end)
+    return None
+
+
+def in_blocks(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], sizes: random.Random) -> Stop | None:
+    detector, at = StopDetector(tokenizer, stops), 0
+    while at < len(ids):
+        block = ids[at : at + sizes.randint(1, 9)]
+        found = detector.feed(block)
+        if found is not None:
+            return found
+        at += len(block)
+    return None
+
+
+@pytest.mark.parametrize("stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at", "cat"], ["zz"]])
+def test_stops_by_definition_in_any_blocks(tokenizer: Tokenizer, stops: list[str]) -> None:
+    """Random texts of words, split characters and lone bytes; special tokens between; blocks of any size."""
+    rng = random.Random(7)
+    pieces = ["the cat", " sat", " on the mat", "\n", "🙂", "é–", " zebra", "c", "a", "t", "z", ", "]
+    found = 0
+    for _ in range(120):
+        ids = tokenizer.encode("".join(rng.choices(pieces, k=rng.randint(1, 60))))
+        for _ in range(rng.randint(0, 4)):
+            ids.insert(rng.randint(0, len(ids)), rng.choice([0, 2, *range(3, 259)]))
+        wanted = by_definition(tokenizer, ids, stops)
+        assert in_blocks(tokenizer, ids, stops, rng) == wanted
+        found += wanted is not None
+    assert found > 10
+
+
+def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a cat sat there")
+    texts = [tokenizer.decode([id_]) for id_ in ids]
+    end = next(n for n in range(1, len(ids) + 1) if "t s" in "".join(texts[:n]))
+    detector = StopDetector(tokenizer, ["t s"])
+    assert detector.feed(ids[: end - 1]) is None
+    assert detector.feed(ids[end - 1 :]) == Stop("a ca", end)
+    assert tokenizer.decode(ids[:end])[: len("a ca")] == "a ca"
+
+
+def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
+    """It comes token by token, when what the detector decodes has long stopped reaching back to the beginning."""
+    stop = "cat sat on the mat, then the other cat"
+    before = "sat on the mat, then the other " * 40
+    ids = tokenizer.encode(before + stop + " sat there")
+    detector = StopDetector(tokenizer, [stop])
+    found = next(found for id_ in ids if (found := detector.feed([id_])) is not None)
+    assert found == by_definition(tokenizer, ids, [stop])
+    assert found.text == before
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Like Llama 2's: a space at the front goes, and unknown characters are runs of byte tokens that only show when
+    the whole run is valid; so a decoded text can shrink as ids come."""
+    vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "</s>": 5}
+    vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
+    inner = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    folder = tmp_path_factory.mktemp("fallback")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("stops", [["\n"], [" a", "ab a"], ["é"], ["b\n"], ["a b"]])
+def test_stops_where_decoding_is_not_concatenation(fallback: Tokenizer, stops: list[str]) -> None:
+    rng = random.Random(3)
+    newline, accent = [6 + 0x0A], [6 + 0xC3, 6 + 0xA9]
+    assert fallback.decode([2, *newline]) == "a\n"
+    assert "\n" not in fallback.decode([2, *newline, accent[0]])  # gone, for now
+    found = 0
+    for _ in range(150):
+        runs = rng.choices([[1], [2], [3], [4], newline, accent, accent[:1], [6 + 0xFF], [5]], k=rng.randint(1, 50))
+        ids = [id_ for run in runs for id_ in run]
+        wanted = by_definition(fallback, ids, stops)
+        assert in_blocks(fallback, ids, stops, rng) == wanted
+        found += wanted is not None
+    assert found > 10
+
+
+def test_only_a_tail_is_decoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work for a token does not grow with the row."""
+    ids = tokenizer.encode("the cat sat on the mat, " * 300)
+    decoded: list[int] = []
+    original = tokenizer.decode
+
+    def counted(some: Sequence[int]) -> str:
+        decoded.append(len(some))
+        return original(some)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    detector = StopDetector(tokenizer, ["never", "nor this"])
+    assert all(detector.feed([id_]) is None for id_ in ids)
+    assert max(decoded) < 150
+    assert sum(decoded) < 100 * len(ids)
+
+
+def with_token(folder: Path, text: str, id_: int) -> Tokenizer:
+    """The tiny tokenizer with one more token."""
+    write_tokenizer(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"][text] = id_
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("tokenizer.json", "pipe"), ("tokenizer_config.json", "device"), ("config.json", "pipe"),
+    ("chat_template.jinja", "pipe"), ("tokenizer.json", "large"), ("added_tokens.json", "device"), ("spiece.model", "pipe"),
+])  # fmt: skip
+def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> None:
+    """Nobody writes to the pipe, the device has no end, and the file of a terabyte has no content."""
+    write_tokenizer(tmp_path)
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "large":
+        path.touch()
+        os.truncate(path, 2**40)
+    else:
+        {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero")}[kind](path)
+    reason = "it has 1099511627776 bytes" if kind == "large" else "cannot read the file: a file is needed"
+    with pytest.raises(UserError, match=rf"{re.escape(str(path))}: {reason}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_id_far_beyond_the_others_is_not_counted_up_to(tmp_path: Path) -> None:
+    """Neither where it is a token nor where it is a placeholder."""
+    far = 2**32 - 2
+    one, other = with_token(tmp_path / "a", "far", far), with_token(tmp_path / "b", "[PAD1]", far)
+    assert (one.size, other.size) == (far + 1, 299)
+    check_same_vocabulary(one, other)
+    check_same_vocabulary(one, one)
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "{", "[" * 10**5, '{"model": 3}', '{"a": ' + "9" * 6000 + "}"])
+def test_a_tokenizer_that_is_none_names_its_folder(content: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: no tokenizer can be read there: "):
+        Tokenizer.load(tmp_path)
+
+
+def test_what_the_tokenizers_own_code_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its panics are no Exception; what is somebody's wish, or the machine's lack, stays what it is."""
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+
+    class PanicException(BaseException):
+        pass
+
+    def raising(error: type[BaseException]) -> Callable[..., Any]:
+        def call(*_: object, **__: object) -> None:
+            raise error("index out of bounds\nmore")
+        return call
+
+    monkeypatch.setattr(tokenizer, "_inner", raising(PanicException))
+    for encode in (tokenizer.encode, tokenizer.encode_part):
+        with pytest.raises(UserError, match=r": the tokenizer cannot read the text: index out of bounds$") as caught:
+            encode("a")
+        assert str(tmp_path) in str(caught.value)
+    for kind in (KeyboardInterrupt, MemoryError):
+        monkeypatch.setattr(tokenizer, "_inner", raising(kind))
+        with pytest.raises(kind):
+            tokenizer.encode("a")

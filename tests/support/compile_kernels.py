@@ -1,0 +1,105 @@
+"""Compile every Triton kernel for a Hopper GPU, which needs none: what the interpreter runs may still not compile.
+
+Run as a script, without the interpreter: prints a line a kernel.
+"""
+
+import multiprocessing
+import re
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bass_kernels import (
+    choice,
+    mixing,
+    pointwise,
+    products,
+    ragged_kernel,
+    rejection,
+    skinny,
+    truncation,
+)
+
+FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
+          "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
+          "inverse_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
+INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
+LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
+         "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
+         "block_ptr"}  # fmt: skip
+NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
+
+
+def kind(name, kernel):
+    if name in INTEGERS:
+        return "*i32"
+    if name in LONGS or (name == "key_ptr" and kernel.__name__ in NOISY):
+        return "*i64"
+    if name.endswith("_ptr"):
+        return "*fp32" if name in FLOATS else "*bf16"
+    return "fp32" if name in ("eps", "scale") else "i32"
+
+
+def check_chain(code, *, begins):
+    """Hold what launch.overlap promises: before a kernel waits it writes nothing, and reads past its processor's own cache;
+    the one that begins a chain waits before it lets the next begin."""
+    wait, lets = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
+    assert (wait < lets) == begins
+    early = re.findall(r"\b((?:ld|st|atom|red|cp)\.(?:volatile\.)?(?:global|async)\S*)", code[:wait])
+    assert all(re.match(r"ld\.global\.(L\w+::\w+\.)*cg\b", one) for one in early), early
+
+
+FORMS = []  # what is to be compiled: (kernel, constants)
+
+
+def compile_one(kernel, **constants):
+    FORMS.append((kernel, constants))
+
+
+def compiled(place):
+    """Compiles the form at that place in FORMS; returns what it was."""
+    kernel, constants = FORMS[place]
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    if constants.get("EARLY"):
+        check_chain(code, begins=kernel is products._begin)
+    return f"{kernel.__name__} {constants}"
+
+
+if __name__ == "__main__":
+    for look in (0, 1, 2):
+        compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
+    compile_one(choice._decide, BLOCK=1024, FIELDS=8)
+    search = {"SHIFT": 16, "PIVOTS": 16, "CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 20}
+    compile_one(truncation._survey, **search, BLOCK=1024)
+    for last in (False, True):
+        compile_one(truncation._narrow, **search, BLOCK=512, LAST=last)
+    compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
+    spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
+    compile_one(rejection._draw, **spread)
+    for point in (False, True):
+        compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
+    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 16, 64, 64), (2, 16, 0, 128), (8, 32, 0, 64)):
+        compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
+                    BLOCK_D=128, WIDE="tf32")
+    for splits in (1, 2):
+        compile_one(skinny._stream, BIAS=True, SPLITS=splits, BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, EVEN=splits == 1,
+                    WIDE="tf32")
+    compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
+    compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
+    compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
+    compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64)
+    narrow = {"M": 16, "EARLY": True}
+    tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", **narrow}
+    compile_one(products._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
+    compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
+    compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
+    compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
+    compile_one(products._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
+    compile_one(mixing._mix, H=14, K=2, D=64, HALF=32, NORMS=True, NEW=16, BLOCK_Q=16, BLOCK_D=64, KEYS=64, SPLITS=8,
+                WIDE="tf32", EARLY=True)
+    with multiprocessing.get_context("fork").Pool() as pool:
+        print(*pool.imap(compiled, range(len(FORMS))), sep="\n")

@@ -1,0 +1,155 @@
+"""Stand-ins for scoring: a task of small programs, one of summaries, and a sandbox that runs programs in this process."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+
+from bass_cli.errors import UserError
+
+
+class Problem(NamedTuple):
+    task_id: str
+    prompt: str
+    fields: dict[str, Any]
+
+
+class Answer(NamedTuple):
+    text: str
+    whole: bool
+
+
+class Limits(NamedTuple):
+    seconds: float = 10.0
+    cpu_seconds: int = 5
+
+
+class Ending(NamedTuple):
+    status: str
+    detail: str
+    seconds: float
+
+
+class Isolation(NamedTuple):
+    network: str = "namespace"
+    files: str = "none"
+
+    def warnings(self) -> list[str]:
+        return ["files are not kept in"]
+
+    def refuse_weakness(self) -> None:
+        """There is none that counts."""
+
+
+class Programs:
+    """A task whose answers are programs; `tests` go after them."""
+
+    name, executes = "humaneval", True
+
+    def __init__(self, problems: dict[str, Problem]) -> None:
+        self.problems = problems
+
+    def program(self, problem: Problem, answer: Answer) -> str:
+        return ("" if answer.whole else problem.prompt) + answer.text + "\n" + problem.fields["tests"]
+
+
+class Texts:
+    """A task whose answers are rated: by their length, so that a test knows the figures."""
+
+    name, executes = "xsum", False
+
+    def __init__(self, problems: dict[str, Problem]) -> None:
+        self.problems, self.rated = problems, Counter[str]()
+
+    def rate(self, problem: Problem, text: str) -> dict[str, float]:
+        self.rated[text] += 1
+        return {"rouge1": len(text) / 10, "rouge2": 1 - len(text) / 10, "rougeL": len(text) / 20}
+
+
+class Sandbox:
+    """Runs programs here and now, newest first; KeyboardInterrupt comes after `patience` of them.
+
+    `ran`: what was run; `limits`: those of the last one opened; `running`: iterators that were not closed.
+    """
+
+    ran: ClassVar[list[str]] = []
+    opened = running = 0
+    limits = Limits()
+    patience: float = float("inf")
+    isolation = Isolation()
+
+    def __init__(self, *, workers: int | None = None, limits: Limits = Limits()) -> None:  # noqa: B008 - immutable
+        type(self).opened += 1
+        type(self).limits = limits
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, programs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Ending]]:
+        type(self).running += 1
+        try:
+            for key, program in reversed(list(programs)):
+                if len(self.ran) >= self.patience:
+                    raise KeyboardInterrupt
+                self.ran.append(program)
+                yield key, self._judge(program)
+        finally:
+            type(self).running -= 1
+
+    def _judge(self, program: str) -> Ending:
+        try:
+            exec(program, {"__name__": "tested"})
+        except BaseException as error:
+            return Ending("failed", repr(error), 0.25)
+        return Ending("passed", "", 0.25)
+
+
+def adding(number: int) -> Problem:
+    """A problem whose answer is "+ 1", or anything else that makes the number one more."""
+    return Problem(f"HumanEval/{number}", f"n = {number} ", {"tests": f"assert n == {number + 1}"})
+
+
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> None:
+    """Put the stand-ins where scoring looks for tasks and sandbox, and go to an empty folder."""
+    known = {task.name: task for task in tasks}
+
+    def load_task(name: str, data: str | None = None) -> Any:
+        if name not in known:
+            raise UserError(f'unknown task "{name}"')
+        return known[name]
+
+    modules: dict[str, dict[str, Any]] = {
+        "tasks": {"Answer": Answer, "load_task": load_task},
+        "sandbox": {"Limits": Limits, "Sandbox": Sandbox},
+    }
+    for name, contents in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, f"bass_cli.eval.{name}", module)
+    Sandbox.ran, Sandbox.opened, Sandbox.running, Sandbox.patience = [], 0, 0, float("inf")
+    monkeypatch.chdir(tmp_path)
+
+
+def line(number: int, sample: int, text: str, *, reason: str = "eos", **figures: Any) -> dict[str, Any]:
+    """A line as bass writes it, for the problem `adding(number)`."""
+    row = {"id": str(number), "sample": sample, "text": text, "finish_reason": reason, "tokens": 10, "mean_logprob": -0.5,
+           "seconds": 1.0, "rounds": 4, "drafted": 16, "accepted": 8}  # fmt: skip
+    return row | {"task_id": f"HumanEval/{number}", "completion": text} | figures
+
+
+def write(path: str, rows: Iterable[dict[str, Any]], **manifest: Any) -> str:
+    """Write the lines, and a manifest where one is given; the path."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if manifest:
+        Path(f"{path}.manifest.json").write_text(json.dumps(manifest))
+    return path

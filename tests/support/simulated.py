@@ -1,0 +1,88 @@
+"""A whole job without models or a GPU: the real loop, ladder and controllers on a fake clock, chance in place of tensors.
+No tests."""
+
+import random
+
+import torch
+from fakes import FakeGraphs, Ticks
+
+from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import Backlog, Proposal
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+
+
+class Forgetful(NoDrafter):
+    """A draft model as the loop sees it: after plain rounds it lacks a token for each."""
+
+    longest = 1000
+
+    def __init__(self):
+        self._lacks = 0
+
+    def expect(self, batch, length):
+        lacks = self._lacks
+        self._lacks = 0 if length else lacks + 1
+        return lacks if length else 0
+
+    def catch_up(self, batch, behind, count):
+        pass
+
+
+class Finder(NoDrafter):
+    """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance `found`, up to six."""
+
+    on_device, longest = False, 1000
+
+    def __init__(self, found, *, asking, ticks):
+        self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks
+        self._chance, self.looks = random.Random(1), 0
+
+    def propose(self, batch, length):
+        self._ticks.seconds += self._asking
+        self.looks += 1
+        self.counts = tuple(min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
+                            if self._chance.random() < self._found else 0 for row in batch.hosts)
+        return Proposal(batch.tokens.new_zeros(len(batch), max(self.counts)), None, self.counts)
+
+
+class Simulated(Loop):
+    """Each draft stands with chance `rate`, where there is one; see FakeGraphs for what things take."""
+
+    def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
+        graphs = graphs or FakeGraphs(Ticks())
+        self._chance, self._rate = random.Random(0), rate
+        batch = Batch(rows=rows, context=1024, device=torch.device("cpu"))
+        super().__init__(batch=batch, target=NoDrafter(), drafter=drafter or Forgetful(), lengths=lengths,
+                         coupling="shared", clock=Clock(graphs.ticks), graphs=graphs)
+
+    def function(self, shape):
+        return lambda: self._result(shape.width) if shape.kind != "catch up" else None
+
+    def _result(self, width):
+        width, places = min(width, self._most), width
+        most = self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
+        most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
+        kept = [next((i for i in range(min(width, m)) if self._chance.random() > self._rate), min(width, m))
+                for m in most]
+        return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * places + 2, dtype=torch.int64)), 1)
+
+
+def seconds_of(loop, *, prompts=16, n=8, limit=128):
+    """Run a job of prompts x n samples of `limit` tokens; returns its seconds, prefill left out."""
+    waiting = [Row(str(p), s, 0, [1] * 20, limit) for p in range(prompts) for s in range(n)]
+    while waiting or len(loop.batch):
+        while waiting and len(loop.batch) < loop.batch.capacity:
+            loop.admit(waiting.pop(0))
+        loop.round(backlog=Backlog(len(waiting) * limit))
+        for index in reversed(range(len(loop.batch))):
+            if loop.batch.hosts[index].room <= 0:
+                loop.retire(index)
+    return loop.clock.now()
+
+
+def plain_seconds(**job):
+    """The same by plain decoding."""
+    return seconds_of(Simulated(Fixed(0), 0.0, drafter=NoDrafter()), **job)

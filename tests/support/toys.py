@@ -1,0 +1,140 @@
+"""Toy models whose law can be enumerated, and a driver that runs a Loop without files or tokenizers. No tests."""
+
+import itertools
+
+import torch
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import Proposal
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.runner import Runner
+
+SPAN = 80
+
+
+class Markov:
+    """A model whose logits depend on the token fed and its position: table [P, V, V], position modulo P. It has the
+    interface of a Runner, for target (lag 1) and draft (lag 2)."""
+
+    version, rows, device = 0, 64, torch.device("cpu")
+
+    def __init__(self, table, lag):
+        self.table, self.lag, self.cache = table, lag, self
+        self._bases, self._prompts = [], {}
+
+    def open(self, key, tokens, in_time=None):
+        self._prompts[key] = max(len(tokens) - self.lag, 0)
+        return in_time is None or in_time(len(tokens))
+
+    def close(self, key):
+        pass
+
+    def attach(self, row, key, count=1):
+        self._bases += [self._prompts[key]] * count
+
+    def detach(self, row):
+        if row == len(self._bases) - 1:
+            self._bases.pop()
+
+    def move(self, source, target, length):
+        self._bases[target] = self._bases.pop()
+
+    def base(self, row):
+        return self._bases[row]
+
+    def bases(self, rows):
+        return torch.tensor((self._bases + [0] * rows)[:rows])  # dummies are at base 0
+
+    def forward(self, tokens, positions, ends, *, last=None):
+        logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
+        return logits if last is None else logits[:, -last:]
+
+    def feed(self, tokens, positions, ends):
+        pass
+
+
+class Guess:
+    """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
+
+    on_device, longest, version = True, 1000, 0
+
+    def __init__(self, vocab):
+        self._vocab = vocab
+
+    def open(self, *_):
+        return True
+
+    close = attach = detach = move = open
+
+    def propose(self, batch, length):
+        last, _ = batch.last(1)
+        return Proposal((last + 1 + torch.arange(length)) % self._vocab, None)
+
+
+class Reactive:
+    """A controller that reacts strongly to acceptance, plain rounds included: what a law must survive."""
+
+    exact = False
+
+    def __init__(self):
+        self._length, self._rounds = 2, 0
+
+    def next(self, rows, outlook=None):
+        self._rounds += 1
+        return 0 if self._rounds % 4 == 0 else self._length
+
+    def observe(self, done):
+        self._length = 1 + (sum(done.accepted) + done.width) % 4
+
+
+def drive(loop, rows, *, on_round=None, ahead=False):
+    """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample): generated tokens}."""
+    waiting, opened, out = list(rows), set(), {}
+    while waiting or len(loop.batch):
+        while waiting and len(loop.batch) < loop.batch.capacity:
+            row = waiting.pop(0)
+            if row.key not in opened:
+                opened.add(row.key)
+                loop.open(row.key, row.tokens)
+            loop.admit(row)
+            if all(other.key != row.key for other in waiting):
+                loop.close(row.key)
+        done = loop.round(ahead=ahead)
+        if on_round:
+            on_round(done, loop.batch.hosts)
+        for index in reversed(range(len(loop.batch))):
+            row = loop.batch.hosts[index]
+            if row.room <= 0:
+                out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
+                loop.retire(index)
+    return out
+
+
+def rows_for(prompts, n, *, limit=12, **sampling):
+    """n Rows for each prompt, of unequal limits, so that they end one by one."""
+    grid = itertools.product(enumerate(prompts), range(n))
+    return [Row(str(p), s, sampling.get("seed", 0), list(tokens), limit - (s + p) % 3,
+                **{k: v for k, v in sampling.items() if k != "seed"}) for (p, tokens), s in grid]
+
+
+def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
+    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter, or the name of
+    one: "none", "lookup", "lookup:SOURCES"."""
+    if isinstance(target, Decoder):
+        target = Runner(target, rows=rows, span=SPAN, lag=1)
+    draft = Runner(draft, rows=rows, span=SPAN, lag=2) if isinstance(draft, Decoder) else draft
+    if isinstance(draft, (Runner, Markov)):
+        draft = make_drafter("model", runner=draft, coupling=coupling, temperature=None)
+    elif isinstance(draft, str):
+        draft = make_drafter(draft, runner=None, coupling=coupling, temperature=None)
+    return Loop(batch=Batch(rows=rows, context=64, device=torch.device("cpu")), target=target, drafter=draft,
+                lengths=lengths or Fixed(3), coupling=coupling, clock=Clock())
+
+
+def plain(target, rows):
+    """What plain decoding gives for the same Rows, one row at a time."""
+    return drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), rows)
