@@ -41,6 +41,7 @@ test-gpu: setup
 
 lint: setup
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
 bench: setup

@@ -18,7 +18,17 @@ if TYPE_CHECKING:
     from bass_cli.library import generate
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Job", "MachineError", "Pair", "Sampling", "Speculation", "UserError", "generate", "load_pair"]
+__all__ = [
+    "Completion",
+    "Job",
+    "MachineError",
+    "Pair",
+    "Sampling",
+    "Speculation",
+    "UserError",
+    "generate",
+    "load_pair",
+]
 _PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.io.results"}
 
 

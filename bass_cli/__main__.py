@@ -1,4 +1,5 @@
-"""The console script, and `python -m bass_cli`: settles what signals and closed streams mean before all that is slow."""
+"""The console script, and `python -m bass_cli`: settles what signals and closed streams mean
+before all that is slow."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import sys
 
 from bass_cli.system import signals
 
-# What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or written when that is tried, so
-# that no other file takes its number; messages have nowhere to go.
+# What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or
+# written when that is tried, so that no other file takes its number; messages have nowhere to
+# go.
 _CLOSED = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
 

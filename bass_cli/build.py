@@ -1,6 +1,8 @@
-"""Builds a loop for a plan: models, batch, drafter, controller; and makes it ready before a clock starts.
+"""Builds a loop for a plan: models, batch, drafter, controller; and makes it ready before a clock
+starts.
 
-Not here: what is checked before weights are loaded (plan.py), prompts and samples (scheduler.py).
+Not here: what is checked before weights are loaded (plan.py), prompts and samples
+(scheduler.py).
 """
 
 from __future__ import annotations
@@ -22,9 +24,15 @@ from bass_cli.model.weights import load
 from bass_cli.plan import Plan, longest_draft
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
-_READING = {"cpu": "reading the first prompts", "cuda": "compiling kernels, reading the first prompts"}
+_READING = {
+    "cpu": "reading the first prompts",
+    "cuda": "compiling kernels, reading the first prompts",
+}
 _WARM_KEY = "\0"  # no prompt has such an id
-_WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}  # tokens: kernels are compiled for several kinds of lengths
+_WARM_PROMPTS = {
+    "cpu": (33,),
+    "cuda": (33, 128, 500),
+}  # tokens: kernels are compiled for several kinds of lengths
 _WARM_ROUNDS = 3
 _CAPTURED = 16  # the longest draft length that is captured beforehand where the controller is free
 
@@ -45,26 +53,40 @@ def load_models(plan: Plan) -> Models:
         weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
         drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
     elif plan.skipped:
-        drafting = target.keep_layers([i for i in range(plan.target.spec.layers) if i not in plan.skipped])
+        drafting = target.keep_layers(
+            [i for i in range(plan.target.spec.layers) if i not in plan.skipped]
+        )
     return Models(target, drafting)
 
 
 def build(plan: Plan, models: Models | None = None) -> Loop:
-    """A loop with an empty batch for the plan's job, with these models or with those of the plan, loaded now."""
+    """A loop with an empty batch for the plan's job, with these models or with those of the
+    plan, loaded now."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
     drafting = models.drafting if job.pair.draft != "none" else None
     target = models.target
     runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
-    drafter = make_drafter(job.pair.draft, runner=runner, coupling=speculation.coupling,
-                            temperature=speculation.draft_temperature)
-    return Loop(batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
-                target=Runner(target, rows=plan.rows, span=plan.span, lag=1), drafter=drafter,
-                lengths=lengths_for(plan), coupling=speculation.coupling, clock=Clock(), graphs=Graphs(plan.device))
+    drafter = make_drafter(
+        job.pair.draft,
+        runner=runner,
+        coupling=speculation.coupling,
+        temperature=speculation.draft_temperature,
+    )
+    return Loop(
+        batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
+        target=Runner(target, rows=plan.rows, span=plan.span, lag=1),
+        drafter=drafter,
+        lengths=lengths_for(plan),
+        coupling=speculation.coupling,
+        clock=Clock(),
+        graphs=Graphs(plan.device),
+    )
 
 
 def ready_loop(plan: Plan, loop: Loop | None, on_phase: Callable[[str], None]) -> Loop:
-    """The loop that is given, or a new one, warmed up where there is a budget; `on_phase` is told what is being done."""
+    """The loop that is given, or a new one, warmed up where there is a budget; `on_phase` is
+    told what is being done."""
     if loop is None:
         on_phase("loading the weights")
         loop = build(plan)
@@ -78,16 +100,24 @@ def ready_loop(plan: Plan, loop: Loop | None, on_phase: Callable[[str], None]) -
 def lengths_for(plan: Plan) -> Lengths:
     """A new controller for the plan's job, which begins from what is known of the pair's costs."""
     speculation = plan.job.speculation
-    return make_lengths(speculation.length, limit=speculation.max, coupling=speculation.coupling, surface=plan.surface)
+    return make_lengths(
+        speculation.length,
+        limit=speculation.max,
+        coupling=speculation.coupling,
+        surface=plan.surface,
+    )
 
 
 def warm_up(loop: Loop, plan: Plan) -> None:
-    """Have everything compiled, captured and timed once that rounds with a deadline need, so that the first prompts are as
-    fast as later ones. The loop is left empty, and its controller knows nothing of it."""
+    """Have everything compiled, captured and timed once that rounds with a deadline need, so
+    that the first prompts are as fast as later ones. The loop is left empty, and its controller
+    knows nothing of it."""
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
     longest = min(longest_draft(job), loop.drafter.longest)
-    longer = longest if loop.exact else min(longest, _CAPTURED)  # a free controller can do with less
+    longer = (
+        longest if loop.exact else min(longest, _CAPTURED)
+    )  # a free controller can do with less
     decoded = (0, min(longest, _CAPTURED))
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=decoded)
@@ -95,7 +125,11 @@ def warm_up(loop: Loop, plan: Plan) -> None:
         if isinstance(model, CapturesPrompts):
             model.prepare_prompts()
     loop.use(controller)
-    loop.prepare({rows, min(job.n, rows)}, (0, longer) if fixed else range(longer + 1), each=fixed and loop.exact)
+    loop.prepare(
+        {rows, min(job.n, rows)},
+        (0, longer) if fixed else range(longer + 1),
+        each=fixed and loop.exact,
+    )
     loop.clock.forget()  # it has seen compiling
     _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=decoded)
     loop.use(controller)
@@ -104,7 +138,10 @@ def warm_up(loop: Loop, plan: Plan) -> None:
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
     """A few rounds of the samples of a meaningless prompt; then the rows are ended."""
     limit = min(plan.job.sampling.max_new_tokens, plan.target.spec.context - 1)
-    prompt, far = [0] * max(1, min(tokens, plan.target.spec.context - limit)), loop.clock.now() + 1e6
+    prompt, far = (
+        [0] * max(1, min(tokens, plan.target.spec.context - limit)),
+        loop.clock.now() + 1e6,
+    )
     loop.open(_WARM_KEY, prompt, deadline=far)
     samples = range(min(plan.job.n, loop.batch.capacity))
     loop.admit(*(Row(_WARM_KEY, sample, 0, list(prompt), limit) for sample in samples))

@@ -1,7 +1,8 @@
-"""How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say where that is too much.
+"""How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say
+where that is too much.
 
-Weights and caches are exact, the work space is what was measured (docs/DESIGN.md). Not here: how much there is
-(system/host.py), who asks (plan.py, bench/pairs.py).
+Weights and caches are exact, the work space is what was measured (docs/DESIGN.md). Not here: how
+much there is (system/host.py), who asks (plan.py, bench/pairs.py).
 """
 
 from __future__ import annotations
@@ -20,21 +21,27 @@ from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.prefill import SIZES
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
-_USABLE = 0.95  # of the free memory: the rest is for what other programs take meanwhile, and for fragments
+# of the free memory: the rest is for what other programs take meanwhile, and for fragments
+_USABLE = 0.95
 _CHUNK = SIZES[-1]  # prompt tokens a pass
 _SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
 _INTEGER = 8  # bytes of a token id
-# Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36, a truncated law 16, and
-# maximal coupling with a draft model 38 (measured); the kernels of a GPU write a few numbers a row instead.
+# Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36,
+# a truncated law 16, and maximal coupling with a draft model 38 (measured); the kernels of a GPU
+# write a few numbers a row instead.
 _CHOOSING = {"cpu": 36, "cuda": 4}
-_SCORES = {"cpu": 8, "cuda": 0}  # bytes a head, query and key: scores and their exponentials, where they are written down
+_SCORES = {
+    "cpu": 8,
+    "cuda": 0,
+}  # bytes a head, query and key: scores and their exponentials, where they are written down
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a job takes: `weights`, `fixed` beside them, `row` for every row, `token` for every new token of a row (as
-    many as `context` leaves room for), `prompt` for every prompt but the first that has rows at once."""
+    """Bytes that a job takes: `weights`, `fixed` beside them, `row` for every row, `token` for
+    every new token of a row (as many as `context` leaves room for), `prompt` for every prompt
+    but the first that has rows at once."""
 
     weights: int
     fixed: int
@@ -49,34 +56,60 @@ class Footprint:
         return self.weights + self.fixed + rows * each + int((prompts - 1) * self.prompt)
 
     def most_rows(self, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
-        """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if there are none."""
-        each = self.bytes(1, new_tokens) - self.bytes(0, new_tokens) + math.ceil(self.prompt / samples)
+        """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if
+        there are none."""
+        each = (
+            self.bytes(1, new_tokens) - self.bytes(0, new_tokens) + math.ceil(self.prompt / samples)
+        )
         return max((free - self.bytes(0, new_tokens)) // each, 0)
 
     def most_tokens(self, rows: int, free: int) -> int:
-        """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are none."""
+        """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are
+        none."""
         return max(min((free - self.bytes(rows, 0)) // (rows * self.token), self.context - 1), 0)
 
 
-def footprint(target: Spec, draft: Spec | None, *, dtype: torch.dtype, device: torch.device, longest: int,
-              kept_layers: int = 0, prompt_tokens: int = 0) -> Footprint:
-    """The footprint of a pair with drafts of up to `longest` tokens. `kept_layers`: how many of the target's own layers
-    draft, where they do. `prompt_tokens`: of the longest prompt, if that is known."""
+def footprint(
+    target: Spec,
+    draft: Spec | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int,
+    kept_layers: int = 0,
+    prompt_tokens: int = 0,
+) -> Footprint:
+    """The footprint of a pair with drafts of up to `longest` tokens. `kept_layers`: how many of
+    the target's own layers draft, where they do. `prompt_tokens`: of the longest prompt, if that
+    is known."""
     kind, places = device.type, longest + 1
     models = [spec for spec in (target, draft) if spec is not None]
-    position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(target, kept_layers, dtype)
+    position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
+        target, kept_layers, dtype
+    )
     prompt_tokens = min(prompt_tokens, target.context)
     scores = max(_SCORES[kind] * spec.heads for spec in models)
-    wide = max(4 * (4 * spec.inner + 8 * spec.width) for spec in models)  # float32 values between a layer's products
+    wide = max(
+        4 * (4 * spec.inner + 8 * spec.width) for spec in models
+    )  # float32 values between a layer's products
     logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
     token = position + 2 * _INTEGER + places * scores
     arena = ARENA[kind]
     passes = min(_CHUNK, max(prompt_tokens, 1)) * (wide + scores * prompt_tokens)
     return Footprint(
-        weights=sum(_weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32) for spec in models),
+        weights=sum(
+            _weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32)
+            for spec in models
+        ),
         fixed=_LIBRARIES[kind] + position * max(arena, prompt_tokens) + passes,
-        row=logits + places * (wide + scores * prompt_tokens) + _INTEGER * arena + (beyond(longest) + _SLACK) * token,
-        token=token, prompt=position * prompt_tokens, context=target.context)
+        row=logits
+        + places * (wide + scores * prompt_tokens)
+        + _INTEGER * arena
+        + (beyond(longest) + _SLACK) * token,
+        token=token,
+        prompt=position * prompt_tokens,
+        context=target.context,
+    )
 
 
 def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
@@ -94,8 +127,8 @@ def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job is to take of a device: `rows` that may each generate `new_tokens`. `options`: what sets the two (the
-    second may be None)."""
+    """What a job is to take of a device: `rows` that may each generate `new_tokens`. `options`:
+    what sets the two (the second may be None)."""
 
     footprint: Footprint
     rows: int
@@ -104,16 +137,24 @@ class Need:
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
 
     def check(self) -> None:
-        """MachineError, with the largest settings that fit, where there is not enough memory for it now."""
-        free, needed = usable(free_memory(self.device)), self.footprint.bytes(self.rows, self.new_tokens)
+        """MachineError, with the largest settings that fit, where there is not enough memory for
+        it now."""
+        free, needed = (
+            usable(free_memory(self.device)),
+            self.footprint.bytes(self.rows, self.new_tokens),
+        )
         if needed > free:
             remedy = self._remedy(free, self.rows, self.new_tokens)
-            raise MachineError(f"{self._batch()}: {gigabytes(needed)} of memory are needed and {gigabytes(free)} can be "
-                               f"had here; {remedy}")
+            raise MachineError(
+                f"{self._batch()}: {gigabytes(needed)} of memory are needed and {gigabytes(free)} "
+                "can be "
+                f"had here; {remedy}"
+            )
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Memory that is refused while it lasts is a MachineError with the largest settings that can be expected to fit."""
+        """Memory that is refused while it lasts is a MachineError with the largest settings that
+        can be expected to fit."""
         try:
             yield
         except Exception as error:
@@ -121,9 +162,12 @@ class Need:
                 raise
             try:
                 free = usable(free_memory(self.device) + held_memory(self.device))
-            except RuntimeError:  # a device that refuses memory may refuse that too; then the plan has to do
+            except (
+                RuntimeError
+            ):  # a device that refuses memory may refuse that too; then the plan has to do
                 free = self.footprint.bytes(self.rows, self.new_tokens)
-            # By the plan it should have fitted: half of it is proposed, or less where others have taken memory meanwhile.
+            # By the plan it should have fitted: half of it is proposed, or less where others
+            # have taken memory meanwhile.
             remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
             raise MachineError(f"memory ran out with {self._batch()}; {remedy}") from None
 
@@ -143,8 +187,11 @@ class Need:
             found.append(f"{tokens_option} {tokens}")
         if found:
             return f"the largest that can be expected to fit: {', or '.join(found)}"
-        return (f"the weights take {gigabytes(self.footprint.weights)}: use a smaller model, a shorter --dtype or a "
-                "machine with more memory")
+        return (
+            f"the weights take {gigabytes(self.footprint.weights)}: use a smaller model, a "
+            "shorter --dtype or a "
+            "machine with more memory"
+        )
 
 
 def usable(free: int) -> int:

@@ -1,6 +1,8 @@
-"""What `bass generate` and `bass eval` share: flags to a Job, the manifest, samples to the file as they come.
+"""What `bass generate` and `bass eval` share: flags to a Job, the manifest, samples to the file as
+they come.
 
-Not here: how samples are drawn (scheduler.py), files (io/results.py), what an evaluation asks (eval/).
+Not here: how samples are drawn (scheduler.py), files (io/results.py), what an evaluation asks
+(eval/).
 """
 
 from __future__ import annotations
@@ -54,15 +56,22 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     if args.json_summary and out == "-":
         raise UserError("--json needs --out FILE, because standard output carries the results")
     job = read_job(args)
-    refuse_shared_files(files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)])
+    refuse_shared_files(
+        files_written(out), [("the prompt file", args.prompts), *files_read(args.pair, job)]
+    )
     check_name(out, overwrite=args.overwrite)
     if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
-        screen.note("prompts are read from the terminal, one a line; Ctrl-D at the beginning of a line ends them")
+        screen.note(
+            "prompts are read from the terminal, one a line; Ctrl-D at the beginning of a line "
+            "ends them"
+        )
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
     source = open_source(args.prompts)
     if source.kind == "txt" and args.prompt_column is not None:
-        raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out")
+        raise UserError(
+            "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
+        )
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
     settle(job.threads, screen.note)
 
@@ -70,10 +79,17 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = make_plan(job, longest_prompt=checked.longest)
-    manifest = describe(plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column})
+    manifest = describe(
+        plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
+    )
     prompts = functools.partial(read_prompts, source, column=job.prompt_column, limit=job.limit)
-    with open_output(out, manifest | {"source": source.name}, resume=args.resume, overwrite=args.overwrite,
-                     prompt_ids=lambda: {prompt.id for prompt in prompts()}) as writer:
+    with open_output(
+        out,
+        manifest | {"source": source.name},
+        resume=args.resume,
+        overwrite=args.overwrite,
+        prompt_ids=lambda: {prompt.id for prompt in prompts()},
+    ) as writer:
         tell(plan, screen, plain=checked.plain)
         summary = write_samples(writer, plan, prompts(), count=checked.count, screen=screen)
     if args.json_summary:
@@ -83,47 +99,82 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
     """What samples go to, as `refuse_shared_files` takes it."""
-    return [("--out", out), *([] if is_stream(out) else [("the manifest of --out", manifest_path(out))])]
+    return [
+        ("--out", out),
+        *([] if is_stream(out) else [("the manifest of --out", manifest_path(out))]),
+    ]
 
 
 def check_name(out: str, *, overwrite: bool) -> None:
-    """UserError where samples cannot be written, something else would be lost, or the name promises another format."""
-    written = "samples are plain JSON lines, one write each, so that a run that was killed can go on"
+    """UserError where samples cannot be written, something else would be lost, or the name
+    promises another format."""
+    written = (
+        "samples are plain JSON lines, one write each, so that a run that was killed can go on"
+    )
     check_format("--out", out, suffix=".jsonl", written=written)
     if not is_stream(out):
         check_output_place(out, overwrite=overwrite)
 
 
 def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
-    """What a job's pair is read from, as `refuse_shared_files` takes it. `pair`: as it was given."""
-    own: list[tuple[str, str | Path]] = [("the pair file", pair)] if pair and job.pair.folder is not None else []
+    """What a job's pair is read from, as `refuse_shared_files` takes it. `pair`: as it was
+    given."""
+    own: list[tuple[str, str | Path]] = (
+        [("the pair file", pair)] if pair and job.pair.folder is not None else []
+    )
     return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
 def tell(plan: Plan, screen: Screen, *, plain: bool, ask: str = "--chat") -> None:
-    """Say what may surprise: that equal samples are copies, and, where the model has a chat template and some prompts are
-    `plain` text, which of the two forms such a prompt is given, with the flag for the other (`ask`: for the template)."""
+    """Say what may surprise: that equal samples are copies, and, where the model has a chat
+    template and some prompts are `plain` text, which of the two forms such a prompt is given,
+    with the flag for the other (`ask`: for the template)."""
     if plan.job.draws_one:
-        screen.note(f"temperature 0: the {plan.job.n} samples of a prompt are equal, so one is drawn and copied")
+        screen.note(
+            f"temperature 0: the {plan.job.n} samples of a prompt are equal, so one is drawn and "
+            "copied"
+        )
     if plan.tokenizer.has_chat_template and plain:
-        screen.note("plain prompts go through the model's chat template; --no-chat continues them as raw text"
-                    if plan.job.chat else
-                    f"plain prompts are continued as raw text; {ask} asks them through the model's chat template")
+        screen.note(
+            "plain prompts go through the model's chat template; --no-chat continues them as raw "
+            "text"
+            if plan.job.chat
+            else f"plain prompts are continued as raw text; {ask} asks them through the model's "
+            "chat template"
+        )
 
 
-def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, count: int | None, screen: Screen,
-                  loop: Callable[[], Loop] | None = None,
-                  shape: Callable[[Completion], Completion] | None = None) -> dict[str, Any]:
-    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the summary. Where nothing is
-    missing no model is loaded and no `loop` made."""
+def write_samples(
+    writer: Writer,
+    plan: Plan,
+    prompts: Iterator[Prompt],
+    *,
+    count: int | None,
+    screen: Screen,
+    loop: Callable[[], Loop] | None = None,
+    shape: Callable[[Completion], Completion] | None = None,
+) -> dict[str, Any]:
+    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the
+    summary. Where nothing is missing no model is loaded and no `loop` made."""
     whole, rest = _from_first_missing(prompts, writer.done, plan.job.n)
-    state = [] if not writer.done else [f"{writer.name}: {'complete' if rest is None else 'going on'}, {len(writer.done)} "
-                                        "samples are there already"]
+    state = (
+        []
+        if not writer.done
+        else [
+            f"{writer.name}: {'complete' if rest is None else 'going on'}, {len(writer.done)} "
+            "samples are there already"
+        ]
+    )
     for note in (*plan.notes, *writer.notes, *state):
         screen.note(note)
     to_terminal = writer.name == STANDARD_OUTPUT and sys.stdout.isatty()
-    screen.start(None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal)
-    more, company = {} if loop is None or rest is None else {"loop": loop()}, Company(plan.job.threads)
+    screen.start(
+        None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal
+    )
+    more, company = (
+        {} if loop is None or rest is None else {"loop": loop()},
+        Company(plan.job.threads),
+    )
     failed: list[Completion] = []
 
     def on_round(done: Round) -> None:
@@ -131,9 +182,19 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
         screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
 
     try:
-        drawn = () if rest is None else generate(
-            rest, plan, done=set(writer.done), count=None if count is None else count - whole, on_round=on_round,
-            on_phase=screen.phase, **more)
+        drawn = (
+            ()
+            if rest is None
+            else generate(
+                rest,
+                plan,
+                done=set(writer.done),
+                count=None if count is None else count - whole,
+                on_round=on_round,
+                on_phase=screen.phase,
+                **more,
+            )
+        )
         for completion in drawn:
             writer.write(completion if shape is None else shape(completion))
             screen.advance(completion)
@@ -153,8 +214,8 @@ def write_samples(writer: Writer, plan: Plan, prompts: Iterator[Prompt], *, coun
 def _from_first_missing(
     prompts: Iterator[Prompt], done: Collection[tuple[str, int]], n: int
 ) -> tuple[int, Iterator[Prompt] | None]:
-    """How many prompts come before the first with a sample that is not `done`, and that one with all after it; None if
-    there is none."""
+    """How many prompts come before the first with a sample that is not `done`, and that one with
+    all after it; None if there is none."""
     for number, prompt in enumerate(prompts):
         if any((prompt.id, sample) not in done for sample in range(n)):
             return number, itertools.chain([prompt], prompts)
@@ -167,16 +228,23 @@ def finished(writer: Writer) -> bool:
 
 
 def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
-    """The Job that the flags make of their pair. `defaults`: sampling that holds where neither pair nor flags say."""
+    """The Job that the flags make of their pair. `defaults`: sampling that holds where neither
+    pair nor flags say."""
     pair = chosen_pair(args)
-    args = replace(args, stop=[unescape(text) for text in args.stop] if args.stop else _stops_of_environment())
-    unsaid = {key: value for key, value in (defaults or {}).items()
-              if getattr(args, key) is None and key not in pair.sampling.model_fields_set}
+    args = replace(
+        args, stop=[unescape(text) for text in args.stop] if args.stop else _stops_of_environment()
+    )
+    unsaid = {
+        key: value
+        for key, value in (defaults or {}).items()
+        if getattr(args, key) is None and key not in pair.sampling.model_fields_set
+    }
     return make_job(pair, replace(args, **unsaid))
 
 
 def _stops_of_environment() -> list[str] | None:
-    """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no blank."""
+    """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no
+    blank."""
     value = os.environ.get("BASS_STOP")
     with contextlib.suppress(ValueError):
         listed = json.loads(value or "")
@@ -186,24 +254,44 @@ def _stops_of_environment() -> list[str] | None:
 
 
 def unescape(text: str) -> str:
-    r"""A stop string as it was meant: a shell passes \n, \t, \r and \\ on as they are. Every other backslash stays."""
+    r"""A stop string as it was meant: a shell passes \n, \t, \r and \\ on as they are. Every
+    other backslash stays."""
     meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     return re.sub(r"\\([ntr\\])", lambda found: meant[found[1]], text)
 
 
 def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest: what the run is; "results" holds all that changes its lines, which a resumed run is held against.
-    `source`: what identifies the prompts."""
+    """The manifest: what the run is; "results" holds all that changes its lines, which a resumed
+    run is held against. `source`: what identifies the prompts."""
     job, identity = plan.job, plan.identity()
     versions = identity.pop("versions")
-    results: dict[str, Any] = {**identity, **source, "n": job.n, "limit": job.limit, "chat": job.chat}
-    results |= {**job.sampling.model_dump(mode="json"), "coupling": job.speculation.coupling, "budget": job.budget}
+    results: dict[str, Any] = {
+        **identity,
+        **source,
+        "n": job.n,
+        "limit": job.limit,
+        "chat": job.chat,
+    }
+    results |= {
+        **job.sampling.model_dump(mode="json"),
+        "coupling": job.speculation.coupling,
+        "budget": job.budget,
+    }
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
         results |= {"draft": job.pair.draft, "draft_files": plan.draft and plan.draft.fingerprint()}
         results |= {"batch_size": plan.batch_size, "draft_length": speculation["length"]}
-        results |= {"max": speculation["max"], "draft_temperature": speculation["draft_temperature"]}
-        if plan.surface is not None and plan.surface.measured and speculation["length"] in _PROFILED:
-            results |= {"profile": plan.surface.digest()}  # the draft lengths come from it, and reach the samples
+        results |= {
+            "max": speculation["max"],
+            "draft_temperature": speculation["draft_temperature"],
+        }
+        if (
+            plan.surface is not None
+            and plan.surface.measured
+            and speculation["length"] in _PROFILED
+        ):
+            results |= {
+                "profile": plan.surface.digest()
+            }  # the draft lengths come from it, and reach the samples
     return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}

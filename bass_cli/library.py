@@ -1,6 +1,7 @@
 """The library: samples of prompts, as they end. The commands draw through it too.
 
-Not here: what is drawn and how (config/job.py, scheduler.py), files (io/results.py). Nothing heavy is imported before it is called.
+Not here: what is drawn and how (config/job.py, scheduler.py), files (io/results.py). Nothing
+heavy is imported before it is called.
 """
 
 from __future__ import annotations
@@ -22,25 +23,34 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("bass")
 
 
-def generate(prompts: Iterable[str | Mapping[str, Any] | Prompt], job: Job | Plan, *,
-             done: Collection[tuple[str, int]] = (), count: int | None = None,
-             on_round: Callable[[Round], None] | None = None, on_phase: Callable[[str], None] = lambda name: None,
-             loop: Loop | None = None) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt, each as soon as it ends; of which prompt and number it is, says the Completion.
+def generate(
+    prompts: Iterable[str | Mapping[str, Any] | Prompt],
+    job: Job | Plan,
+    *,
+    done: Collection[tuple[str, int]] = (),
+    count: int | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    on_phase: Callable[[str], None] = lambda name: None,
+    loop: Loop | None = None,
+) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, each as soon as it ends; of which prompt and number it
+    is, says the Completion.
 
-    prompts: texts, or mappings like the lines of a prompt file ({"id", "prompt"} or {"id", "messages"}; other fields come
-    back as `meta`). Without an id a prompt is called by its number. They are taken one at a time, as rows become free, so
-    they may be endless; of a list all are checked first. The seed fixes the samples of an id, whatever else is drawn.
+    prompts: texts, or mappings like the lines of a prompt file ({"id", "prompt"} or {"id",
+    "messages"}; other fields come back as `meta`). Without an id a prompt is called by its number.
+    They are taken one at a time, as rows become free, so they may be endless; of a list all are
+    checked first. The seed fixes the samples of an id, whatever else is drawn.
 
-    Returns when all was checked that can be without weights: UserError for a mistake, MachineError for what this machine
-    lacks. The models are loaded at the first step. A prompt that cannot run gives one Completion with finish_reason
-    "error". torch gets as many threads as the job says, or else as cores are free.
+    Returns when all was checked that can be without weights: UserError for a mistake, MachineError
+    for what this machine lacks. The models are loaded at the first step. A prompt that cannot run
+    gives one Completion with finish_reason "error". torch gets as many threads as the job says, or
+    else as cores are free.
 
-    job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`: how many prompts there are,
-    if that is known. `on_round` sees every round, `on_phase` the name of what is done before rounds are. `loop`: an empty
-    one to use instead of a new one.
+    job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`:
+    how many prompts there are, if that is known. `on_round` sees every round, `on_phase` the
+    name of what is done before rounds are. `loop`: an empty one to use instead of a new one.
     """
-    from bass_cli import run
+    from bass_cli import scheduler
 
     if isinstance(job, Job):
         settle(job.threads, _LOG.info)
@@ -52,8 +62,15 @@ def generate(prompts: Iterable[str | Mapping[str, Any] | Prompt], job: Job | Pla
         plan = _plan_of(job, longest)
     else:
         plan = job
-    return run.generate(plan, prompts_of(prompts, column=plan.job.prompt_column), done=done, count=count, on_round=on_round,
-                        on_phase=on_phase, loop=loop)
+    return scheduler.generate(
+        plan,
+        prompts_of(prompts, column=plan.job.prompt_column),
+        done=done,
+        count=count,
+        on_round=on_round,
+        on_phase=on_phase,
+        loop=loop,
+    )
 
 
 def _plan_of(job: Job, longest: str) -> Plan:

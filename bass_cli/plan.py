@@ -1,6 +1,8 @@
-"""What a job will run with, settled before any weights are loaded: files, device, dtype, vocabularies.
+"""What a job will run with, settled before any weights are loaded: files, device, dtype,
+vocabularies.
 
-Not here: building and running it (scheduler.py). Every mistake that can be found without weights is found here.
+Not here: building and running it (scheduler.py). Every mistake that can be found without weights
+is found here.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ _SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may propose.
-    `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out. `profile`: the file for what rounds cost
-    (None without a draft), `surface`: what it holds, if it is there. `notes`: what the user should know. `footprint`: what
-    it takes of memory; `most_rows`: as many as fit into what is free; `options`: those that set rows and new tokens."""
+    """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model
+    may propose. `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out.
+    `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
+    it is there. `notes`: what the user should know. `footprint`: what it takes of memory;
+    `most_rows`: as many as fit into what is free; `options`: those that set rows and new tokens."""
 
     job: Job
     target: Checkpoint
@@ -58,14 +61,16 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """How many rows the batch keeps busy. With a budget it is one prompt's samples: latency is what counts then."""
+        """How many rows the batch keeps busy. With a budget it is one prompt's samples: latency
+        is what counts then."""
         if isinstance(self.job.batch_size, int):
             return self.job.batch_size
         return min(self._wished, self.most_rows)
 
     @property
     def batch_size(self) -> int | str:
-        """What decides the rows: the job's --batch-size, or, where that is auto and memory allows fewer, their number."""
+        """What decides the rows: the job's --batch-size, or, where that is auto and memory
+        allows fewer, their number."""
         return self.job.batch_size if self.rows >= self._wished else self.rows
 
     @property
@@ -75,20 +80,30 @@ class Plan:
 
     @property
     def span(self) -> int:
-        """How many positions of its own a row needs: no sample is longer than the target's context leaves room for."""
-        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + beyond(longest_draft(self.job))
+        """How many positions of its own a row needs: no sample is longer than the target's
+        context leaves room for."""
+        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + beyond(
+            longest_draft(self.job)
+        )
 
     @property
     def need(self) -> Need:
         """The memory that its rows and new tokens ask for."""
         assert self.footprint is not None
-        return Need(self.footprint, self.rows, self.job.sampling.max_new_tokens, self.device, self.options)
+        return Need(
+            self.footprint, self.rows, self.job.sampling.max_new_tokens, self.device, self.options
+        )
 
     def identity(self) -> dict[str, Any]:
-        """What the results depend on beside the job, and the versions they came from: for the manifest."""
+        """What the results depend on beside the job, and the versions they came from: for the
+        manifest."""
         name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
         path = self.target.path
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        device = (
+            torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else platform.machine()
+        )
         return {
             "target": self.job.pair.target,
             "target_files": self.target.fingerprint(),
@@ -96,15 +111,23 @@ class Plan:
             "device": self.device.type,
             "dtype": name,
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
-            "versions": {"bass": __version__, "torch": torch.__version__, "python": platform.python_version(),
-                         "device": device},
+            "versions": {
+                "bass": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "device": device,
+            },
         }
 
 
-def make_plan(job: Job, *, longest_prompt: str = "",
-            options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
-    """Check all that can be checked without weights. UserError for a mistake, MachineError for what is missing here.
-    `longest_prompt`: its text, if it is known; `options`: see Plan."""
+def make_plan(
+    job: Job,
+    *,
+    longest_prompt: str = "",
+    options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens"),
+) -> Plan:
+    """Check all that can be checked without weights. UserError for a mistake, MachineError for
+    what is missing here. `longest_prompt`: its text, if it is known; `options`: see Plan."""
     device = device_of(job.device)
     pair, folder = job.pair, job.pair.folder
     target_path = locate(pair.target, folder=folder)
@@ -116,8 +139,13 @@ def make_plan(job: Job, *, longest_prompt: str = "",
         draft = open_checkpoint(draft_path)
     skipped = _skipped(model or "", target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
-        raise UserError(f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has no meaning')
-    tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path)
+        raise UserError(
+            f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
+            "no meaning"
+        )
+    tokenizer = Tokenizer.load(
+        locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path
+    )
     vocab = min(tokenizer.size, target.spec.vocab)
     draft_vocab = vocab
     if draft is not None and draft_path is not None:
@@ -127,26 +155,57 @@ def make_plan(job: Job, *, longest_prompt: str = "",
     if job.chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {pair.target} has no chat template")
     dtype, notes = _dtype(job.dtype, device), list[str]()
-    if job.budget and job.speculation.coupling == "maximal" and isinstance(job.batch_size, int) and job.batch_size > job.n:
-        notes.append(f"--batch-size {job.batch_size}: with a budget and maximal coupling prompts run one at a time, in "
-                     f"{job.n} rows")
+    if (
+        job.budget
+        and job.speculation.coupling == "maximal"
+        and isinstance(job.batch_size, int)
+        and job.batch_size > job.n
+    ):
+        notes.append(
+            f"--batch-size {job.batch_size}: with a budget and maximal coupling prompts run one "
+            "at a time, in "
+            f"{job.n} rows"
+        )
     profile, surface = None, None
     if pair.draft != "none":
         drafting = pair.draft if draft is None else draft.fingerprint()
-        profile = store.path_of(target=target.fingerprint(), draft=drafting, device=device, dtype=dtype,
-                                threads=job.threads)
+        profile = store.path_of(
+            target=target.fingerprint(),
+            draft=drafting,
+            device=device,
+            dtype=dtype,
+            threads=job.threads,
+        )
         surface = store.load_surface(profile, notes.append)
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
-        raise UserError(f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this device yet; '
-                        "make one with bass profile and the same --pair (or --model) and --draft, or use auto or bass")
-    plan = Plan(job, target, tokenizer, draft, draft_vocab, skipped, device, dtype, profile, surface, tuple(notes),
-                options=options)
+        raise UserError(
+            f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
+            "device yet; "
+            "make one with bass profile and the same --pair (or --model) and --draft, or use auto "
+            "or bass"
+        )
+    plan = Plan(
+        job,
+        target,
+        tokenizer,
+        draft,
+        draft_vocab,
+        skipped,
+        device,
+        dtype,
+        profile,
+        surface,
+        tuple(notes),
+        options=options,
+    )
     return _fitted(plan, _tokens_of(longest_prompt, tokenizer, target.spec.context))
 
 
 def _tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
     """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
-    text = prompt.encode(errors="replace").decode()  # only its length counts; what cannot be read fails later
+    text = prompt.encode(
+        errors="replace"
+    ).decode()  # only its length counts; what cannot be read fails later
     try:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
     except UserError:  # too long to be tokenised
@@ -162,19 +221,28 @@ def longest_draft(job: Job) -> int:
 
 
 def _fitted(plan: Plan, prompt_tokens: int) -> Plan:
-    """The plan with as many rows as there is memory for; MachineError if those that were asked for, or a single one, are
-    too many."""
+    """The plan with as many rows as there is memory for; MachineError if those that were asked
+    for, or a single one, are too many."""
     job, spec = plan.job, plan.target.spec
-    found = footprint(spec, None if plan.draft is None else plan.draft.spec, dtype=plan.dtype, device=plan.device,
-                      longest=longest_draft(job), kept_layers=spec.layers - len(plan.skipped) if plan.skipped else 0,
-                      prompt_tokens=prompt_tokens)
+    found = footprint(
+        spec,
+        None if plan.draft is None else plan.draft.spec,
+        dtype=plan.dtype,
+        device=plan.device,
+        longest=longest_draft(job),
+        kept_layers=spec.layers - len(plan.skipped) if plan.skipped else 0,
+        prompt_tokens=prompt_tokens,
+    )
     free = usable(free_memory(plan.device))
     most = found.most_rows(job.sampling.max_new_tokens, free, samples=job.n)
     fitted = replace(plan, footprint=found, most_rows=max(most, 1))
     fitted.need.check()
     if job.batch_size == "auto" and fitted.rows < fitted._wished:
-        note = (f"{fitted.rows} rows at a time, not {fitted._wished}: more might not fit into the {gigabytes(free)} of "
-                "memory that can be had here")
+        note = (
+            f"{fitted.rows} rows at a time, not {fitted._wished}: more might not fit into the "
+            f"{gigabytes(free)} of "
+            "memory that can be had here"
+        )
         fitted = replace(fitted, notes=(*plan.notes, note))
     return fitted
 
@@ -196,10 +264,18 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def _skipped(draft: str, layers: int) -> frozenset[int]:
-    """The layers in skip:LAYERS, like skip:4-9,12; UserError unless they are some but not all of the target's."""
+    """The layers in skip:LAYERS, like skip:4-9,12; UserError unless they are some but not all of
+    the target's."""
     runs = parse_layers(draft)
     inside = all(last < layers for _, last in runs)
-    found = {layer for first, last in runs for layer in range(first, last + 1)} if inside else set[int]()
+    found = (
+        {layer for first, last in runs for layer in range(first, last + 1)}
+        if inside
+        else set[int]()
+    )
     if not inside or len(found) == layers:
-        raise UserError(f'draft "{draft}": the target has layers 0 to {layers - 1}; skip at least one and not all')
+        raise UserError(
+            f'draft "{draft}": the target has layers 0 to {layers - 1}; skip at least one and not '
+            "all"
+        )
     return frozenset(found)

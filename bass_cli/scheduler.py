@@ -1,7 +1,7 @@
 """The conductor: admits prompts x n to a loop, yields Completions as rows end.
 
-Not here: what is checked before weights are loaded (plan.py), building the loop (build.py), a round (engine/step.py),
-files (io/results.py).
+Not here: what is checked before weights are loaded (plan.py), building the loop (build.py), a
+round (engine/step.py), files (io/results.py).
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from bass_cli.model.continuation import Continuation, StopDetector
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
 
-_UNSOUND = ("the target's logits for token {} are not finite: its weights are broken, or its values too large for the "
-            "dtype (bf16 and fp32 hold more than fp16)")
+_UNSOUND = (
+    "the target's logits for token {} are not finite: its weights are broken, or its values too "
+    "large for the "
+    "dtype (bf16 and fp32 hold more than fp16)"
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A prompt under way: when it began, when it must end, the samples that still wait for a row, and whether any has had a
-    round. `text`: decodes what follows the prompt."""
+    """A prompt under way: when it began, when it must end, the samples that still wait for a
+    row, and whether any has had a round. `text`: decodes what follows the prompt."""
 
     prompt: Prompt
     tokens: list[int]
@@ -55,38 +58,64 @@ class _Live:
     seen: int = 0  # generated tokens already looked at
 
 
-def generate(plan: Plan, prompts: Iterator[Prompt], *, done: Collection[tuple[str, int]] = (),
-             count: int | None = None, on_round: Callable[[Round], None] | None = None,
-             on_phase: Callable[[str], None] = lambda name: None, loop: Loop | None = None) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`, in the order in which
-    they end.
+def generate(
+    plan: Plan,
+    prompts: Iterator[Prompt],
+    *,
+    done: Collection[tuple[str, int]] = (),
+    count: int | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    on_phase: Callable[[str], None] = lambda name: None,
+    loop: Loop | None = None,
+) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`,
+    in the order in which they end.
 
-    At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies of it.
+    At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies
+    of it.
 
-    Loads the models at the first step, if no empty `loop` is given; with a budget, what would make the first prompts slow
-    is done before the first clock starts; `on_phase` is told what is done before rounds are. A prompt that cannot run
-    yields one Completion with finish_reason "error", and so does every sample that meets logits which are not finite.
+    Loads the models at the first step, if no empty `loop` is given; with a budget, what would
+    make the first prompts slow is done before the first clock starts; `on_phase` is told what is
+    done before rounds are. A prompt that cannot run yields one Completion with finish_reason
+    "error", and so does every sample that meets logits which are not finite.
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
-        whole = {(id_, 0) for id_, taken in Counter(id_ for id_, _ in done).items() if taken == plan.job.n}
-        drawn = generate(once, prompts, done=whole, count=count, on_round=on_round,
-                         on_phase=on_phase, loop=loop)
+        whole = {
+            (id_, 0)
+            for id_, taken in Counter(id_ for id_, _ in done).items()
+            if taken == plan.job.n
+        }
+        drawn = generate(
+            once, prompts, done=whole, count=count, on_round=on_round, on_phase=on_phase, loop=loop
+        )
         yield from _with_copies(drawn, plan.job.n, done)
         return
     with plan.need.explained():
         loop = ready_loop(plan, loop, on_phase)
         try:
-            yield from Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
-                                 count=count, on_round=on_round).run(prompts, done)
+            yield from Conductor(
+                plan.job,
+                plan.tokenizer,
+                loop,
+                context=plan.target.spec.context,
+                eos_ids=plan.eos_ids,
+                count=count,
+                on_round=on_round,
+            ).run(prompts, done)
         finally:
             keep_learnt(plan.profile, loop.lengths)
 
 
-def _with_copies(drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A failure stays one line."""
+def _with_copies(
+    drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]
+) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
+    failure stays one line."""
     for completion in drawn:
-        if completion.finish_reason == "error" and not completion.prompt_tokens:  # of the prompt, not of its sample
+        if (
+            completion.finish_reason == "error" and not completion.prompt_tokens
+        ):  # of the prompt, not of its sample
             yield completion
             continue
         for sample in range(n):
@@ -95,15 +124,25 @@ def _with_copies(drawn: Iterator[Completion], n: int, done: Collection[tuple[str
 
 
 class Conductor:
-    """Feeds prompts to a loop and takes finished rows from it. `context`: the most positions the target knows."""
+    """Feeds prompts to a loop and takes finished rows from it. `context`: the most positions the
+    target knows."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, loop: Loop, *, context: int, eos_ids: Collection[int],
-                 count: int | None = None, on_round: Callable[[Round], None] | None = None):
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        loop: Loop,
+        *,
+        context: int,
+        eos_ids: Collection[int],
+        count: int | None = None,
+        on_round: Callable[[Round], None] | None = None,
+    ):
         self._job, self._tokenizer, self._loop = job, tokenizer, loop
         self._context, self._eos, self._on_round = context, frozenset(eos_ids), on_round
-        # With a budget, prompts run one at a time unless a batch size was asked for. Under maximal coupling they always do,
-        # and each begins anew, or how far the clock let one prompt come would reach the draft lengths of others, and so
-        # their samples.
+        # With a budget, prompts run one at a time unless a batch size was asked for. Under
+        # maximal coupling they always do, and each begins anew, or how far the clock let one
+        # prompt come would reach the draft lengths of others, and so their samples.
         maximal = job.speculation.coupling == "maximal"
         self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
         self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
@@ -111,8 +150,11 @@ class Conductor:
         self._live: dict[Row, _Live] = {}
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
-    def run(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> Iterator[Completion]:
-        """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as rows become free."""
+    def run(
+        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]
+    ) -> Iterator[Completion]:
+        """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as
+        rows become free."""
         while not self._ended or self._live:
             while not self._ended and self._wants_prompt():
                 prompt = next(prompts, None)
@@ -131,7 +173,8 @@ class Conductor:
         return waiting < room and not (self._alone and self._tasks)
 
     def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
-        """Tokenise a prompt and store its keys and values; an unusable one ends here, with an error."""
+        """Tokenise a prompt and store its keys and values; an unusable one ends here, with an
+        error."""
         waiting = deque(i for i in range(self._job.n) if (prompt.id, i) not in done)
         self._forecast.begin(self._job.n)
         if not waiting:
@@ -143,22 +186,29 @@ class Conductor:
                 raise UserError(prompt.fault)
             tokens, reference = self._encode(prompt), self._reference(prompt)
             if len(tokens) >= self._context:
-                raise UserError(f"the prompt has {len(tokens)} tokens, the model's context {self._context}")
+                raise UserError(
+                    f"the prompt has {len(tokens)} tokens, the model's context {self._context}"
+                )
         except UserError as error:
-            yield Completion.failed(prompt.id, str(error), seed=self._job.sampling.seed, meta=prompt.meta)
+            yield Completion.failed(
+                prompt.id, str(error), seed=self._job.sampling.seed, meta=prompt.meta
+            )
             return
         limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
         deadline = None if self._job.budget is None else began + self._job.budget
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
-        task = _Task(prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline)
+        task = _Task(
+            prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline
+        )
         if self._loop.open(prompt.id, tokens, reference, deadline=deadline):
             self._tasks.append(task)
         else:
             yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)
 
     def _reference(self, prompt: Prompt) -> list[int]:
-        """What drafts may be looked up in. More than the context would take minutes to tokenise, and to index."""
+        """What drafts may be looked up in. More than the context would take minutes to tokenise,
+        and to index."""
         if not prompt.reference:
             return []
         try:
@@ -172,8 +222,11 @@ class Conductor:
             messages = [{"role": "user", "content": prompt.text}]
         if messages is not None and self._job.chat is False:
             raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
-        tokens = (self._tokenizer.encode(prompt.text or "", self._context) if messages is None else
-                  self._tokenizer.encode_chat(messages, self._context))
+        tokens = (
+            self._tokenizer.encode(prompt.text or "", self._context)
+            if messages is None
+            else self._tokenizer.encode_chat(messages, self._context)
+        )
         if not tokens:
             raise UserError(f"{prompt.place}: the prompt has no tokens")
         return tokens
@@ -184,12 +237,28 @@ class Conductor:
         for task in self._tasks:
             if not task.waiting:
                 continue
-            samples = [task.waiting.popleft() for _ in range(min(len(task.waiting), batch.capacity - len(batch)))]
-            rows = [Row(task.prompt.id, sample, sampling.seed, list(task.tokens), task.limit,
-                        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p) for sample in samples]
+            samples = [
+                task.waiting.popleft()
+                for _ in range(min(len(task.waiting), batch.capacity - len(batch)))
+            ]
+            rows = [
+                Row(
+                    task.prompt.id,
+                    sample,
+                    sampling.seed,
+                    list(task.tokens),
+                    task.limit,
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                )
+                for sample in samples
+            ]
             self._loop.admit(*rows)
             for row in rows:
-                self._live[row] = _Live(task, StopDetector(task.text, sampling.stop) if sampling.stop else None)
+                self._live[row] = _Live(
+                    task, StopDetector(task.text, sampling.stop) if sampling.stop else None
+                )
             if not task.waiting:
                 self._loop.close(task.prompt.id)
 
@@ -208,19 +277,26 @@ class Conductor:
             self._on_round(done)
 
     def _expire(self) -> Iterator[Completion]:
-        """End all samples of prompts whose deadline has come, or would pass within even the shortest round; but the first
-        round is not left out because of a prediction, for no other one might ever correct it."""
+        """End all samples of prompts whose deadline has come, or would pass within even the
+        shortest round; but the first round is not left out because of a prediction, for no other
+        one might ever correct it."""
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         if not deadlines:
             return
         now = self._loop.clock.now()
         soonest = now + (self._loop.shortest(min(deadlines)) if self._live else 0.0)
-        for task in [t for t in self._tasks if t.deadline is not None
-                     and (now >= t.deadline or (t.started and soonest > t.deadline))]:
+        for task in [
+            t
+            for t in self._tasks
+            if t.deadline is not None
+            and (now >= t.deadline or (t.started and soonest > t.deadline))
+        ]:
             for index in reversed(range(len(self._loop.batch))):
                 row = self._loop.batch.hosts[index]
                 if self._live[row].task is task:
-                    yield self._retire(index, "budget", task.text.decode(row.tokens[row.prompt_length :]))
+                    yield self._retire(
+                        index, "budget", task.text.decode(row.tokens[row.prompt_length :])
+                    )
             if task.waiting:
                 for sample in task.waiting:
                     yield self._completion(task, sample, None, "budget", "")
@@ -237,7 +313,8 @@ class Conductor:
                 yield self._retire(index, *ending)
 
     def _ending(self, row: Row, live: _Live) -> tuple[str, str] | None:
-        """The finish reason and text of a row that is done, which is cut to what counts; None while it goes on."""
+        """The finish reason and text of a row that is done, which is cut to what counts; None
+        while it goes on."""
         new = row.tokens[row.prompt_length + live.seen :]
         sound = len(new) if row.broken is None else row.broken - live.seen
         keep, reason = min(sound, row.limit - live.seen), None if row.broken is None else "error"
@@ -253,7 +330,11 @@ class Conductor:
                 return "stop", found.text
         _cut(row, live.seen + keep)
         live.seen += keep
-        return None if reason is None else (reason, live.task.text.decode(row.tokens[row.prompt_length :]))
+        return (
+            None
+            if reason is None
+            else (reason, live.task.text.decode(row.tokens[row.prompt_length :]))
+        )
 
     def _retire(self, index: int, reason: str, text: str) -> Completion:
         row = self._loop.batch.hosts[index]
@@ -267,21 +348,39 @@ class Conductor:
         if not task.waiting and not any(live.task is task for live in self._live.values()):
             self._tasks.remove(task)
 
-    def _completion(self, task: _Task, sample: int, row: Row | None, reason: str, text: str) -> Completion:
+    def _completion(
+        self, task: _Task, sample: int, row: Row | None, reason: str, text: str
+    ) -> Completion:
         scores = [] if row is None else row.log_probabilities
-        total, error = math.fsum(scores), _UNSOUND.format(len(scores) + 1) if reason == "error" else None
+        total, error = (
+            math.fsum(scores),
+            _UNSOUND.format(len(scores) + 1) if reason == "error" else None,
+        )
         return Completion(
-            id=task.prompt.id, sample=sample, text=text, finish_reason=reason, tokens=len(scores),
-            mean_logprob=total / len(scores) if scores else None, sum_logprob=total if scores else None,
-            seconds=self._loop.clock.now() - task.began, rounds=row.rounds if row else 0,
-            drafted=row.drafted if row else 0, accepted=row.accepted if row else 0, seed=self._job.sampling.seed,
-            prompt_tokens=len(task.tokens), meta=task.prompt.meta,
-            token_ids=(row.tokens[row.prompt_length :] if row else []) if self._job.token_ids else None, error=error)
+            id=task.prompt.id,
+            sample=sample,
+            text=text,
+            finish_reason=reason,
+            tokens=len(scores),
+            mean_logprob=total / len(scores) if scores else None,
+            sum_logprob=total if scores else None,
+            seconds=self._loop.clock.now() - task.began,
+            rounds=row.rounds if row else 0,
+            drafted=row.drafted if row else 0,
+            accepted=row.accepted if row else 0,
+            seed=self._job.sampling.seed,
+            prompt_tokens=len(task.tokens),
+            meta=task.prompt.meta,
+            token_ids=(row.tokens[row.prompt_length :] if row else [])
+            if self._job.token_ids
+            else None,
+            error=error,
+        )
 
 
 def _cut(row: Row, generated: int) -> None:
-    """Drop a row's tokens beyond the first `generated` that it generated, all from its last round: the last one was
-    the target's own, the others accepted drafts."""
+    """Drop a row's tokens beyond the first `generated` that it generated, all from its last
+    round: the last one was the target's own, the others accepted drafts."""
     surplus = row.generated - generated
     if surplus > 0:
         del row.tokens[-surplus:]

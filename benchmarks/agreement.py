@@ -3,7 +3,8 @@
     bass eval humaneval --n 4 --temperature 0.8 --out samples.jsonl --allow-code-execution
     python benchmarks/agreement.py samples.jsonl [--samples 4] [--timeout 10]
 
-That checker has no real sandbox: run this only on samples of a model that you trust. Prints one JSON document.
+That checker has no real sandbox: run this only on samples of a model that you trust. Prints one
+JSON document.
 """
 
 import argparse
@@ -34,8 +35,12 @@ def theirs(row):
 with ThreadPoolExecutor(given.workers) as pool:
     results = list(pool.map(theirs, rows))
 differing = [
-    {"task_id": row["task_id"], "sample": row["sample"], "ours": ours[row["task_id"], row["sample"]],
-     "theirs": found["result"]}
+    {
+        "task_id": row["task_id"],
+        "sample": row["sample"],
+        "ours": ours[row["task_id"], row["sample"]],
+        "theirs": found["result"],
+    }
     for row, found in zip(rows, results, strict=True)
     if (ours[row["task_id"], row["sample"]] == "passed") != found["passed"]
 ]

@@ -1,10 +1,12 @@
-"""What company costs: the demo's job on an idle machine, beside one busy loop on every core, and beside two on every core.
+"""What company costs: the demo's job on an idle machine, beside one busy loop on every core, and
+beside two on every core.
 
     python benchmarks/company.py [--tokens 128] [--repeats 1] [--json] [-- COMMAND ...]
 
-Prints seconds of the whole command, loading included, and their ratio to the idle machine's. A busy loop is a process that
-never waits, so beside k of them on every core a fair share of the machine is one in k + 1. Beyond the bounds, 3 times and 5
-times the idle time, it ends with 1. What is tried here is the command's own choice of threads (bass_cli/system/threads.py); with
+Prints seconds of the whole command, loading included, and their ratio to the idle machine's. A
+busy loop is a process that never waits, so beside k of them on every core a fair share of the
+machine is one in k + 1. Beyond the bounds, 3 times and 5 times the idle time, it ends with 1.
+What is tried here is the command's own choice of threads (bass_cli/system/threads.py); with
 --threads N or OMP_NUM_THREADS in COMMAND another one.
 """
 
@@ -42,7 +44,9 @@ def seconds_of(command, cores, loops):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -53,14 +57,20 @@ def main():
     for _ in range(args.repeats):
         for loops in BOUNDS:
             found[loops].append(seconds_of(command, cores, loops))
-            print(f"{loops} busy loops on each of {cores} cores: {found[loops][-1]:.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"{loops} busy loops on each of {cores} cores: {found[loops][-1]:.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     idle = statistics.median(found[0])
     ratios = {loops: statistics.median(seconds) / idle for loops, seconds in found.items()}
     if args.json:
         print(json.dumps({"command": command, "cores": cores, "seconds": found, "ratios": ratios}))
     else:
         for loops, ratio in ratios.items():
-            print(f"{loops} a core: {ratio:.2f}x the idle time, at most {BOUNDS[loops]:.0f}x is meant")
+            print(
+                f"{loops} a core: {ratio:.2f}x the idle time, at most {BOUNDS[loops]:.0f}x is meant"
+            )
     sys.exit(any(ratio > BOUNDS[loops] for loops, ratio in ratios.items()))
 
 

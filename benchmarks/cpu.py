@@ -1,11 +1,12 @@
-"""Speed on this CPU, side by side in one run: bass against transformers' generate on the same weights, and speculation
-with lookup against plain decoding. Prints one JSON document.
+"""Speed on this CPU, side by side in one run: bass against transformers' generate on the same
+weights, and speculation with lookup against plain decoding. Prints one JSON document.
 
     python benchmarks/cpu.py [--rows 8] [--tokens 128] [--repeats 3] [--pair smollm2] [--threads 2]
 
-Greedy, fp32, end-of-sequence ignored so that every row generates the same number of tokens; prefill included; medians
-of the repeats, methods in turn within each repeat, so that a drifting machine hits all of them alike. Every speculative
-run begins with a draft-length controller that knows nothing.
+Greedy, fp32, end-of-sequence ignored so that every row generates the same number of tokens;
+prefill included; medians of the repeats, methods in turn within each repeat, so that a drifting
+machine hits all of them alike. Every speculative run begins with a draft-length controller that
+knows nothing.
 """
 
 import argparse
@@ -33,20 +34,28 @@ ORDINARY = [
     "Write a polite letter asking a landlord to repair a window.",
 ]
 SNIPPETS = [
-    "def area(width, height):\n    result = width * height\n    return result\n\ndef perimeter(width, height):\n"
+    "def area(width, height):\n    result = width * height\n    return result\n\ndef "
+    "perimeter(width, height):\n"
     "    result = 2 * (width + height)\n    return result\n",
-    "The committee met on Tuesday to discuss the new budget. Three members were absent. The chair opened the meeting at "
-    "nine o'clock and closed it at noon. The next meeting will be held on the first Monday of May.\n",
-    "name,age,city\nAlice,31,Paris\nBob,27,London\nCarol,45,Madrid\nDaniel,38,Vienna\nEva,29,Prague\nFrank,52,Oslo\n",
+    "The committee met on Tuesday to discuss the new budget. Three members were absent. The chair "
+    "opened the meeting at "
+    "nine o'clock and closed it at noon. The next meeting will be held on the first Monday of "
+    "May.\n",
+    "name,age,city\nAlice,31,Paris\nBob,27,London\nCarol,45,Madrid\nDaniel,38,Vienna\n"
+    "Eva,29,Prague\nFrank,52,Oslo\n",
     '{"id": 1, "colour": "red", "size": 4}\n{"id": 2, "colour": "green", "size": 7}\n'
     '{"id": 3, "colour": "blue", "size": 9}\n',
-    "10:01 INFO server started on port 8080\n10:02 INFO user alice logged in\n10:03 WARN disk is almost full\n"
+    "10:01 INFO server started on port 8080\n10:02 INFO user alice logged in\n10:03 WARN disk is "
+    "almost full\n"
     "10:04 INFO user bob logged in\n",
-    "Preheat the oven to 180 degrees. Mix the flour, sugar and butter in a bowl. Add two eggs and stir well. Bake for "
+    "Preheat the oven to 180 degrees. Mix the flour, sugar and butter in a bowl. Add two eggs and "
+    "stir well. Bake for "
     "thirty minutes.\n",
-    "SELECT name, city FROM users WHERE age > 30 ORDER BY name;\nSELECT title, year FROM films WHERE rating > 8 ORDER BY "
+    "SELECT name, city FROM users WHERE age > 30 ORDER BY name;\nSELECT title, year FROM films "
+    "WHERE rating > 8 ORDER BY "
     "year;\n",
-    "<ul>\n  <li>Monday: swimming</li>\n  <li>Tuesday: reading</li>\n  <li>Wednesday: cooking</li>\n</ul>\n",
+    "<ul>\n  <li>Monday: swimming</li>\n  <li>Tuesday: reading</li>\n  <li>Wednesday: "
+    "cooking</li>\n</ul>\n",
 ]
 # Plain completions whose continuation copies: each text twice, then its beginning.
 COPYING = [2 * text + text[:12] for text in SNIPPETS]
@@ -57,7 +66,8 @@ def encode(tokenizer, texts):
 
 
 def run_bass(loop, prompts, tokens):
-    """Greedy continuation of every prompt by `tokens`; returns (seconds, sequences, accepted a row and round)."""
+    """Greedy continuation of every prompt by `tokens`; returns (seconds, sequences, accepted a
+    row and round)."""
     rows = [Row(str(i), 0, 0, list(p), tokens, temperature=0.0) for i, p in enumerate(prompts)]
     began = time.perf_counter()
     kept, rounds = 0, 0
@@ -81,22 +91,45 @@ def run_transformers(model, pad, prompts, tokens):
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     began = time.perf_counter()
     with torch.inference_mode():
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False,
-                             eos_token_id=None, pad_token_id=pad)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=pad,
+        )
     return time.perf_counter() - began, out[:, longest:].tolist()
 
 
 def loop_for(args, draft, length):
-    job = make_job(load_pair(args.pair), JobArgs(draft=draft, draft_length=length, batch_size=args.rows, device="cpu",
-                                                 dtype="fp32", max_new_tokens=args.tokens))
+    job = make_job(
+        load_pair(args.pair),
+        JobArgs(
+            draft=draft,
+            draft_length=length,
+            batch_size=args.rows,
+            device="cpu",
+            dtype="fp32",
+            max_new_tokens=args.tokens,
+        ),
+    )
     plan = make_plan(job)
     return plan, build(plan)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pair", default="smollm2")
-    for name, default in (("rows", 8), ("tokens", 128), ("repeats", 3), ("threads", torch.get_num_threads())):
+    for name, default in (
+        ("rows", 8),
+        ("tokens", 128),
+        ("repeats", 3),
+        ("threads", torch.get_num_threads()),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -108,39 +141,65 @@ def main():
     path = plan.target.path
     where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        where[0], dtype=torch.float32, trust_remote_code=False, **where[1]).eval()
+        where[0], dtype=torch.float32, trust_remote_code=False, **where[1]
+    ).eval()
     ordinary = encode(plan.tokenizer, (ORDINARY * args.rows)[: args.rows])
     copying = [plan.tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
 
-    times = {name: [] for name in ("transformers", "plain", "plain, copying", "lookup, copying", "lookup, ordinary")}
+    times = {
+        name: []
+        for name in (
+            "transformers",
+            "plain",
+            "plain, copying",
+            "lookup, copying",
+            "lookup, ordinary",
+        )
+    }
     run_bass(plain, ordinary, 4), run_transformers(model, 0, ordinary, 4)
     for _ in range(args.repeats):
         seconds, theirs = run_transformers(model, 0, ordinary, args.tokens)
         times["transformers"].append(seconds)
         seconds, ours, _ = run_bass(plain, ordinary, args.tokens)
         times["plain"].append(seconds)
-        seconds, speculated, kept_ordinary = run_bass(loop_for(args, "lookup", "auto")[1], ordinary, args.tokens)
+        seconds, speculated, kept_ordinary = run_bass(
+            loop_for(args, "lookup", "auto")[1], ordinary, args.tokens
+        )
         times["lookup, ordinary"].append(seconds)
         seconds, copied, _ = run_bass(plain, copying, args.tokens)
         times["plain, copying"].append(seconds)
-        seconds, copied_too, kept = run_bass(loop_for(args, "lookup", "auto")[1], copying, args.tokens)
+        seconds, copied_too, kept = run_bass(
+            loop_for(args, "lookup", "auto")[1], copying, args.tokens
+        )
         times["lookup, copying"].append(seconds)
 
     def ratio(slow, fast):
-        return round(statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True)), 2)
+        return round(
+            statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True)), 2
+        )
 
     report = {
-        "machine": {"processor": platform.machine(), "threads": args.threads, "torch": torch.__version__,
-                    "transformers": transformers.__version__},
-        "rows": args.rows, "tokens": args.tokens, "repeats": args.repeats,
-        "tokens_per_second": {k: round(args.rows * args.tokens / statistics.median(v), 1) for k, v in times.items()},
+        "machine": {
+            "processor": platform.machine(),
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "repeats": args.repeats,
+        "tokens_per_second": {
+            k: round(args.rows * args.tokens / statistics.median(v), 1) for k, v in times.items()
+        },
         "seconds": {k: [round(x, 2) for x in v] for k, v in times.items()},
         "plain_over_transformers": ratio("transformers", "plain"),
         "lookup_over_plain_copying": ratio("plain, copying", "lookup, copying"),
         "lookup_over_plain_ordinary": ratio("plain", "lookup, ordinary"),
         "accepted_per_round": {"copying": round(kept, 2), "ordinary": round(kept_ordinary, 2)},
         "rows_equal_to_transformers": sum(a == b for a, b in zip(ours, theirs, strict=True)),
-        "rows_equal_to_plain": sum(a == b for a, b in zip(ours + copied, speculated + copied_too, strict=True)),
+        "rows_equal_to_plain": sum(
+            a == b for a, b in zip(ours + copied, speculated + copied_too, strict=True)
+        ),
     }
     print(json.dumps(report, indent=2))
 

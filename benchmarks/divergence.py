@@ -1,10 +1,13 @@
-"""Does speculation give plain decoding's tokens, and where it does not, how close was the call? One JSON document.
+"""Does speculation give plain decoding's tokens, and where it does not, how close was the call? One
+JSON document.
 
-    python benchmarks/divergence.py PROMPTS [--pair smollm2] [--n 4] [--tokens 128] [--temperature 0] [--draft-length 4]
+    python benchmarks/divergence.py PROMPTS [--pair smollm2] [--n 4] [--tokens 128] [--temperature
+    0] [--draft-length 4]
                                [--device auto] [--dtype auto] [--limit 8]
 
-In half precision the shape of a batch changes rounding, so plain and speculative decoding may part at a near-tie. For
-every sample that parts, this reports how close the choice between the two tokens was. Also times both.
+In half precision the shape of a batch changes rounding, so plain and speculative decoding may
+part at a near-tie. For every sample that parts, this reports how close the choice between the
+two tokens was. Also times both.
 """
 
 import argparse
@@ -26,9 +29,13 @@ from bass_kernels.noise import bits_all
 
 
 def samples(loop, prompts, args, eos):
-    """Tokens of every (prompt, sample), to `tokens` or the end of sequence; seconds; rounds; mean accepted a round."""
-    waiting = [Row(key, s, 0, list(tokens), args.tokens, temperature=args.temperature, top_p=args.top_p)
-               for key, tokens in prompts.items() for s in range(args.n)]
+    """Tokens of every (prompt, sample), to `tokens` or the end of sequence; seconds; rounds;
+    mean accepted a round."""
+    waiting = [
+        Row(key, s, 0, list(tokens), args.tokens, temperature=args.temperature, top_p=args.top_p)
+        for key, tokens in prompts.items()
+        for s in range(args.n)
+    ]
     opened, out, rounds, kept, rows = set(), {}, 0, 0, 0
     began = time.perf_counter()
     while waiting or len(loop.batch):
@@ -53,15 +60,18 @@ def samples(loop, prompts, args, eos):
 
 
 def contest(decoder, tokens, pair, sample, key, args):
-    """How close the choice between the two tokens of `pair` after `tokens` was, computed for this row alone: the
-    difference of their scores (logits / T plus the shared noise), in units of the dtype's spacing at the largest logit;
-    and how near the better one lies to the edge of the nucleus, as a probability."""
+    """How close the choice between the two tokens of `pair` after `tokens` was, computed for
+    this row alone: the difference of their scores (logits / T plus the shared noise), in units
+    of the dtype's spacing at the largest logit; and how near the better one lies to the edge of
+    the nucleus, as a probability."""
     runner = Runner(decoder, rows=1, span=4, lag=1)
     runner.open("x", tokens)
     runner.attach(0, "x")
     with torch.inference_mode():
         place = torch.tensor([[len(tokens) - 1]], device=decoder.device)
-        logits = runner.forward(torch.tensor([tokens[-1:]], device=decoder.device), place, [len(tokens)])[0, 0]
+        logits = runner.forward(
+            torch.tensor([tokens[-1:]], device=decoder.device), place, [len(tokens)]
+        )[0, 0]
         spacing = torch.finfo(decoder.dtype).eps * logits.float().abs().max().item()
         scores, edge = logits.float(), None
         if args.temperature:
@@ -70,26 +80,41 @@ def contest(decoder, tokens, pair, sample, key, args):
             law = scores.softmax(-1)
             keys = torch.tensor([noise_key(0, key, sample)], device=decoder.device)
             position = torch.tensor([len(tokens)], device=decoder.device)
-            scores = scores + ops.gumbel(bits_all(keys, position, len(scores), stream=ops.SHARED))[0]
+            scores = (
+                scores + ops.gumbel(bits_all(keys, position, len(scores), stream=ops.SHARED))[0]
+            )
             better = max(pair, key=lambda token: scores[token].item())
             edge = abs(law[law > law[better]].sum().item() - args.top_p)
-    found = {"spacings": round(abs(scores[pair[0]] - scores[pair[1]]).item() / spacing, 2), "spacing": round(spacing, 4)}
+    found = {
+        "spacings": round(abs(scores[pair[0]] - scores[pair[1]]).item() / spacing, 2),
+        "spacing": round(spacing, 4),
+    }
     return found if edge is None else found | {"nucleus_edge": round(edge, 4)}
 
 
 def compare(args):
     pair = load_pair(args.pair)
-    common = {"device": args.device, "dtype": args.dtype, "max_new_tokens": args.tokens, "batch_size": args.batch_size}
+    common = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "max_new_tokens": args.tokens,
+        "batch_size": args.batch_size,
+    }
     source = open_source(args.prompts)
     check_prompts(source, column="prompt", limit=args.limit)
     results, plan = {}, None
-    methods = {"plain": {"draft": "none", "draft_length": 0}, "speculative": {"draft_length": args.draft_length}}
+    methods = {
+        "plain": {"draft": "none", "draft_length": 0},
+        "speculative": {"draft_length": args.draft_length},
+    }
     for name, flags in methods.items():
         plan = make_plan(make_job(pair, JobArgs(**common | flags)))
         loop = build(plan)
         tokenizer = plan.tokenizer
-        prompts = {p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)
-                   for p in read_prompts(source, column="prompt", limit=args.limit)}
+        prompts = {
+            p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)
+            for p in read_prompts(source, column="prompt", limit=args.limit)
+        }
         samples(loop, dict(list(prompts.items())[:1]), args, plan.eos_ids)  # warm up
         results[name] = samples(loop, prompts, args, plan.eos_ids)
     plain, speculative = results["plain"][0], results["speculative"][0]
@@ -99,17 +124,32 @@ def compare(args):
         at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), len(due))
         same += at
         if due != found:
-            partings.append({"id": key[0], "sample": key[1], "token": at} |
-                            contest(loop.target.decoder, prompts[key[0]] + due[:at], (due[at], found[at]), key[1], key[0],
-                                    args))
+            partings.append(
+                {"id": key[0], "sample": key[1], "token": at}
+                | contest(
+                    loop.target.decoder,
+                    prompts[key[0]] + due[:at],
+                    (due[at], found[at]),
+                    key[1],
+                    key[0],
+                    args,
+                )
+            )
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
     return {
-        "pair": pair.name, "dtype": plan.identity()["dtype"],
-        "versions": plan.identity()["versions"], "temperature": args.temperature, "draft_length": args.draft_length,
-        "samples": len(plain), "samples_equal": len(plain) - len(partings), "tokens": total,
-        "tokens_before_parting": same, "mean_accepted": round(results["speculative"][3], 3),
-        "rounds": {name: r[2] for name, r in results.items()}, "tokens_per_second": rates,
+        "pair": pair.name,
+        "dtype": plan.identity()["dtype"],
+        "versions": plan.identity()["versions"],
+        "temperature": args.temperature,
+        "draft_length": args.draft_length,
+        "samples": len(plain),
+        "samples_equal": len(plain) - len(partings),
+        "tokens": total,
+        "tokens_before_parting": same,
+        "mean_accepted": round(results["speculative"][3], 3),
+        "rounds": {name: r[2] for name, r in results.items()},
+        "tokens_per_second": rates,
         "median_spacings": statistics.median([p["spacings"] for p in partings] or [0.0]),
         "largest_spacings": max((p["spacings"] for p in partings), default=0.0),
         "partings": partings,
@@ -117,11 +157,19 @@ def compare(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompts")
     for name, default in (("pair", "smollm2"), ("device", "auto"), ("dtype", "auto")):
         parser.add_argument(f"--{name}", default=default)
-    for name, default in (("n", 4), ("tokens", 128), ("draft-length", 4), ("limit", 8), ("batch-size", 8)):
+    for name, default in (
+        ("n", 4),
+        ("tokens", 128),
+        ("draft-length", 4),
+        ("limit", 8),
+        ("batch-size", 8),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)

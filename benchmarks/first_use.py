@@ -1,11 +1,15 @@
-"""What it costs to have no profile yet: whole jobs by plain decoding, by `auto` that knows nothing and learns as it works,
-by `auto` that begins from what such a job has learnt, and by `auto` with a measured profile.
+"""What it costs to have no profile yet: whole jobs by plain decoding, by `auto` that knows nothing
+and learns as it works, by `auto` that begins from what such a job has learnt, and by `auto` with a
+measured profile.
 
-    python benchmarks/first_use.py [--pair qwen2.5-coder-1.5b] [--limit 8] [--n 8] [--batch-sizes 1,8] [--tokens 256]
-                              [--temperature 0.8] [--repeats 3] [--device auto] [--dtype auto] [--sets code chat] [--json]
+    python benchmarks/first_use.py [--pair qwen2.5-coder-1.5b] [--limit 8] [--n 8] [--batch-sizes
+    1,8] [--tokens 256]
+                              [--temperature 0.8] [--repeats 3] [--device auto] [--dtype auto]
+                              [--sets code chat] [--json]
 
-Every job begins as a new process would after loading: with a controller of its own, and on CUDA without captured graphs.
-Kernels are compiled before. Within a repeat the ways take turns. Seconds are of whole jobs, prefill included.
+Every job begins as a new process would after loading: with a controller of its own, and on CUDA
+without captured graphs. Kernels are compiled before. Within a repeat the ways take turns.
+Seconds are of whole jobs, prefill included.
 """
 
 import argparse
@@ -24,13 +28,25 @@ from bass_cli.profiling.measure import measure as profile
 from bass_cli.profiling.texts import joined
 
 WAYS = ("plain", "nothing known", "learnt before", "profile")
-_CONTEXT, _LIMIT = {"cuda": 400, "cpu": 128}, 60.0  # tokens of a profile's prompts, seconds of its measuring
+_CONTEXT, _LIMIT = (
+    {"cuda": 400, "cpu": 128},
+    60.0,
+)  # tokens of a profile's prompts, seconds of its measuring
 
 
 def plan_for(args, rows, draft=None):
-    flags = {"n": args.n, "batch_size": rows, "max_new_tokens": args.tokens, "device": args.device, "dtype": args.dtype,
-             "temperature": args.temperature, "coupling": "shared", "token_ids": True, "stop": STOPS,
-             "draft_length": "auto"}
+    flags = {
+        "n": args.n,
+        "batch_size": rows,
+        "max_new_tokens": args.tokens,
+        "device": args.device,
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "coupling": "shared",
+        "token_ids": True,
+        "stop": STOPS,
+        "draft_length": "auto",
+    }
     return make_plan(make_job(load_pair(args.pair), JobArgs(draft=draft, **flags)))
 
 
@@ -39,14 +55,25 @@ def surface_of(plan, models, rows):
     loop, kind = build(plan, models), plan.device.type
     prompts = [joined(plan.tokenizer, i, _CONTEXT[kind]) for i in range(-(-rows // 8))]
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < rows] + [rows]
-    return profile(loop, prompts, rows=counts, coupling="shared", limit=_LIMIT, context=plan.target.spec.context)
+    return profile(
+        loop,
+        prompts,
+        rows=counts,
+        coupling="shared",
+        limit=_LIMIT,
+        context=plan.target.spec.context,
+    )
 
 
 def measure(args, models, rows):
     """A line for each set of prompts and way."""
     plain, drafting = plan_for(args, rows, "none"), plan_for(args, rows)
     began = time.perf_counter()
-    known = {"nothing known": None, "learnt before": None, "profile": surface_of(drafting, models, rows)}
+    known = {
+        "nothing known": None,
+        "learnt before": None,
+        "profile": surface_of(drafting, models, rows),
+    }
     profiled = time.perf_counter() - began
     for name in args.sets:
         prompts = human_eval(args.limit) if name == "code" else chat(args.limit)
@@ -56,7 +83,14 @@ def measure(args, models, rows):
                 plan = plain if way == "plain" else drafting
                 loop = build(plan, models)
                 if way != "plain":
-                    loop.use(make_lengths("auto", limit=plan.job.speculation.max, coupling="shared", surface=known[way]))
+                    loop.use(
+                        make_lengths(
+                            "auto",
+                            limit=plan.job.speculation.max,
+                            coupling="shared",
+                            surface=known[way],
+                        )
+                    )
                 samples[way], taken = run(plan, loop, prompts)
                 if way == "nothing known":
                     known["learnt before"] = loop.lengths.learned() or known["learnt before"]
@@ -68,20 +102,40 @@ def measure(args, models, rows):
 
 def line(name, way, rows, samples, seconds):
     done = samples[way].values()
-    tokens, rounds, accepted = (sum(getattr(c, key) for c in done) for key in ("tokens", "rounds", "accepted"))
+    tokens, rounds, accepted = (
+        sum(getattr(c, key) for c in done) for key in ("tokens", "rounds", "accepted")
+    )
 
     def ratio(base):
-        return round(statistics.median(b / own for b, own in zip(seconds[base], seconds[way], strict=True)), 3)
+        return round(
+            statistics.median(b / own for b, own in zip(seconds[base], seconds[way], strict=True)),
+            3,
+        )
 
-    return {"set": name, "way": way, "batch": rows, "samples": len(done), "tokens": tokens,
-            "tokens_per_second": round(tokens / statistics.median(seconds[way]), 1), "over_plain": ratio("plain"),
-            "over_profile": ratio("profile"), "accepted_per_round": round(accepted / rounds, 2),
-            "seconds": [round(s, 3) for s in seconds[way]]}
+    return {
+        "set": name,
+        "way": way,
+        "batch": rows,
+        "samples": len(done),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / statistics.median(seconds[way]), 1),
+        "over_plain": ratio("plain"),
+        "over_profile": ratio("profile"),
+        "accepted_per_round": round(accepted / rounds, 2),
+        "seconds": [round(s, 3) for s in seconds[way]],
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("pair", "qwen2.5-coder-1.5b"), ("device", "auto"), ("dtype", "auto"), ("batch-sizes", "1,8")):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("pair", "qwen2.5-coder-1.5b"),
+        ("device", "auto"),
+        ("dtype", "auto"),
+        ("batch-sizes", "1,8"),
+    ):
         parser.add_argument(f"--{name}", default=default)
     for name, default in (("limit", 8), ("n", 8), ("tokens", 256), ("repeats", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)

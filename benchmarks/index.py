@@ -1,9 +1,12 @@
-"""What lookup costs the host a round: 64 samples of one prompt, each with thousands of tokens, most of them alike.
+"""What lookup costs the host a round: 64 samples of one prompt, each with thousands of tokens, most
+of them alike.
 
-    python benchmarks/index.py [--rows 64] [--tokens 1000,8000] [--alike 0.9] [--drafts 32] [--rounds 200] [--json]
+    python benchmarks/index.py [--rows 64] [--tokens 1000,8000] [--alike 0.9] [--drafts 32]
+    [--rounds 200] [--json]
 
-Every round each row gets two tokens, which go into the index, and is looked up for up to so many drafts. No model: the
-texts are random ids, of which rows share a part. Times are of one core, in microseconds.
+Every round each row gets two tokens, which go into the index, and is looked up for up to so many
+drafts. No model: the texts are random ids, of which rows share a part. Times are of one core, in
+microseconds.
 """
 
 import argparse
@@ -25,13 +28,20 @@ def texts(rows, length, alike):
     """What rows will come to: a text of which each row has changed some tokens."""
     chance = random.Random(0)
     base = [chance.randrange(_VOCABULARY) for _ in range(length)]
-    return [[token if chance.random() < alike else chance.randrange(_VOCABULARY) for token in base] for _ in range(rows)]
+    return [
+        [token if chance.random() < alike else chance.randrange(_VOCABULARY) for token in base]
+        for _ in range(rows)
+    ]
 
 
 def measure(args, tokens):
     """The rounds after every row has `tokens` tokens of its own."""
     wanted = texts(args.rows, tokens + _NEW * args.rounds, args.alike)
-    batch = Batch(rows=args.rows, context=_PROMPT + tokens + _NEW * args.rounds + args.drafts, device=torch.device("cpu"))
+    batch = Batch(
+        rows=args.rows,
+        context=_PROMPT + tokens + _NEW * args.rounds + args.drafts,
+        device=torch.device("cpu"),
+    )
     drafter, prompt = LookupDrafter(), texts(1, _PROMPT, 1.0)[0]
     rows = [Row("0", i, 0, list(prompt), tokens + _NEW * args.rounds + 1) for i in range(args.rows)]
     tracemalloc.start()
@@ -55,10 +65,16 @@ def measure(args, tokens):
         learning.append(learnt - began)
         looking.append(time.perf_counter() - learnt)
     whole = [a + b for a, b in zip(learning, looking, strict=True)]
-    return {"rows": args.rows, "tokens": tokens, "learning": _micro(statistics.median(learning)),
-            "looking_up": _micro(statistics.median(looking)), "round": _micro(statistics.median(whole)),
-            "least_round": _micro(min(whole)), "a_row": _micro(statistics.median(whole) / args.rows),
-            "index_megabytes": round(memory / 1e6, 1)}
+    return {
+        "rows": args.rows,
+        "tokens": tokens,
+        "learning": _micro(statistics.median(learning)),
+        "looking_up": _micro(statistics.median(looking)),
+        "round": _micro(statistics.median(whole)),
+        "least_round": _micro(min(whole)),
+        "a_row": _micro(statistics.median(whole) / args.rows),
+        "index_megabytes": round(memory / 1e6, 1),
+    }
 
 
 def _micro(seconds):
@@ -66,7 +82,9 @@ def _micro(seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tokens", default="1000,8000")
     parser.add_argument("--alike", type=float, default=0.9)

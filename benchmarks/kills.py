@@ -1,13 +1,14 @@
-"""Ends jobs of bass by signals at random times, gives the same command again until it finishes, and compares the files with
-those of a run that nobody disturbed.
+"""Ends jobs of bass by signals at random times, gives the same command again until it finishes, and
+compares the files with those of a run that nobody disturbed.
 
     python benchmarks/kills.py [--kills 1000] [--seed 0] [--json]
 
-SIGKILL, SIGTERM, SIGINT and SIGHUP, at any time from the first instruction of the command to its last; mostly `bass
-generate`, every fourth job `bass eval` or `bass score`. A line is lost if a finished sample or verdict was in the file once
-and is not there, byte for byte, at the end, or never came; doubled if it is there twice; changed if it says something else
-than in the undisturbed run (times and rounds left out). Interpreter and libraries are imported once: every run is a fork.
-Exit code 1 if there is any such line, a traceback, or a run that could not go on.
+SIGKILL, SIGTERM, SIGINT and SIGHUP, at any time from the first instruction of the command to its
+last; mostly `bass generate`, every fourth job `bass eval` or `bass score`. A line is lost if a
+finished sample or verdict was in the file once and is not there, byte for byte, at the end, or
+never came; doubled if it is there twice; changed if it says something else than in the
+undisturbed run (times and rounds left out). Interpreter and libraries are imported once: every
+run is a fork. Exit code 1 if there is any such line, a traceback, or a run that could not go on.
 """
 
 import signal
@@ -49,7 +50,9 @@ def disturb(job, place, counts, kills, chance):
             found = jobs.compare(job, folder, due, kept)
             return found, [str(found)] if any(found) else []
         if not (disturbed and ended in (130, -number)):
-            return jobs.Differences(), [f"exit code {ended} instead of {code} after {number.name}: {log.read_text()}"]
+            return jobs.Differences(), [
+                f"exit code {ended} instead of {code} after {number.name}: {log.read_text()}"
+            ]
         for file in job.files:
             for key, lines in jobs.whole_lines(jobs.read(folder / file)).items():
                 kept.setdefault(file, {}).setdefault(key, lines)

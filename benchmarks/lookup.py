@@ -1,14 +1,19 @@
-"""What lookup is worth on a prompt set: plain decoding against lookup without and with the samples of the same prompt, as
-whole jobs of n samples a prompt, in tokens a second and accepted drafts a round.
+"""What lookup is worth on a prompt set: plain decoding against lookup without and with the samples
+of the same prompt, as whole jobs of n samples a prompt, in tokens a second and accepted drafts a
+round.
 
-    python benchmarks/lookup.py [--pair smollm2] [--prompts FILE | --copy-heavy] [--limit 8] [--n 8] [--batch-sizes 1,8]
-                           [--drafts none lookup:own,prompt,reference lookup] [--tokens 128] [--temperature 0.8]
-                           [--coupling shared] [--draft-length auto] [--repeats 2] [--device auto] [--dtype auto] [--json]
+    python benchmarks/lookup.py [--pair smollm2] [--prompts FILE | --copy-heavy] [--limit 8] [--n 8]
+    [--batch-sizes 1,8]
+                           [--drafts none lookup:own,prompt,reference lookup] [--tokens 128]
+                           [--temperature 0.8] [--coupling shared] [--draft-length auto] [--repeats
+                           2] [--device auto] [--dtype auto] [--json]
 
-Without --prompts the prompts are HumanEval's own. --copy-heavy makes code-editing tasks of them: "rename x to x_value in
-this function", with the function as reference, so that most of the answer is a copy. A run before the first repeat is
-not counted; within a repeat the drafts take turns, so that a drifting machine hits all alike. Tokens and seconds are those
-of whole jobs, prefill included. Under shared coupling on a CPU in float32 every sample must equal plain decoding's.
+Without --prompts the prompts are HumanEval's own. --copy-heavy makes code-editing tasks of them:
+"rename x to x_value in this function", with the function as reference, so that most of the
+answer is a copy. A run before the first repeat is not counted; within a repeat the drafts take
+turns, so that a drifting machine hits all alike. Tokens and seconds are those of whole jobs,
+prefill included. Under shared coupling on a CPU in float32 every sample must equal plain
+decoding's.
 """
 
 import argparse
@@ -28,18 +33,25 @@ from bass_cli.plan import make_plan
 from bass_cli.scheduler import Conductor
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
-TASK = ("In this Python function, rename the parameter `{old}` to `{old}_value` everywhere and change nothing else. Answer "
-        "with the whole function, in one code block.\n```python\n{code}```")
+TASK = (
+    "In this Python function, rename the parameter `{old}` to `{old}_value` everywhere and change "
+    "nothing else. Answer "
+    "with the whole function, in one code block.\n```python\n{code}```"
+)
 
 
 def human_eval(limit):
     """The problems as they are, for models that complete text."""
-    return [Prompt(p["task_id"], p["prompt"], None, {}, None, p["task_id"]) for p in read_problems().values()][:limit]
+    return [
+        Prompt(p["task_id"], p["prompt"], None, {}, None, p["task_id"])
+        for p in read_problems().values()
+    ][:limit]
 
 
 def copy_heavy(limit, chat):
-    """Editing tasks made of the problems whose solutions are long enough, the original as reference. Without a chat
-    template the model is shown the task and the first line of the answer."""
+    """Editing tasks made of the problems whose solutions are long enough, the original as
+    reference. Without a chat template the model is shown the task and the first line of the
+    answer."""
     found = []
     for problem in read_problems().values():
         code = problem["prompt"].lstrip("\n") + problem["canonical_solution"]
@@ -48,7 +60,16 @@ def copy_heavy(limit, chat):
             continue
         task = TASK.format(old=name[1], code=code)
         messages = [{"role": "user", "content": task}] if chat else None
-        found.append(Prompt(problem["task_id"], None if chat else f"{task}\n\n```python\n", messages, {}, code, name[1]))
+        found.append(
+            Prompt(
+                problem["task_id"],
+                None if chat else f"{task}\n\n```python\n",
+                messages,
+                {},
+                code,
+                name[1],
+            )
+        )
     return found[:limit]
 
 
@@ -57,21 +78,40 @@ def prompts_for(args, tokenizer):
         source = open_source(args.prompts)
         check_prompts(source, column="prompt", limit=args.limit)
         return list(read_prompts(source, limit=args.limit))
-    return copy_heavy(args.limit, tokenizer.has_chat_template) if args.copy_heavy else human_eval(args.limit)
+    return (
+        copy_heavy(args.limit, tokenizer.has_chat_template)
+        if args.copy_heavy
+        else human_eval(args.limit)
+    )
 
 
 def plan_for(args, draft, rows):
-    flags = {"draft": draft, "n": args.n, "batch_size": rows, "max_new_tokens": args.tokens, "device": args.device,
-             "dtype": args.dtype, "temperature": args.temperature, "coupling": args.coupling, "token_ids": True,
-             "draft_length": args.draft_length if draft != "none" else 0,
-             "stop": STOPS if args.prompts is None and not args.copy_heavy else ()}
+    flags = {
+        "draft": draft,
+        "n": args.n,
+        "batch_size": rows,
+        "max_new_tokens": args.tokens,
+        "device": args.device,
+        "dtype": args.dtype,
+        "temperature": args.temperature,
+        "coupling": args.coupling,
+        "token_ids": True,
+        "draft_length": args.draft_length if draft != "none" else 0,
+        "stop": STOPS if args.prompts is None and not args.copy_heavy else (),
+    }
     return make_plan(make_job(load_pair(args.pair), JobArgs(**flags)))
 
 
 def run(plan, loop, prompts):
     """One whole job: its samples by key, and what it took."""
-    conductor = Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids,
-                          count=len(prompts))
+    conductor = Conductor(
+        plan.job,
+        plan.tokenizer,
+        loop,
+        context=plan.target.spec.context,
+        eos_ids=plan.eos_ids,
+        count=len(prompts),
+    )
     began = time.perf_counter()
     done = list(conductor.run(iter(prompts), ()))
     return {(c.id, c.sample): c for c in done}, time.perf_counter() - began
@@ -83,7 +123,11 @@ def measure(args, rows):
     loops = {draft: build(plan) for draft, plan in plans.items()}
     prompts = prompts_for(args, plans[args.drafts[0]].tokenizer)
     for draft, loop in loops.items():
-        run(plans[draft], loop, prompts if args.device != "cpu" and loop.graphs.enabled else prompts[:1])
+        run(
+            plans[draft],
+            loop,
+            prompts if args.device != "cpu" and loop.graphs.enabled else prompts[:1],
+        )
     seconds, samples = {draft: [] for draft in args.drafts}, {}
     for _ in range(args.repeats):
         for draft, plan in plans.items():
@@ -94,15 +138,24 @@ def measure(args, rows):
 
 def line(draft, rows, samples, seconds, base):
     done = samples[draft].values()
-    tokens, rounds, drafted = (sum(getattr(c, key) for c in done) for key in ("tokens", "rounds", "drafted"))
+    tokens, rounds, drafted = (
+        sum(getattr(c, key) for c in done) for key in ("tokens", "rounds", "drafted")
+    )
     accepted = sum(c.accepted for c in done)
     ratios = [plain / own for plain, own in zip(seconds[base], seconds[draft], strict=True)]
     equal = sum(c.token_ids == samples[base][key].token_ids for key, c in samples[draft].items())
-    return {"draft": draft, "batch": rows, "samples": len(done), "tokens": tokens,
-            "tokens_per_second": round(tokens / statistics.median(seconds[draft]), 1),
-            "speed_up": round(statistics.median(ratios), 3), "accepted_per_round": round(accepted / rounds, 3),
-            "acceptance_rate": round(accepted / drafted, 3) if drafted else None, "samples_equal": equal,
-            "seconds": [round(s, 2) for s in seconds[draft]]}
+    return {
+        "draft": draft,
+        "batch": rows,
+        "samples": len(done),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / statistics.median(seconds[draft]), 1),
+        "speed_up": round(statistics.median(ratios), 3),
+        "accepted_per_round": round(accepted / rounds, 3),
+        "acceptance_rate": round(accepted / drafted, 3) if drafted else None,
+        "samples_equal": equal,
+        "seconds": [round(s, 2) for s in seconds[draft]],
+    }
 
 
 def show(args, found):
@@ -116,18 +169,32 @@ def show(args, found):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("pair", "smollm2"), ("batch-sizes", "1,8"), ("coupling", "shared"), ("draft-length", "auto"),
-                          ("device", "auto"), ("dtype", "auto"), ("prompts", None)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("pair", "smollm2"),
+        ("batch-sizes", "1,8"),
+        ("coupling", "shared"),
+        ("draft-length", "auto"),
+        ("device", "auto"),
+        ("dtype", "auto"),
+        ("prompts", None),
+    ):
         parser.add_argument(f"--{name}", default=default)
     for name, default in (("limit", 8), ("n", 8), ("tokens", 128), ("repeats", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--drafts", nargs="+", default=["none", "lookup:own,prompt,reference", "lookup"])
+    parser.add_argument(
+        "--drafts", nargs="+", default=["none", "lookup:own,prompt,reference", "lookup"]
+    )
     for name in ("copy-heavy", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
-    show(args, (found for rows in map(int, args.batch_sizes.split(",")) for found in measure(args, rows)))
+    show(
+        args,
+        (found for rows in map(int, args.batch_sizes.split(",")) for found in measure(args, rows)),
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Plain decoding on a GPU: what a round takes over what its graph takes alone, and that over reading the weights and keys.
+"""Plain decoding on a GPU: what a round takes over what its graph takes alone, and that over
+reading the weights and keys.
 
     python benchmarks/plain.py [SHAPE]
 
-Ratios of one run, so they hold on any machine. Exits with 1 where one is beyond its bound: then the host keeps the device
-waiting, or kernels have become slower. `make test-gpu` runs it.
+Ratios of one run, so they hold on any machine. Exits with 1 where one is beyond its bound: then
+the host keeps the device waiting, or kernels have become slower. `make test-gpu` runs it.
 """
 
 import json
@@ -12,25 +13,46 @@ import sys
 
 ROWS = (8, 64)
 HOST = 1.05  # a round over its graph: what the host does between two rounds must not show
-# A graph over its floor, by rows: measured on an H200 with qwen2.5-7b 1.23 and 1.40, and a tenth more.
+# A graph over its floor, by rows: measured on an H200 with qwen2.5-7b 1.23 and 1.40, and a tenth
+# more.
 KERNELS = {8: 1.35, 64: 1.55}
 
 
 def main() -> int:
     shape = sys.argv[1] if len(sys.argv) > 1 else "qwen2.5-7b"
-    command = [sys.executable, "-c", "from bass_cli.cli.commands import main; main()", "bench", "--shape", shape,
-               "--methods", "plain", "--batch-sizes", ",".join(map(str, ROWS)), "--prompt-tokens", "236",
-               "--repeats", "3", "--json"]
+    command = [
+        sys.executable,
+        "-c",
+        "from bass_cli.cli.commands import main; main()",
+        "bench",
+        "--shape",
+        shape,
+        "--methods",
+        "plain",
+        "--batch-sizes",
+        ",".join(map(str, ROWS)),
+        "--prompt-tokens",
+        "236",
+        "--repeats",
+        "3",
+        "--json",
+    ]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     bad = False
-    print(f"{shape}, plain decoding: ms a round, its graph alone, the floor; round / graph, graph / floor")
+    print(
+        f"{shape}, plain decoding: ms a round, its graph alone, the floor; round / graph, graph / "
+        "floor"
+    )
     for cell in json.loads(found.stdout)["cells"]:
         rows, parts = cell["batch"], cell["parts_ms"]
         taken, graph, floor = parts["round"], parts["device"], cell["floor_ms_per_token"]["mean"]
         good = taken <= HOST * graph and graph <= KERNELS[rows] * floor
         bad = bad or not good
-        print(f"{rows:3d} rows  {taken:6.3f} {graph:6.3f} {floor:6.3f}   {taken / graph:5.3f} {graph / floor:5.3f}"
-              f"   {'ok' if good else f'more than {HOST} or {KERNELS[rows]}'}")
+        print(
+            f"{rows:3d} rows  {taken:6.3f} {graph:6.3f} {floor:6.3f}   {taken / graph:5.3f} "
+            f"{graph / floor:5.3f}"
+            f"   {'ok' if good else f'more than {HOST} or {KERNELS[rows]}'}"
+        )
     return int(bad)
 
 

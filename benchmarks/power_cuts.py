@@ -1,16 +1,17 @@
-"""Cuts the power in the middle of jobs, on a simulated disk, goes on from what such a disk may hold afterwards, and
-compares the files with those of a run that nobody disturbed.
+"""Cuts the power in the middle of jobs, on a simulated disk, goes on from what such a disk may hold
+afterwards, and compares the files with those of a run that nobody disturbed.
 
     python benchmarks/power_cuts.py [--cuts 200] [--seed 0] [--json]
 
-A run's writes, truncations, renames, removals and fsyncs are recorded. At a random moment of them only what was synced
-is certain: content by an fsync of the file, names by one of the folder. Of the rest a write may be there, be missing, be
-torn anywhere or be there only in some of its blocks, with zeros in place of the others; a file may be longer than its
-content; a name may be missing, or stand for the new file before that has content; all of it in any order. The same
-command then has to finish. Every such run is recorded too, and may be cut again. A line is lost if it was certain and is
-not there, byte for byte, at the end; doubled if it is there twice; changed if it differs from the undisturbed run's (times
-left out).
-Exit code 1 if there is any, or a state that the command cannot go on from.
+A run's writes, truncations, renames, removals and fsyncs are recorded. At a random moment of
+them only what was synced is certain: content by an fsync of the file, names by one of the
+folder. Of the rest a write may be there, be missing, be torn anywhere or be there only in some
+of its blocks, with zeros in place of the others; a file may be longer than its content; a name
+may be missing, or stand for the new file before that has content; all of it in any order. The
+same command then has to finish. Every such run is recorded too, and may be cut again. A line is
+lost if it was certain and is not there, byte for byte, at the end; doubled if it is there twice;
+changed if it differs from the undisturbed run's (times left out). Exit code 1 if there is any,
+or a state that the command cannot go on from.
 """
 
 import builtins
@@ -27,10 +28,16 @@ _BLOCKS = (512, 4096)  # bytes that a disk or a page cache writes as one
 
 
 class Recorder:
-    """Appends to a file what this process does to the regular files of a folder, by tuples that begin with the kind."""
+    """Appends to a file what this process does to the regular files of a folder, by tuples that
+    begin with the kind."""
 
     def __init__(self, folder, path):
-        self.folder, self.real, self.numbers, self.next = os.path.realpath(folder), {}, {}, itertools.count()
+        self.folder, self.real, self.numbers, self.next = (
+            os.path.realpath(folder),
+            {},
+            {},
+            itertools.count(),
+        )
         self.trace = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for entry in os.scandir(self.folder):
             if entry.is_file(follow_symlinks=False):
@@ -38,10 +45,25 @@ class Recorder:
 
     def install(self):
         """Put the recording calls in the place of Python's."""
-        for module, name in ((os, "open"), (os, "write"), (os, "fsync"), (os, "ftruncate"), (os, "replace"), (os, "rename"),
-                             (os, "unlink"), (os, "remove"), (os, "setxattr"), (builtins, "open")):
+        for module, name in (
+            (os, "open"),
+            (os, "write"),
+            (os, "fsync"),
+            (os, "ftruncate"),
+            (os, "replace"),
+            (os, "rename"),
+            (os, "unlink"),
+            (os, "remove"),
+            (os, "setxattr"),
+            (builtins, "open"),
+        ):
             self.real[name if module is os else "builtin"] = getattr(module, name)
-        os.open, os.write, os.fsync, os.ftruncate = self.open, self.write, self.fsync, self.ftruncate
+        os.open, os.write, os.fsync, os.ftruncate = (
+            self.open,
+            self.write,
+            self.fsync,
+            self.ftruncate,
+        )
         os.replace = os.rename = self.replace
         os.unlink = os.remove = self.unlink
         os.setxattr = self.setxattr
@@ -61,7 +83,9 @@ class Recorder:
         """The path's name if it lies in the folder."""
         if isinstance(path, int):
             return None
-        path = os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
+        path = os.path.join(
+            os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
+        )
         return os.path.basename(path) if os.path.dirname(path) == self.folder else None
 
     def open(self, path, flags, mode=0o777, *, dir_fd=None):
@@ -76,7 +100,9 @@ class Recorder:
 
     def write(self, descriptor, data):
         status = os.fstat(descriptor)
-        at = status.st_size  # such writes are appended here; what else is written goes through `Stream`
+        at = (
+            status.st_size
+        )  # such writes are appended here; what else is written goes through `Stream`
         count = self.real["write"](descriptor, data)
         if (number := self.number_of(status)) is not None:
             self.note("write", number, at, bytes(data[:count]))
@@ -96,7 +122,10 @@ class Recorder:
             self.note("truncate", number, size)
 
     def replace(self, source, target):
-        number, names = self.number_of(os.stat(source)), (self.name_in(source), self.name_in(target))
+        number, names = (
+            self.number_of(os.stat(source)),
+            (self.name_in(source), self.name_in(target)),
+        )
         self.real["replace"](source, target)
         if number is not None:
             assert None not in names, "a file that was renamed out of its folder"
@@ -112,13 +141,24 @@ class Recorder:
         if (number := self.number_of(os.stat(path))) is not None:
             self.note("attribute", number, attribute, value)
 
-    def open_stream(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True,
-                    opener=None):
+    def open_stream(
+        self,
+        file,
+        mode="r",
+        buffering=-1,
+        encoding=None,
+        errors=None,
+        newline=None,
+        closefd=True,
+        opener=None,
+    ):
         """As the built-in one; what may write to the folder goes through `Stream`."""
         writes = set(mode) & set("wax+")
         status = os.fstat(file) if isinstance(file, int) else None
         if not writes or (self.number_of(status) if status else self.name_in(file)) is None:
-            return self.real["builtin"](file, mode, buffering, encoding, errors, newline, closefd, opener)
+            return self.real["builtin"](
+                file, mode, buffering, encoding, errors, newline, closefd, opener
+            )
         raw = Stream(self, file, mode.replace("b", "").replace("t", ""), closefd, opener)
         if buffering == 0:
             return raw
@@ -131,7 +171,9 @@ class Stream(io.FileIO):
 
     def __init__(self, recorder, file, mode, closefd, opener):
         self.recorder = recorder
-        super().__init__(file, mode, closefd, opener or (lambda path, flags: os.open(path, flags, 0o666)))
+        super().__init__(
+            file, mode, closefd, opener or (lambda path, flags: os.open(path, flags, 0o666))
+        )
         self.number, self.appends = recorder.number_of(os.fstat(self.fileno())), mode[0] == "a"
         self.appends |= bool(fcntl.fcntl(self.fileno(), fcntl.F_GETFL) & os.O_APPEND)
 
@@ -174,7 +216,8 @@ class File:
         return bytes(content), attributes
 
     def after_cut(self, chance):
-        """Content and attributes that may be found: nothing, all or a beginning of what was done, or any blocks of it."""
+        """Content and attributes that may be found: nothing, all or a beginning of what was
+        done, or any blocks of it."""
         way = chance.choice(("nothing", "all", "torn", "blocks", "blocks"))
         if way == "nothing" or not self.pending:
             return self.content, self.attributes
@@ -193,12 +236,15 @@ class File:
         likely = chance.random()
         for at in range(0, size, block):
             if chance.random() < likely:
-                found[at : at + block] = whole[at : min(at + block, size)].ljust(min(block, size - at), b"\0")
+                found[at : at + block] = whole[at : min(at + block, size)].ljust(
+                    min(block, size - at), b"\0"
+                )
         return bytes(found), attributes if chance.random() < 0.5 else self.attributes
 
 
 class Disk:
-    """The regular files of one folder as a trace leaves them. `names`: those that are certain, to File numbers."""
+    """The regular files of one folder as a trace leaves them. `names`: those that are certain,
+    to File numbers."""
 
     def __init__(self, found):
         self.start, self.files, self.names, self.pending = found, {}, {}, []
@@ -218,15 +264,21 @@ class Disk:
             self.files[what[0]].do(kind, *what[1:])
 
     def certain(self, name):
-        """The content that a name has on the disk whatever happens; none while the name itself may be lost."""
+        """The content that a name has on the disk whatever happens; none while the name itself
+        may be lost."""
         number = self.names.get(name)
         return b"" if number is None else self.files[number].content
 
     def after_cut(self, chance):
         """{name: (content, attributes)} that may be found."""
-        done = chance.choice((
-            [], self.pending, self.pending[: chance.randrange(len(self.pending) + 1)],
-            [one for one in self.pending if chance.random() < 0.5]))
+        done = chance.choice(
+            (
+                [],
+                self.pending,
+                self.pending[: chance.randrange(len(self.pending) + 1)],
+                [one for one in self.pending if chance.random() < 0.5],
+            )
+        )
         found = {number: file.after_cut(chance) for number, file in self.files.items()}
         return {name: found[number] for name, number in _renamed(self.names, done).items()}
 
@@ -244,7 +296,8 @@ def _renamed(names, done):
 
 
 def recorded(job, folder, place, seconds):
-    """Run the job, with an fsync every `seconds`, to its end; its exit code, output and operations."""
+    """Run the job, with an fsync every `seconds`, to its end; its exit code, output and
+    operations."""
     trace, log = place / "trace", place / "log"
     trace.unlink(missing_ok=True)
 
@@ -268,14 +321,23 @@ def operations_in(trace):
 
 def files_in(folder):
     """{name: (content, attributes)} of its regular files."""
-    return {path.name: (path.read_bytes(), {name: os.getxattr(path, name) for name in os.listxattr(path)})
-            for path in folder.iterdir() if not path.is_symlink()}
+    return {
+        path.name: (
+            path.read_bytes(),
+            {name: os.getxattr(path, name) for name in os.listxattr(path)},
+        )
+        for path in folder.iterdir()
+        if not path.is_symlink()
+    }
 
 
 def cut(operations, before, chance):
-    """A Disk at a random moment, more often beside what is not a write; and how many operations came before it."""
+    """A Disk at a random moment, more often beside what is not a write; and how many operations
+    came before it."""
     rare = [number for number, operation in enumerate(operations) if operation[0] != "write"]
-    end = chance.choice((chance.randrange(len(operations) + 1), chance.choice(rare) + chance.randrange(2)))
+    end = chance.choice(
+        (chance.randrange(len(operations) + 1), chance.choice(rare) + chance.randrange(2))
+    )
     disk = Disk(before)
     for operation in operations[:end]:
         disk.do(*operation)

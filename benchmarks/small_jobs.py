@@ -1,5 +1,6 @@
-"""Small real jobs of bass for scripts that end them in the middle (kills.py, power_cuts.py): tiny models, a process that
-has imported everything and forks the command, and how the files of two runs differ. Not a script.
+"""Small real jobs of bass for scripts that end them in the middle (kills.py, power_cuts.py):
+tiny models, a process that has imported everything and forks the command, and how the files of
+two runs differ. Not a script.
 """
 
 import argparse
@@ -32,7 +33,8 @@ class Job(NamedTuple):
 
 
 def write_inputs(folder):
-    """Two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems with their tests."""
+    """Two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems
+    with their tests."""
     import tokenizers
     import torch
     import transformers
@@ -40,58 +42,147 @@ def write_inputs(folder):
     transformers.logging.disable_progress_bar()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     texts = ["<pad>", "</s>", *alphabet]
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE({text: id_ for id_, text in enumerate(texts)}, []))
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE({text: id_ for id_, text in enumerate(texts)}, [])
+    )
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
     for name, seed in (("target", 0), ("draft", 1)):
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(
-            vocab_size=len(texts), hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
-            intermediate_size=24, max_position_embeddings=_CONTEXT, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+            vocab_size=len(texts),
+            hidden_size=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_hidden_layers=1,
+            intermediate_size=24,
+            max_position_embeddings=_CONTEXT,
+            eos_token_id=1,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
         transformers.LlamaForCausalLM(config).save_pretrained(folder / name)
-        transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>",
-                                             pad_token="<pad>").save_pretrained(folder / name)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=inner, eos_token="</s>", pad_token="<pad>"
+        ).save_pretrained(folder / name)
     (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 3}\n")
-    prompts = [{"id": f"p{number}", "prompt": f"line {number} says", "far": "é" * (number % 4) * 40}
-               for number in range(16)]
+    prompts = [
+        {"id": f"p{number}", "prompt": f"line {number} says", "far": "é" * (number % 4) * 40}
+        for number in range(16)
+    ]
     prompts[7]["prompt"] = "x" * 2 * _CONTEXT
     prompts[12]["prompt"] = "half \ud800"
     (folder / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    problems = [{"task_id": f"Small/{number}", "prompt": f"def f{number}(x):\n", "entry_point": f"f{number}",
-                 "test": "def check(f):\n    assert f(1) is None\n"} for number in range(_PROBLEMS)]
+    problems = [
+        {
+            "task_id": f"Small/{number}",
+            "prompt": f"def f{number}(x):\n",
+            "entry_point": f"f{number}",
+            "test": "def check(f):\n    assert f(1) is None\n",
+        }
+        for number in range(_PROBLEMS)
+    ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     bodies = ("    pass\n", "    return 1\n", "    return f\n", "    raise ValueError\n")
-    samples = [{"task_id": f"Small/{number}", "completion": body + f"# {number}\n"}
-               for number in range(_PROBLEMS) for body in bodies]
+    samples = [
+        {"task_id": f"Small/{number}", "completion": body + f"# {number}\n"}
+        for number in range(_PROBLEMS)
+        for body in bodies
+    ]
     (folder / SCORED).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
 def generation(chance):
-    """`bass generate` with a draft, batch size and temperature by chance; the seed fixes its samples."""
-    draft = chance.choice((["--draft", "none", "--draft-length", "auto"], ["--draft", "lookup"], []))
-    return Job("generate", [
-        "generate", "p.jsonl", "--pair", "pair.yaml", "--device", "cpu", "--out", OUT, "--token-ids", "--n", "3", *draft,
-        "--max-new-tokens", str(chance.choice((5, 15))), "--batch-size", str(chance.choice((3, 8))), "--seed",
-        str(chance.randrange(100)), "--temperature", str(chance.choice((0, 0.8, 1)))], (OUT,))
+    """`bass generate` with a draft, batch size and temperature by chance; the seed fixes its
+    samples."""
+    draft = chance.choice(
+        (["--draft", "none", "--draft-length", "auto"], ["--draft", "lookup"], [])
+    )
+    return Job(
+        "generate",
+        [
+            "generate",
+            "p.jsonl",
+            "--pair",
+            "pair.yaml",
+            "--device",
+            "cpu",
+            "--out",
+            OUT,
+            "--token-ids",
+            "--n",
+            "3",
+            *draft,
+            "--max-new-tokens",
+            str(chance.choice((5, 15))),
+            "--batch-size",
+            str(chance.choice((3, 8))),
+            "--seed",
+            str(chance.randrange(100)),
+            "--temperature",
+            str(chance.choice((0, 0.8, 1))),
+        ],
+        (OUT,),
+    )
 
 
 def evaluation(chance):
     """`bass eval`, its programs included."""
-    return Job("eval", [
-        "eval", "humaneval", "--data", "tasks.jsonl", "--pair", "pair.yaml", "--device", "cpu", "--out", OUT, "--n", "2",
-        "--max-new-tokens", "9", "--seed", str(chance.randrange(100)), "--workers", "2", *_ALLOW],
-               (OUT, VERDICTS))
+    return Job(
+        "eval",
+        [
+            "eval",
+            "humaneval",
+            "--data",
+            "tasks.jsonl",
+            "--pair",
+            "pair.yaml",
+            "--device",
+            "cpu",
+            "--out",
+            OUT,
+            "--n",
+            "2",
+            "--max-new-tokens",
+            "9",
+            "--seed",
+            str(chance.randrange(100)),
+            "--workers",
+            "2",
+            *_ALLOW,
+        ],
+        (OUT, VERDICTS),
+    )
 
 
 def scoring(chance):
     """`bass score` of a file of another tool."""
-    return Job("score", ["score", SCORED, "--data", "tasks.jsonl", "--task", "humaneval", "--workers", "2", "--report",
-                         "report.json", *_ALLOW], (f"{SCORED}.verdicts.jsonl",))
+    return Job(
+        "score",
+        [
+            "score",
+            SCORED,
+            "--data",
+            "tasks.jsonl",
+            "--task",
+            "humaneval",
+            "--workers",
+            "2",
+            "--report",
+            "report.json",
+            *_ALLOW,
+        ],
+        (f"{SCORED}.verdicts.jsonl",),
+    )
 
 
 def import_everything(folder):
     """All that the commands import, once, with one thread: every job is a fork of this process."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "XDG_CACHE_HOME": str(folder / "cache")}
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
     import transformers  # noqa: F401
 
     import bass_cli.cli.commands
@@ -115,7 +206,8 @@ def inputs_for(folder, source):
 
 
 def start(job, folder, log, before=lambda: None):
-    """The process id of the command in a fork, its output in `log`; `before` is called there first."""
+    """The process id of the command in a fork, its output in `log`; `before` is called there
+    first."""
     if child := os.fork():
         return child
     code = 70
@@ -171,11 +263,14 @@ def rows_of(content):
 
 
 def whole_lines(content):
-    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of verdicts."""
+    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of
+    verdicts."""
     found = {}
     for line, row in rows_of(content):
         if row is not None and row.get("finish_reason") != "error":
-            found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(line)
+            found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(
+                line
+            )
     return found
 
 
@@ -195,22 +290,32 @@ class Differences(NamedTuple):
 
 
 def compare(job, folder, undisturbed, kept):
-    """The lines of a finished job against those of an undisturbed one, and against those that had to survive: `kept`,
-    {file: {key: [bytes]}}. Failed prompts have one line too. Whatever else differs (a broken line, a manifest that does not
-    know of its end, a file that nobody needs) counts as changed."""
+    """The lines of a finished job against those of an undisturbed one, and against those that
+    had to survive: `kept`, {file: {key: [bytes]}}. Failed prompts have one line too. Whatever
+    else differs (a broken line, a manifest that does not know of its end, a file that nobody
+    needs) counts as changed."""
     total = Differences()
     for name in job.files:
         there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
         held = kept.get(name, {})
-        total += Differences(lost=len(due.keys() - there.keys()) + sum(
-            there.get(key, [])[:1] != lines[:1] for key, lines in held.items()))
-        total += Differences(doubled=sum(len(lines) - 1 for lines in there.values()), changed=sum(
-            key not in due or _settled(lines[0]) != _settled(due[key][0]) for key, lines in there.items()))
+        total += Differences(
+            lost=len(due.keys() - there.keys())
+            + sum(there.get(key, [])[:1] != lines[:1] for key, lines in held.items())
+        )
+        total += Differences(
+            doubled=sum(len(lines) - 1 for lines in there.values()),
+            changed=sum(
+                key not in due or _settled(lines[0]) != _settled(due[key][0])
+                for key, lines in there.items()
+            ),
+        )
         total += Differences(changed=_others(folder / name) != _others(undisturbed / name))
     for name in ("o.jsonl.manifest.json",) if OUT in job.files else ():
         ours, theirs = (json.loads(read(place / name) or b"{}") for place in (folder, undisturbed))
-        total += Differences(changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results")) or
-                             ours["totals"]["finish_reasons"] != theirs["totals"]["finish_reasons"])
+        total += Differences(
+            changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results"))
+            or ours["totals"]["finish_reasons"] != theirs["totals"]["finish_reasons"]
+        )
     names = [{path.name for path in place.iterdir()} for place in (folder, undisturbed)]
     return total + Differences(changed=names[0] != names[1])
 
@@ -221,14 +326,18 @@ def _settled(line):
 
 def _others(path):
     """The lines of failed prompts, and broken ones."""
-    return sorted(str(line if row is None else (row["id"], row["error"])) for line, row in rows_of(read(path))
-                  if row is None or row.get("finish_reason") == "error")
+    return sorted(
+        str(line if row is None else (row["id"], row["error"]))
+        for line, row in rows_of(read(path))
+        if row is None or row.get("finish_reason") == "error"
+    )
 
 
 def disturb_many(disturb, text, *, unit, count, others):
-    """A script: `disturb(job, place, counts, most, chance)` for one job after the other, until `counts[unit]` is what was
-    asked for (`count`, if nothing was) or something went wrong; then the figures, and exit code 1 for what went wrong.
-    Every `others`th job is an evaluation or a scoring."""
+    """A script: `disturb(job, place, counts, most, chance)` for one job after the other, until
+    `counts[unit]` is what was asked for (`count`, if nothing was) or something went wrong; then
+    the figures, and exit code 1 for what went wrong. Every `others`th job is an evaluation or a
+    scoring."""
     parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
     parser.add_argument(f"--{unit}", dest="most", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)
@@ -241,9 +350,22 @@ def disturb_many(disturb, text, *, unit, count, others):
         import_everything(place)
         while counts[unit] < args.most and not faults:
             counts["jobs"] += 1
-            job = (chance.choice((evaluation, scoring)) if counts["jobs"] % others == 0 else generation)(chance)
+            job = (
+                chance.choice((evaluation, scoring)) if counts["jobs"] % others == 0 else generation
+            )(chance)
             found, wrong = disturb(job, place, counts, args.most, chance)
-            differences, faults = differences + found, [f"{' '.join(job.arguments)}: {one}" for one in wrong]
-    figures = dict(counts) | differences._asdict() | {"faults": faults, "seconds": round(time.monotonic() - began)}
-    print(json.dumps(figures) if args.json else "\n".join(f"{key:29} {value}" for key, value in figures.items()))
+            differences, faults = (
+                differences + found,
+                [f"{' '.join(job.arguments)}: {one}" for one in wrong],
+            )
+    figures = (
+        dict(counts)
+        | differences._asdict()
+        | {"faults": faults, "seconds": round(time.monotonic() - began)}
+    )
+    print(
+        json.dumps(figures)
+        if args.json
+        else "\n".join(f"{key:29} {value}" for key, value in figures.items())
+    )
     sys.exit(bool(faults))

@@ -1,11 +1,15 @@
-"""What it is worth to end the drafting inside a round where the draft is unsure of itself, beside `auto` that sees past
-rounds only: whole jobs of n samples a prompt with a draft model, on a CPU, on code (HumanEval) and on chat.
+"""What it is worth to end the drafting inside a round where the draft is unsure of itself, beside
+`auto` that sees past rounds only: whole jobs of n samples a prompt with a draft model, on a CPU, on
+code (HumanEval) and on chat.
 
-    python benchmarks/stopping.py [--pair qwen2.5-coder-1.5b] [--limit 8] [--n 4] [--batch-size 8] [--tokens 96]
-                             [--temperature 0.8] [--repeats 2] [--dtype auto] [--sets code chat] [--json]
+    python benchmarks/stopping.py [--pair qwen2.5-coder-1.5b] [--limit 8] [--n 4] [--batch-size 8]
+    [--tokens 96]
+                             [--temperature 0.8] [--repeats 2] [--dtype auto] [--sets code chat]
+                             [--json]
 
-Within a repeat the ways take turns; what they draft differs, the samples do not: all must equal plain decoding's. A job
-before the first repeat is not counted; every job begins with a controller that knows nothing.
+Within a repeat the ways take turns; what they draft differs, the samples do not: all must equal
+plain decoding's. A job before the first repeat is not counted; every job begins with a
+controller that knows nothing.
 """
 
 import argparse
@@ -21,12 +25,18 @@ from bass_cli.lengths.controllers import make_lengths
 from bass_cli.plan import make_plan
 
 QUESTIONS = (
-    "Why is the sky blue, and why is it red in the evening?", "Write a short letter to a landlord about a broken heater.",
-    "What should I see in Lisbon in two days?", "Explain how a bill becomes a law, for a ten-year-old.",
-    "Give me five ideas for a birthday party that costs little.", "What is the difference between a virus and a bacterium?",
-    "Tell a short story about a clock that runs backwards.", "How do I keep basil alive in a dark kitchen?",
-    "Summarise the causes of the First World War in one paragraph.", "Is it better to rent or to buy a flat? Weigh both.",
-    "Write a poem of eight lines about rain on a tent.", "How does a refrigerator work?",
+    "Why is the sky blue, and why is it red in the evening?",
+    "Write a short letter to a landlord about a broken heater.",
+    "What should I see in Lisbon in two days?",
+    "Explain how a bill becomes a law, for a ten-year-old.",
+    "Give me five ideas for a birthday party that costs little.",
+    "What is the difference between a virus and a bacterium?",
+    "Tell a short story about a clock that runs backwards.",
+    "How do I keep basil alive in a dark kitchen?",
+    "Summarise the causes of the First World War in one paragraph.",
+    "Is it better to rent or to buy a flat? Weigh both.",
+    "Write a poem of eight lines about rain on a tent.",
+    "How does a refrigerator work?",
 )
 WAYS = ("plain", "past rounds", "stopping")
 
@@ -53,15 +63,26 @@ def controller(way, plan):
 
 
 def chat(limit):
-    return [Prompt(f"chat/{i}", None, [{"role": "user", "content": text}], {}, None, text)
-            for i, text in enumerate(QUESTIONS)][:limit]
+    return [
+        Prompt(f"chat/{i}", None, [{"role": "user", "content": text}], {}, None, text)
+        for i, text in enumerate(QUESTIONS)
+    ][:limit]
 
 
 def measure(args, name):
     def plan_for(draft):
-        flags = {"n": args.n, "batch_size": args.batch_size, "max_new_tokens": args.tokens, "device": "cpu",
-                 "dtype": args.dtype, "temperature": args.temperature, "coupling": "shared", "token_ids": True,
-                 "stop": STOPS if name == "code" else (), "draft_length": "auto"}
+        flags = {
+            "n": args.n,
+            "batch_size": args.batch_size,
+            "max_new_tokens": args.tokens,
+            "device": "cpu",
+            "dtype": args.dtype,
+            "temperature": args.temperature,
+            "coupling": "shared",
+            "token_ids": True,
+            "stop": STOPS if name == "code" else (),
+            "draft_length": "auto",
+        }
         return make_plan(make_job(load_pair(args.pair), JobArgs(draft=draft, **flags)))
 
     plans = {way: plan_for("none" if way == "plain" else None) for way in WAYS}
@@ -81,21 +102,37 @@ def measure(args, name):
 
 def line(name, way, samples, seconds):
     done = samples[way].values()
-    tokens, rounds, drafted, accepted = (sum(getattr(c, key) for c in done)
-                                         for key in ("tokens", "rounds", "drafted", "accepted"))
+    tokens, rounds, drafted, accepted = (
+        sum(getattr(c, key) for c in done) for key in ("tokens", "rounds", "drafted", "accepted")
+    )
     ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[way], strict=True)]
     equal = sum(c.token_ids == samples["plain"][key].token_ids for key, c in samples[way].items())
-    return {"set": name, "way": way, "samples": len(done), "samples_equal": equal,
-            "tokens_per_second": round(tokens / statistics.median(seconds[way]), 2),
-            "speed_up": round(statistics.median(ratios), 3), "drafted_per_round": round(drafted / rounds, 2),
-            "accepted_per_round": round(accepted / rounds, 2), "seconds": [round(s, 2) for s in seconds[way]]}
+    return {
+        "set": name,
+        "way": way,
+        "samples": len(done),
+        "samples_equal": equal,
+        "tokens_per_second": round(tokens / statistics.median(seconds[way]), 2),
+        "speed_up": round(statistics.median(ratios), 3),
+        "drafted_per_round": round(drafted / rounds, 2),
+        "accepted_per_round": round(accepted / rounds, 2),
+        "seconds": [round(s, 2) for s in seconds[way]],
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("pair", "qwen2.5-coder-1.5b"), ("dtype", "auto")):
         parser.add_argument(f"--{name}", default=default)
-    for name, default in (("limit", 8), ("n", 4), ("batch-size", 8), ("tokens", 96), ("repeats", 2)):
+    for name, default in (
+        ("limit", 8),
+        ("n", 4),
+        ("batch-size", 8),
+        ("tokens", 96),
+        ("repeats", 2),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--sets", nargs="+", default=["code", "chat"], choices=["code", "chat"])

@@ -1,10 +1,13 @@
-"""The demo: a small model edits code, by plain decoding and with drafts looked up in the code, side by side.
+"""The demo: a small model edits code, by plain decoding and with drafts looked up in the code, side
+by side.
 
-    python examples/demo.py [--prompts examples/edits.jsonl] [--pair smollm2] [--n 2] [--tokens 128] [--temperature 0.2]
+    python examples/demo.py [--prompts examples/edits.jsonl] [--pair smollm2] [--n 2] [--tokens 128]
+    [--temperature 0.2]
                             [--threads N]
 
-It shows a sample of every prompt, then what both ways took. The samples of both must be equal, token for token; if they
-are not, it says so and exits with 1. `bass generate examples/edits.jsonl` draws the same samples to a file.
+It shows a sample of every prompt, then what both ways took. The samples of both must be equal,
+token for token; if they are not, it says so and exits with 1. `bass generate
+examples/edits.jsonl` draws the same samples to a file.
 """
 
 import argparse
@@ -25,10 +28,18 @@ def say(text):
 
 
 def draw(plan, loop, prompt):
-    """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt included."""
+    """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt
+    included."""
     from bass_cli.scheduler import Conductor
 
-    conductor = Conductor(plan.job, plan.tokenizer, loop, context=plan.target.spec.context, eos_ids=plan.eos_ids, count=1)
+    conductor = Conductor(
+        plan.job,
+        plan.tokenizer,
+        loop,
+        context=plan.target.spec.context,
+        eos_ids=plan.eos_ids,
+        count=1,
+    )
     began = time.perf_counter()
     done = list(conductor.run(iter([prompt]), ()))
     return {(sample.id, sample.sample): sample for sample in done}, time.perf_counter() - began
@@ -39,7 +50,10 @@ def show(prompts, samples):
     for prompt in prompts:
         asked = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
         print(f"\n{prompt.id}: {asked.splitlines()[0]}")
-        best = max((one for one in samples.values() if one.id == prompt.id), key=lambda one: one.mean_logprob)
+        best = max(
+            (one for one in samples.values() if one.id == prompt.id),
+            key=lambda one: one.mean_logprob,
+        )
         print(textwrap.indent(best.text, "  > ", lambda line: True))
 
 
@@ -47,20 +61,31 @@ def compare(found):
     """Both ways in a table; whether their samples are equal."""
     plain, lookup = (samples for samples, _ in found.values())
     seconds = {way: taken for way, (_, taken) in found.items()}
-    print(f"\n{'':14}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'rounds/sample':>15}{'accepted drafts/round':>23}")
+    print(
+        f"\n{'':14}{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'rounds/sample':>15}"
+        f"{'accepted drafts/round':>23}"
+    )
     for way, (samples, taken) in found.items():
-        tokens, rounds, accepted = (sum(getattr(one, key) for one in samples.values())
-                                    for key in ("tokens", "rounds", "accepted"))
-        print(f"{way:14}{tokens:>8}{taken:>9.1f}{tokens / taken:>10.1f}{rounds / len(samples):>15.1f}"
-              f"{accepted / rounds:>23.2f}")
+        tokens, rounds, accepted = (
+            sum(getattr(one, key) for one in samples.values())
+            for key in ("tokens", "rounds", "accepted")
+        )
+        print(
+            f"{way:14}{tokens:>8}{taken:>9.1f}{tokens / taken:>10.1f}{rounds / len(samples):>15.1f}"
+            f"{accepted / rounds:>23.2f}"
+        )
     equal = sum(one.token_ids == lookup[key].token_ids for key, one in plain.items())
-    print(f"\n{equal} of {len(plain)} samples are equal, token for token; lookup is "
-          f"{seconds['plain decoding'] / seconds['with lookup']:.2f}x as fast as plain decoding")
+    print(
+        f"\n{equal} of {len(plain)} samples are equal, token for token; lookup is "
+        f"{seconds['plain decoding'] / seconds['with lookup']:.2f}x as fast as plain decoding"
+    )
     return equal == len(plain)
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", default="examples/edits.jsonl")
     parser.add_argument("--pair", default="smollm2")
     parser.add_argument("--n", type=int, default=2)
@@ -74,14 +99,30 @@ def main(arguments=None):
     from bass_cli.plan import make_plan
 
     prompts = list(read_prompts(open_source(args.prompts)))
-    flags = {"n": args.n, "max_new_tokens": args.tokens, "temperature": args.temperature, "token_ids": True,
-             "device": "cpu", "threads": args.threads, "batch_size": args.n}
-    plans = {way: make_plan(make_job(load_pair(args.pair), JobArgs(**flags | draft))) for way, draft in WAYS.items()}
+    flags = {
+        "n": args.n,
+        "max_new_tokens": args.tokens,
+        "temperature": args.temperature,
+        "token_ids": True,
+        "device": "cpu",
+        "threads": args.threads,
+        "batch_size": args.n,
+    }
+    plans = {
+        way: make_plan(make_job(load_pair(args.pair), JobArgs(**flags | draft)))
+        for way, draft in WAYS.items()
+    }
     say("loading the model")
     models = load_models(next(iter(plans.values())))
-    loops, found = {way: build(plan, models) for way, plan in plans.items()}, {way: ({}, 0.0) for way in WAYS}
+    loops, found = (
+        {way: build(plan, models) for way, plan in plans.items()},
+        {way: ({}, 0.0) for way in WAYS},
+    )
     for prompt in prompts:
-        for way, plan in plans.items():  # in turn, so that whatever else the machine does hits both alike
+        for (
+            way,
+            plan,
+        ) in plans.items():  # in turn, so that whatever else the machine does hits both alike
             say(f"{args.n} samples of {prompt.id}, {way}")
             samples, taken = draw(plan, loops[way], prompt)
             found[way] = found[way][0] | samples, found[way][1] + taken

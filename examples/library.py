@@ -1,6 +1,6 @@
 """The library: samples of two prompts as they end, from a program.
 
-    python examples/library.py [PAIR]
+python examples/library.py [PAIR]
 """
 
 import sys
@@ -9,10 +9,16 @@ from bass_cli import Job, Sampling, generate, load_pair
 
 
 def main(pair: str = "smollm2") -> None:
-    prompts = ["The capital of France is", {"id": "code", "prompt": "def add(a, b):", "source": "mine"}]
+    prompts = [
+        "The capital of France is",
+        {"id": "code", "prompt": "def add(a, b):", "source": "mine"},
+    ]
     job = Job(pair=load_pair(pair), n=2, device="cpu", sampling=Sampling(seed=7, max_new_tokens=16))
     for sample in generate(prompts, job):
-        print(f"{sample.id} {sample.sample}: {sample.text!r} ({sample.finish_reason}, {sample.accepted} drafts accepted)")
+        print(
+            f"{sample.id} {sample.sample}: {sample.text!r} ({sample.finish_reason}, "
+            f"{sample.accepted} drafts accepted)"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Without a CUDA device, Triton kernels run through its interpreter: chosen before anything imports triton."""
+"""Without a CUDA device, Triton kernels run through its interpreter: chosen before anything
+imports triton."""
 
 import os
 import tempfile
@@ -20,8 +21,10 @@ def no_profiles(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="module")
 def sandbox_folders(tmp_path_factory):
-    """Where a module's sandboxes make their folders: every user may, and nobody else does at the same time."""
-    tmp_path_factory.getbasetemp()  # lies where temporary files do when it is first asked for, and shall outlive this
+    """Where a module's sandboxes make their folders: every user may, and nobody else does at the
+    same time."""
+    # lies where temporary files do when it is first asked for, and shall outlive this
+    tmp_path_factory.getbasetemp()
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         Path(place).chmod(0o1777)
         patch.setenv("TMPDIR", place)
@@ -31,8 +34,8 @@ def sandbox_folders(tmp_path_factory):
 
 @pytest.fixture
 def pair_folder(tmp_path, monkeypatch):
-    """Makes a folder with a target, a draft and a pair file (see checkpoints.write_pair), in which the test then runs,
-    without any BASS_ variable."""
+    """Makes a folder with a target, a draft and a pair file (see checkpoints.write_pair), in
+    which the test then runs, without any BASS_ variable."""
 
     def make(**given):
         from checkpoints import write_pair

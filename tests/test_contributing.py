@@ -1,4 +1,5 @@
-"""CONTRIBUTING.md held against the code: what it names is there, and what it shows works as it stands."""
+"""CONTRIBUTING.md held against the code: what it names is there, and what it shows works as it
+stands."""
 
 import importlib.util
 import re
@@ -19,7 +20,9 @@ NEW = {"bass_cli/drafting/repeat.py"}
 
 def shown(name, folder):
     """What is called so in one of the code blocks, from a file, as Triton needs it."""
-    (code,) = (block for block in SHOWN if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE))
+    (code,) = (
+        block for block in SHOWN if re.search(rf"^(class|def) {name}\b", block, re.MULTILINE)
+    )
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     (folder / f"{name}.py").write_text("from __future__ import annotations\n" + code)
     module = importlib.util.module_from_spec(spec)
@@ -38,7 +41,9 @@ def test_every_file_and_test_that_it_names_is_there():
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_the_drafter_and_the_controller_work(coupling, tmp_path):
-    table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(6)  # that repeats itself
+    table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(
+        6
+    )  # that repeats itself
     drafter: Drafter = shown("RepeatDrafter", tmp_path)()
     lengths: Lengths = shown("Alternate", tmp_path)(limit=3)
     greedy = {"temperature": 0.0} if coupling == "maximal" else {}
@@ -48,7 +53,9 @@ def test_the_drafter_and_the_controller_work(coupling, tmp_path):
 
     seen: list[Round] = []
     loop = loop_for(Markov(table, 1), drafter, rows=2, lengths=lengths, coupling=coupling)
-    assert drive(loop, rows(), on_round=lambda done, _: seen.append(done)) == plain(Markov(table, 1), rows())
+    assert drive(loop, rows(), on_round=lambda done, _: seen.append(done)) == plain(
+        Markov(table, 1), rows()
+    )
     assert {2, 3} <= {done.width for done in seen}
     assert any(any(done.accepted) for done in seen)
 
@@ -58,10 +65,13 @@ def test_the_family_is_one():
     exec(re.search(r"( *_PHI3_TENSORS = .*?\n) *\"phi3\"", TEXT, re.DOTALL)[1].strip(), names)
     family = eval(re.search(r'"phi3": (Family\(.*\)),$', TEXT, re.MULTILINE)[1], names)
     assert {ours for _, ours, _ in family.tensors} == {
-        ours.partition(":")[0] for _, ours, _ in families.FAMILIES["llama"].tensors}
+        ours.partition(":")[0] for _, ours, _ in families.FAMILIES["llama"].tensors
+    }
 
 
 def test_the_kernel_gives_its_definition(tmp_path):
     pytest.importorskip("triton")
     x = 5 * torch.randn(3, 700, device="cuda" if torch.cuda.is_available() else "cpu")
-    torch.testing.assert_close(shown("softcap", tmp_path)(x, 3.0), 3.0 * torch.tanh(x / 3.0), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        shown("softcap", tmp_path)(x, 3.0), 3.0 * torch.tanh(x / 3.0), atol=1e-5, rtol=1e-5
+    )

@@ -1,4 +1,5 @@
-"""What `make demo` runs, on a tiny model: both ways side by side, equal samples, and what it does if they are not."""
+"""What `make demo` runs, on a tiny model: both ways side by side, equal samples, and what it
+does if they are not."""
 
 from __future__ import annotations
 
@@ -19,14 +20,19 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The demo as a module, and the arguments for a tiny pair whose greedy samples soon repeat themselves."""
+    """The demo as a module, and the arguments for a tiny pair whose greedy samples soon repeat
+    themselves."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     write_checkpoint("llama", tmp_path / "target", seed=0)
     write_tokenizer(tmp_path / "target")
-    (tmp_path / "pair.yaml").write_text(f"target: {tmp_path}/target\ndraft: lookup\nspeculation: {{length: 4}}\n")
+    (tmp_path / "pair.yaml").write_text(
+        f"target: {tmp_path}/target\ndraft: lookup\nspeculation: {{length: 4}}\n"
+    )
     text = "the cat sat on the mat and the cat sat on the mat"
-    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "cat", "prompt": text, "reference": text}) + "\n")
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps({"id": "cat", "prompt": text, "reference": text}) + "\n"
+    )
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     assert spec is not None
     assert spec.loader is not None
@@ -37,22 +43,28 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_the_demo_shows_both_ways_and_equal_samples(demo: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_both_ways_and_equal_samples(
+    demo: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
         demo.main(demo.arguments)
     out = capsys.readouterr().out
     assert end.value.code == 0, out
     assert "cat: the cat sat" in out
     assert "2 of 2 samples are equal, token for token" in out
-    rows = {match[1]: match[0].split() for match in re.finditer(r"^(plain decoding|with lookup) .*$", out, re.MULTILINE)}
+    rows = {
+        match[1]: match[0].split()
+        for match in re.finditer(r"^(plain decoding|with lookup) .*$", out, re.MULTILINE)
+    }
     assert set(rows) == set(demo.WAYS)
     assert (float(rows["plain decoding"][-1]), float(rows["with lookup"][-1]) > 0) == (0.0, True)
     assert rows["plain decoding"][2] == rows["with lookup"][2]  # tokens
     assert max(len(line) for line in out.splitlines() if "rounds" in line) <= 80
 
 
-def test_the_demo_says_if_samples_differ(demo: Any, monkeypatch: pytest.MonkeyPatch,
-                                         capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_says_if_samples_differ(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     draw = demo.draw
 
     def wrong(plan: Any, loop: Any, prompt: Any) -> Any:

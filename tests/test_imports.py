@@ -1,4 +1,5 @@
-"""The order of layers, held against every import there is, also inside functions and for types only."""
+"""The order of layers, held against every import there is, also inside functions and for types
+only."""
 
 import ast
 import graphlib
@@ -6,8 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-# Lowest first. A module imports from its own group and from layers below; groups of one layer, apart by |, are strangers.
-# The longest name that fits says where a module stands.
+# Lowest first. A module imports from its own group and from layers below; groups of one layer,
+# apart by |, are strangers. The longest name that fits says where a module stands.
 LAYERS = """
 errors | sandbox.jail | bass_kernels
 sandbox | system
@@ -33,7 +34,11 @@ def imported(module, path):
     """What a module imports, ours by the names in FILES."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            else []
+        )
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             names = [".".join(filter(None, [*base, node.module, name])) for name in names]
@@ -42,22 +47,41 @@ def imported(module, path):
             yield ours if ours in FILES else ours.rpartition(".")[0] or ours
 
 
-EDGES = sorted({(one, other) for one, path in FILES.items() for other in imported(one, path) if one != "__init__"})
+EDGES = sorted(
+    {
+        (one, other)
+        for one, path in FILES.items()
+        for other in imported(one, path)
+        if one != "__init__"
+    }
+)
 INNER = [(one, other) for one, other in EDGES if other in FILES and other != "bass_cli"]
 
 
 def place(module):
-    return PLACES[max((name for name in PLACES if f"{module}.".startswith(f"{name}.")), key=len, default=module)]
+    return PLACES[
+        max(
+            (name for name in PLACES if f"{module}.".startswith(f"{name}.")),
+            key=len,
+            default=module,
+        )
+    ]
 
 
 def test_imports_go_down():
     """A new module needs a place in LAYERS, or a package that has one."""
-    assert [edge for edge in INNER if place(edge[1]) >= place(edge[0]) and place(edge[1]) != place(edge[0])] == []
+    assert [
+        edge
+        for edge in INNER
+        if place(edge[1]) >= place(edge[0]) and place(edge[1]) != place(edge[0])
+    ] == []
 
 
 def test_packages_make_no_circle():
     def package(module):
-        return module if FILES[module].name == "__init__.py" else module.rpartition(".")[0] or module
+        return (
+            module if FILES[module].name == "__init__.py" else module.rpartition(".")[0] or module
+        )
 
     graph = graphlib.TopologicalSorter()
     for one, other in INNER:
@@ -66,5 +90,7 @@ def test_packages_make_no_circle():
 
 
 def test_what_runs_beside_programs_needs_only_the_standard_library():
-    others = {other.split(".")[0] for one, other in EDGES if one.startswith("sandbox.jail.")} - {"sandbox"}
+    others = {other.split(".")[0] for one, other in EDGES if one.startswith("sandbox.jail.")} - {
+        "sandbox"
+    }
     assert others <= sys.stdlib_module_names

@@ -1,4 +1,5 @@
-"""What `import bass_cli` offers: samples from a program, equal to the command's, and errors before models."""
+"""What `import bass_cli` offers: samples from a program, equal to the command's, and errors
+before models."""
 
 from __future__ import annotations
 
@@ -35,8 +36,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def job(model: Path, **changes: Any) -> Job:
     sampling = Sampling(seed=3, max_new_tokens=8, temperature=1.0)
-    given = {"pair": Pair(name="tiny", target=str(model), draft="lookup"), "n": 2, "device": "cpu", "sampling": sampling,
-             "token_ids": True}
+    given = {
+        "pair": Pair(name="tiny", target=str(model), draft="lookup"),
+        "n": 2,
+        "device": "cpu",
+        "sampling": sampling,
+        "token_ids": True,
+    }
     return Job(**given | changes)
 
 
@@ -47,16 +53,46 @@ def test_samples_are_those_of_the_command(model: Path, tmp_path: Path) -> None:
 
     lines = [{"id": "a", "prompt": "the cat"}, {"id": "b", "prompt": "a dog sat", "kind": "animal"}]
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ("--n", "2", "--max-new-tokens", "8", "--temperature", "1", "--top-p", "0.95", "--seed", "3", "--token-ids")
-    command = ["generate", str(tmp_path / "p.jsonl"), "--model", str(model), "--device", "cpu", *flags]
+    flags = (
+        "--n",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "1",
+        "--top-p",
+        "0.95",
+        "--seed",
+        "3",
+        "--token-ids",
+    )
+    command = [
+        "generate",
+        str(tmp_path / "p.jsonl"),
+        "--model",
+        str(model),
+        "--device",
+        "cpu",
+        *flags,
+    ]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    written = {(line["id"], line["sample"]): line for line in map(json.loads, done.stdout.splitlines())}
+    written = {
+        (line["id"], line["sample"]): line for line in map(json.loads, done.stdout.splitlines())
+    }
     drawn = list(generate(lines, job(model)))
-    assert {(one.id, one.sample) for one in drawn} == set(written) == set(itertools.product("ab", (0, 1)))
+    assert (
+        {(one.id, one.sample) for one in drawn}
+        == set(written)
+        == set(itertools.product("ab", (0, 1)))
+    )
     for one in drawn:
         line = written[one.id, one.sample]
-        assert (one.text, one.token_ids, one.meta) == (line["text"], line["token_ids"], line["meta"])
+        assert (one.text, one.token_ids, one.meta) == (
+            line["text"],
+            line["token_ids"],
+            line["meta"],
+        )
 
 
 def test_prompts_may_be_texts_without_an_end(model: Path) -> None:
@@ -74,10 +110,13 @@ def test_prompts_may_be_texts_without_an_end(model: Path) -> None:
 
 
 @pytest.mark.parametrize(("prompts", "fault"), [
-    ([], "there is no prompt"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
+    ([], "there is no "
+         "prompt"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
     ([{"id": "1", "prompt": "x"}, "y"], r'"1" is already the id of prompts\[0\]'),
 ])  # fmt: skip
-def test_wrong_prompts_are_refused_when_it_is_called(model: Path, prompts: list[Any], fault: str) -> None:
+def test_wrong_prompts_are_refused_when_it_is_called(
+    model: Path, prompts: list[Any], fault: str
+) -> None:
     with pytest.raises(UserError, match=fault):
         generate(prompts, job(model))
 
@@ -88,13 +127,24 @@ def test_a_model_that_is_not_there_is_said_when_it_is_called(tmp_path: Path) -> 
 
 
 def test_a_job_has_its_pairs_settings_where_it_says_nothing_else() -> None:
-    pair = Pair(name="p", target="t", dtype="bf16", sampling=Sampling(temperature=0.1), speculation=Speculation(length=3))
-    assert Job(pair=pair) == Job(pair=pair, dtype="bf16", sampling=pair.sampling, speculation=pair.speculation)
+    pair = Pair(
+        name="p",
+        target="t",
+        dtype="bf16",
+        sampling=Sampling(temperature=0.1),
+        speculation=Speculation(length=3),
+    )
+    assert Job(pair=pair) == Job(
+        pair=pair, dtype="bf16", sampling=pair.sampling, speculation=pair.speculation
+    )
     assert Job(pair=pair, sampling=Sampling(top_k=5)).sampling == Sampling(top_k=5)
 
 
 def test_importing_it_costs_nothing() -> None:
-    code = "import sys, bass_cli; bass_cli.generate; print({'torch', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, bass_cli; bass_cli.generate; print({'torch', 'transformers'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
     assert (Path(bass_cli.__file__).parent / "py.typed").exists()

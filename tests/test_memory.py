@@ -1,4 +1,5 @@
-"""Memory: how much there is, what a job takes, refusals before weights are loaded, and allocations that fail later."""
+"""Memory: how much there is, what a job takes, refusals before weights are loaded, and
+allocations that fail later."""
 
 from __future__ import annotations
 
@@ -44,8 +45,16 @@ def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def job(**fields: Any) -> Job:
-    sampling = Sampling(**{key: fields.pop(key) for key in list(fields) if key in Sampling.model_fields})
-    return Job(pair=load_pair("pair.yaml"), sampling=sampling, device="cpu", speculation=Speculation(length=4), **fields)
+    sampling = Sampling(
+        **{key: fields.pop(key) for key in list(fields) if key in Sampling.model_fields}
+    )
+    return Job(
+        pair=load_pair("pair.yaml"),
+        sampling=sampling,
+        device="cpu",
+        speculation=Speculation(length=4),
+        **fields,
+    )
 
 
 def machine(root: Path, files: dict[str, str]) -> HostMemory:
@@ -72,24 +81,50 @@ V2, V1 = "sys/fs/cgroup/a/b/memory", "sys/fs/cgroup/memory/a/b/memory"
     ({"proc/self/cgroup": "4:memory:/elsewhere\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str(300 << 10),
       "sys/fs/cgroup/memory/memory.usage_in_bytes": str(350 << 10)}, 300, 0),
 ])  # fmt: skip
-def test_control_groups_limit_what_a_machine_has(tmp_path: Path, files: dict[str, str], total: int, left: int) -> None:
+def test_control_groups_limit_what_a_machine_has(
+    tmp_path: Path, files: dict[str, str], total: int, left: int
+) -> None:
     assert machine(tmp_path, MEMINFO | files) == HostMemory(total << 10, left << 10)
 
 
 def test_refused_memory_is_told_from_other_errors() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8)
-    cuda = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
-    blas = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    others = [RuntimeError(words) for words in (
-        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
-        "CUDA driver error: out of memory", "Triton Error [CUDA]: out of memory", "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
-        "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
-        "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes", "std::bad_alloc")]
-    for error in (refused.value, torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), cuda, blas, *others,
-                  OSError(12, "Cannot allocate memory")):
+    cuda = RuntimeError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+    )
+    blas = RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    )
+    others = [
+        RuntimeError(words)
+        for words in (
+            "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+            "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            "CUDA driver error: out of memory",
+            "Triton Error [CUDA]: out of memory",
+            "cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
+            "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 8 bytes",
+            "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes",
+            "std::bad_alloc",
+        )
+    ]
+    for error in (
+        refused.value,
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        cuda,
+        blas,
+        *others,
+        OSError(12, "Cannot allocate memory"),
+    ):
         assert is_refused_memory(error), error
-    for other in (RuntimeError("shape mismatch"), OSError(28, "No space left on device"), ValueError("out of memory")):
+    for other in (
+        RuntimeError("shape mismatch"),
+        OSError(28, "No space left on device"),
+        ValueError("out of memory"),
+    ):
         assert not is_refused_memory(other), other
 
 
@@ -106,7 +141,11 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
             assert tokens == 63 or print_.bytes(rows, tokens + 1) > free
     assert print_.bytes(2, 10**9) == print_.bytes(2, 63), "the context bounds what a row generates"
     shared = print_.most_rows(10, 5000, samples=2)
-    assert print_.bytes(shared, 10, prompts=1 + shared / 2) <= 5000 < print_.bytes(shared + 1, 10, prompts=2 + shared / 2)
+    assert (
+        print_.bytes(shared, 10, prompts=1 + shared / 2)
+        <= 5000
+        < print_.bytes(shared + 1, 10, prompts=2 + shared / 2)
+    )
 
 
 def _held(loop: Loop) -> int:
@@ -118,12 +157,15 @@ def _held(loop: Loop) -> int:
 
 @pytest.mark.parametrize("draft", ["draft", "skip:1", "none"])
 def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> None:
-    """What rows and tokens add to the plan is what they add to the tensors, but for the work space."""
+    """What rows and tokens add to the plan is what they add to the tensors, but for the work
+    space."""
     (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
 
     def both(rows: int, tokens: int) -> tuple[int, int]:
         wish = job(batch_size=rows, max_new_tokens=tokens)
-        wish = wish.model_copy(update={"speculation": Speculation(length=4 if draft != "none" else 0)})
+        wish = wish.model_copy(
+            update={"speculation": Speculation(length=4 if draft != "none" else 0)}
+        )
         plan = make_plan(wish)
         assert plan.footprint is not None
         return plan.footprint.bytes(rows, tokens), _held(build(plan))
@@ -131,9 +173,13 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
     sizes = {(rows, tokens): both(rows, tokens) for rows in (2, 5) for tokens in (10, 60)}
     for planned, held in sizes.values():
         assert held < planned
-    planned, held = (sizes[5, 60][i] - sizes[5, 10][i] - sizes[2, 60][i] + sizes[2, 10][i] for i in (0, 1))
+    planned, held = (
+        sizes[5, 60][i] - sizes[5, 10][i] - sizes[2, 60][i] + sizes[2, 10][i] for i in (0, 1)
+    )
     heads, places = 6, 1 if draft == "none" else 5
-    assert planned - held == 3 * 50 * (16 + 8 * heads * places), "two token ids; a head's scores and their exponentials"
+    assert planned - held == 3 * 50 * (16 + 8 * heads * places), (
+        "two token ids; a head's scores and their exponentials"
+    )
 
 
 def test_spans_end_with_the_context(place: Path) -> None:
@@ -143,11 +189,16 @@ def test_spans_end_with_the_context(place: Path) -> None:
     assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
     rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
     assert {row["finish_reason"] for row in rows} <= {"length", "eos"}
-    assert all(row["prompt_tokens"] + row["tokens"] == CONTEXT for row in rows if row["finish_reason"] == "length")
+    assert all(
+        row["prompt_tokens"] + row["tokens"] == CONTEXT
+        for row in rows
+        if row["finish_reason"] == "length"
+    )
 
 
 def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_does(
-        place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
     longest = "the cat number 0 sat"
     found = make_plan(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
@@ -158,25 +209,37 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
         assert (result.exit_code, result.stdout) == (3, "")
         assert "Traceback" not in result.stderr
         assert not (place / "o.jsonl").exists()
-    assert re.search(r"6 rows of up to 255 new tokens each: .* can be had here; .*--batch-size (\d+), or --max-new-tokens "
-                     r"(\d+)$", result.stderr.strip())
-    assert "--batch-size 6" in bass(*FLAGS, "--batch-size", "100000", "--max-new-tokens", "100").stderr
+    assert re.search(
+        r"6 rows of up to 255 new tokens each: .* can be had here; .*--batch-size (\d+), or --max-new-tokens "
+        r"(\d+)$",
+        result.stderr.strip(),
+    )
+    assert (
+        "--batch-size 6" in bass(*FLAGS, "--batch-size", "100000", "--max-new-tokens", "100").stderr
+    )
     rows, tokens = map(int, re.findall(r"--(?:batch-size|max-new-tokens) (\d+)", result.stderr))
     make_plan(job(batch_size=rows, max_new_tokens=10**8), longest_prompt=longest)
     make_plan(job(batch_size=6, max_new_tokens=tokens), longest_prompt=longest)
-    for more in ({"batch_size": rows + 1, "max_new_tokens": 10**8}, {"batch_size": 6, "max_new_tokens": tokens + 1}):
+    for more in (
+        {"batch_size": rows + 1, "max_new_tokens": 10**8},
+        {"batch_size": 6, "max_new_tokens": tokens + 1},
+    ):
         with pytest.raises(MachineError):
             make_plan(job(**more), longest_prompt=longest)
 
 
-def test_a_batch_of_its_own_choice_follows_the_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_of_its_own_choice_follows_the_plan(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = make_plan(job(n=20)).footprint
     assert found is not None
     free(monkeypatch, int(found.bytes(12, 256) / 0.95) + 1000)
     plan = make_plan(job(n=20))
     assert (plan.rows, plan.batch_size) == (12, 12)
     assert any("12 rows at a time, not 20" in note for note in plan.notes)
-    assert 1 <= make_plan(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, "prompts take memory too"
+    assert 1 <= make_plan(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, (
+        "prompts take memory too"
+    )
     assert make_plan(job(n=5, max_new_tokens=8)).batch_size == "auto"
     free(monkeypatch, int(found.bytes(3, 30) / 0.95) + 1000)
     result = bass(*FLAGS, "--n", "9", "--limit", "1", "--max-new-tokens", "30")
@@ -189,11 +252,14 @@ def test_a_batch_of_its_own_choice_follows_the_plan(place: Path, monkeypatch: py
 
 @pytest.mark.parametrize("error", [
     lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60),
-    lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
-    lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")),
+    lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 "
+                                                         "GiB")),
+    lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when "
+                                               "calling `cublasCreate`")),
 ], ids=["torch", "python", "cuda", "library"])  # fmt: skip
 def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
-        place: Path, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    place: Path, monkeypatch: pytest.MonkeyPatch, error: Any
+) -> None:
     tokens = ("--max-new-tokens", "40")
     assert bass(*FLAGS, "--n", "4", *tokens).exit_code == 0
     due = sorted(_samples(place / "o.jsonl"))
@@ -208,8 +274,11 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     monkeypatch.setattr(Loop, "round", short)
     result = bass(*FLAGS, "--n", "4", "--batch-size", "4", *tokens, "--overwrite")
     assert (result.exit_code, result.stdout) == (3, "")
-    assert "memory ran out with 4 rows of up to 40 new tokens each; the largest that can be expected to fit: " \
-           "--batch-size 2, or --max-new-tokens 20" in result.stderr
+    assert (
+        "memory ran out with 4 rows of up to 40 new tokens each; the largest that can be expected "
+        "to fit: "
+        "--batch-size 2, or --max-new-tokens 20" in result.stderr
+    )
     kept = written.read_bytes()
     assert kept.count(b"\n") >= 2
     monkeypatch.setattr(Loop, "round", round_)
@@ -218,24 +287,36 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     assert sorted(_samples(written)) == due
 
 
-def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     need = make_plan(job(batch_size=4, max_new_tokens=40)).need
     monkeypatch.setattr("bass_cli.footprint.free_memory", refuse)
-    with pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"), need.explained():
+    with (
+        pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"),
+        need.explained(),
+    ):
         refuse()
 
 
 def _samples(path: Path) -> list[tuple[str, int, str]]:
-    return [(row["id"], row["sample"], row["text"]) for row in map(json.loads, path.read_text().splitlines())]
+    return [
+        (row["id"], row["sample"], row["text"])
+        for row in map(json.loads, path.read_text().splitlines())
+    ]
 
 
-def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cache = store()
     cache.reserve(900)
-    each = cache.prompt_keys[0][:, :1].numel() * 4 * 4  # bytes of a position, keys and values of two layers
+    each = (
+        cache.prompt_keys[0][:, :1].numel() * 4 * 4
+    )  # bytes of a position, keys and values of two layers
     have = cache.positions
     monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * have)
     cache.reserve(500)
@@ -249,11 +330,27 @@ def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(monkeypatc
 
 def test_a_large_model_is_planned_as_its_sizes_say() -> None:
     """Llama 3.1 8B in bf16 on a GPU: 16.06 GB of weights, 131 kB a position."""
-    spec = Spec(family="llama", layers=32, width=4096, heads=32, kv_heads=8, head_size=128, inner=14336, vocab=128256,
-                context=131072, norm=Norm("rms", 1e-5), activation="silu", gated=True, rope=Rope(5e5, 128),
-                windows=(0,) * 32, query_scale=128**-0.5)
+    spec = Spec(
+        family="llama",
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        head_size=128,
+        inner=14336,
+        vocab=128256,
+        context=131072,
+        norm=Norm("rms", 1e-5),
+        activation="silu",
+        gated=True,
+        rope=Rope(5e5, 128),
+        windows=(0,) * 32,
+        query_scale=128**-0.5,
+    )
     found = footprint(spec, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
     assert found.weights == pytest.approx(16.06e9, rel=0.001)
     assert found.token == pytest.approx(131072, rel=0.001)
     need = Need(found, 64, 10**9, torch.device("cuda"))
-    assert found.bytes(need.rows, need.new_tokens) == pytest.approx(64 * 131072 * 131072 + 16.06e9, rel=0.02)
+    assert found.bytes(need.rows, need.new_tokens) == pytest.approx(
+        64 * 131072 * 131072 + 16.06e9, rel=0.02
+    )

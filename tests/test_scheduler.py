@@ -1,4 +1,5 @@
-"""The conductor: what ends a sample, refilling, budgets; a row's tokens do not depend on anything around it."""
+"""The conductor: what ends a sample, refilling, budgets; a row's tokens do not depend on
+anything around it."""
 
 import dataclasses
 import itertools
@@ -18,7 +19,8 @@ VOCAB, EOS = 12, 11
 
 
 class Letters:
-    """A tokenizer of one letter a token: a = 0, b = 1, ...; the last one ends a sample and has no text."""
+    """A tokenizer of one letter a token: a = 0, b = 1, ...; the last one ends a sample and has
+    no text."""
 
     has_chat_template = False
     texts: ClassVar[dict[int, str]] = {}
@@ -45,14 +47,32 @@ def job(**fields):
 
 
 def prompts(*texts):
-    return [Prompt(id=f"p{i}", text=t, messages=None, meta={"k": i}, reference=None, place=f"x:{i}")
-            for i, t in enumerate(texts)]
+    return [
+        Prompt(id=f"p{i}", text=t, messages=None, meta={"k": i}, reference=None, place=f"x:{i}")
+        for i, t in enumerate(texts)
+    ]
 
 
-def run(settings, given, *, rows=4, done=(), draft="model", lengths=None, target=None, coupling="shared", context=1000,
-        now=None):
-    loop = loop_for(Markov(table() if target is None else target, 1), Markov(table(1), 2) if draft == "model" else draft,
-                    rows=rows, lengths=lengths or Bass(), coupling=coupling)
+def run(
+    settings,
+    given,
+    *,
+    rows=4,
+    done=(),
+    draft="model",
+    lengths=None,
+    target=None,
+    coupling="shared",
+    context=1000,
+    now=None,
+):
+    loop = loop_for(
+        Markov(table() if target is None else target, 1),
+        Markov(table(1), 2) if draft == "model" else draft,
+        rows=rows,
+        lengths=lengths or Bass(),
+        coupling=coupling,
+    )
     if now is not None:
         loop.clock.now = now
     conductor = Conductor(settings, Letters(), loop, context=context, eos_ids={EOS})
@@ -60,7 +80,10 @@ def run(settings, given, *, rows=4, done=(), draft="model", lengths=None, target
 
 
 def by_key(completions):
-    out = {(c.id, c.sample): (c.text, c.finish_reason, tuple(c.token_ids), c.tokens) for c in completions}
+    out = {
+        (c.id, c.sample): (c.text, c.finish_reason, tuple(c.token_ids), c.tokens)
+        for c in completions
+    }
     assert len(out) == len(completions)
     return out
 
@@ -77,9 +100,13 @@ def test_tokens_do_not_change_with_batch_size_order_neighbours_draft_or_resume()
     for rows in (1, 2, 5, 30):
         assert by_key(run(settings, given, rows=rows)) == due
     assert by_key(run(settings, given[::-1], rows=4)) == due
-    assert by_key(run(settings, given[2:3], rows=4)) == {k: v for k, v in due.items() if k[0] == "p2"}
+    assert by_key(run(settings, given[2:3], rows=4)) == {
+        k: v for k, v in due.items() if k[0] == "p2"
+    }
     done = {("p0", 1), ("p3", 0), ("p3", 1), ("p3", 2)}
-    assert by_key(run(settings, given, rows=4, done=done)) == {k: v for k, v in due.items() if k not in done}
+    assert by_key(run(settings, given, rows=4, done=done)) == {
+        k: v for k, v in due.items() if k not in done
+    }
 
 
 def test_the_seed_changes_the_samples_and_so_does_the_sample_number():
@@ -92,8 +119,15 @@ def test_the_seed_changes_the_samples_and_so_does_the_sample_number():
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_an_end_of_sequence_inside_an_accepted_block_cuts_it(coupling):
     target = table(eos=2.0)
-    loose = run(job(n=40, max_new_tokens=30), prompts("abc"), target=target, draft=Markov(target, 2), lengths=Fixed(7),
-                rows=40, coupling=coupling)
+    loose = run(
+        job(n=40, max_new_tokens=30),
+        prompts("abc"),
+        target=target,
+        draft=Markov(target, 2),
+        lengths=Fixed(7),
+        rows=40,
+        coupling=coupling,
+    )
     ended = [c for c in loose if c.finish_reason == "eos"]
     assert len(ended) > 30
     for c in ended:
@@ -108,7 +142,9 @@ def test_log_probabilities_belong_to_the_kept_tokens():
     for c in run(job(n=5, max_new_tokens=9, temperature=0.5), prompts("abcd"), target=target):
         sequence, total = [0, 1, 2, 3, *c.token_ids], 0.0
         for place in range(4, len(sequence)):
-            total += float(target[(place - 1) % 3, sequence[place - 1]].log_softmax(-1)[sequence[place]])
+            total += float(
+                target[(place - 1) % 3, sequence[place - 1]].log_softmax(-1)[sequence[place]]
+            )
         assert abs(total - c.sum_logprob) < 1e-4
         assert abs(c.mean_logprob - total / c.tokens) < 1e-4
 
@@ -121,7 +157,9 @@ def test_a_stop_string_that_spans_two_blocks_is_found_and_cut():
     stops = tuple(pair for pair, _ in pairs.most_common(2))
     settings = job(n=60, max_new_tokens=40, temperature=1.0, stop=stops)
     for lengths in (Fixed(0), Fixed(1), Fixed(5)):
-        found = run(settings, prompts("e"), rows=60, lengths=lengths, draft=Markov(target, 2), target=target)
+        found = run(
+            settings, prompts("e"), rows=60, lengths=lengths, draft=Markov(target, 2), target=target
+        )
         stopped = [c for c in found if c.finish_reason == "stop"]
         assert len(stopped) > 10
         for c in found:
@@ -134,13 +172,24 @@ def test_a_stop_string_that_spans_two_blocks_is_found_and_cut():
 
 
 def test_a_row_ends_at_its_limit_and_others_take_its_place():
-    done = run(job(n=7, max_new_tokens=5), prompts("abc", "b"), rows=3, lengths=Fixed(3), target=table(eos=-50.0))
+    done = run(
+        job(n=7, max_new_tokens=5),
+        prompts("abc", "b"),
+        rows=3,
+        lengths=Fixed(3),
+        target=table(eos=-50.0),
+    )
     assert len(done) == 14
     assert all(c.finish_reason == "length" and c.tokens == 5 for c in done)
 
 
 def test_a_prompt_longer_than_the_context_fails_and_the_others_run():
-    done = run(job(n=2, max_new_tokens=50), prompts("abc", "a" * 30, "b"), context=20, target=table(eos=-50.0))
+    done = run(
+        job(n=2, max_new_tokens=50),
+        prompts("abc", "a" * 30, "b"),
+        context=20,
+        target=table(eos=-50.0),
+    )
     failed = [c for c in done if c.finish_reason == "error"]
     assert [c.id for c in failed] == ["p1"]
     assert "30 tokens" in failed[0].error
@@ -162,13 +211,17 @@ def test_a_budget_ends_every_sample_of_its_prompt_and_the_next_prompt_gets_its_o
     assert {c.finish_reason for c in done} == {"budget"}
     assert all(c.seconds <= 0.7 for c in done)
     assert any(c.tokens > 3 for c in done if c.id == "p1")
-    unlimited = by_key(run(job(n=3, max_new_tokens=400), prompts("abc", "b"), target=table(eos=-50.0)))
+    unlimited = by_key(
+        run(job(n=3, max_new_tokens=400), prompts("abc", "b"), target=table(eos=-50.0))
+    )
     for c in done:
         assert tuple(c.token_ids) == unlimited[c.id, c.sample][2][: c.tokens]
 
 
 def test_a_budget_keeps_what_finished_in_time():
-    done = run(job(n=8, max_new_tokens=40, budget=1000.0), prompts("abc"), target=table(eos=1.0), rows=8)
+    done = run(
+        job(n=8, max_new_tokens=40, budget=1000.0), prompts("abc"), target=table(eos=1.0), rows=8
+    )
     assert {c.finish_reason for c in done} <= {"eos", "length"}
 
 
@@ -200,19 +253,31 @@ def test_the_controller_is_told_how_much_is_still_to_come():
     conductor = Conductor(settings, Letters(), loop, context=100, eos_ids={EOS}, count=6)
     assert len(list(conductor.run(iter(prompts(*TEXTS, "q")), ()))) == 12
     assert seen[0] == (4, (4 * 1 + 8 * 1) / 4), "nothing is known yet: as much again as there is"
-    assert seen[5] == (4, (4 * 5 + 8 * 10) / 4), "samples are taken to become twice as long as they are"
+    assert seen[5] == (4, (4 * 5 + 8 * 10) / 4), (
+        "samples are taken to become twice as long as they are"
+    )
     assert seen[10] == (4, (4 * 10 + 4 * 10) / 4), "ten tokens, as those that have ended"
     assert seen[-1] == (4, 1)
 
 
 def test_a_prompts_reference_is_drafted_from():
-    """One that holds a sample's very text is nearly all it takes; one that is wrong changes nothing."""
+    """One that holds a sample's very text is nearly all it takes; one that is wrong changes
+    nothing."""
     settings, given = job(n=1, max_new_tokens=14), prompts("abc")
     due = run(settings, given, draft="none", lengths=Fixed(0), target=table(eos=-50.0))[0]
-    references, found = {"right": "c" + due.text, "wrong": "".join(f"c{letter}" for letter in "abdefghijk"), "no": None}, {}
+    references, found = (
+        {
+            "right": "c" + due.text,
+            "wrong": "".join(f"c{letter}" for letter in "abdefghijk"),
+            "no": None,
+        },
+        {},
+    )
     for name, text in references.items():
         texts = [dataclasses.replace(given[0], reference=text)]
-        found[name] = run(settings, texts, draft="lookup:reference", lengths=Fixed(13), target=table(eos=-50.0))[0]
+        found[name] = run(
+            settings, texts, draft="lookup:reference", lengths=Fixed(13), target=table(eos=-50.0)
+        )[0]
         assert found[name].token_ids == due.token_ids
     assert found["right"].rounds < found["wrong"].rounds <= found["no"].rounds == 14
     assert found["wrong"].drafted > found["no"].drafted == 0

@@ -1,5 +1,5 @@
-"""What a device can do at best: bytes a second and floating-point operations a second. Known for a few devices from
-measurements made once, otherwise measured here, in a second or two.
+"""What a device can do at best: bytes a second and floating-point operations a second. Known for
+a few devices from measurements made once, otherwise measured here, in a second or two.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-# Device name, dtype: bytes a second of a pass over weights, operations a second of a large product. Both measured.
+# Device name, dtype: bytes a second of a pass over weights, operations a second of a large
+# product. Both measured.
 _KNOWN = {("H200", torch.bfloat16): (4.3e12, 790e12)}
 
 
 class Ceilings(NamedTuple):
-    """bandwidth in bytes a second, operations in floating-point operations a second; `source`: known or measured."""
+    """bandwidth in bytes a second, operations in floating-point operations a second; `source`:
+    known or measured."""
 
     bandwidth: float
     operations: float

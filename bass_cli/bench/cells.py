@@ -1,5 +1,5 @@
-"""One cell of the report, a batch size and a method, from its runs: a plain dict, ready for JSON. docs/BENCH.md explains
-every key; keys that have no meaning for a method are None.
+"""One cell of the report, a batch size and a method, from its runs: a plain dict, ready for
+JSON. docs/BENCH.md explains every key; keys that have no meaning for a method are None.
 """
 
 from __future__ import annotations
@@ -22,10 +22,29 @@ from bass_cli.bench.figures import (
 )
 from bass_cli.bench.parts import Parts
 
-EMPTY: dict[str, Any] = dict.fromkeys((
-    "batch", "method", "draft_length", "ms_per_token", "ms_per_token_spread", "tokens_per_second", "speedup",
-    "speedup_spread", "rounds", "acceptance_rate", "acceptance_per_trial", "mean_accepted", "parts_ms", "shares",
-    "flop_utilisation", "bandwidth_utilisation", "floor_ms_per_token", "prefill_seconds", "captures_while_measured"))
+EMPTY: dict[str, Any] = dict.fromkeys(
+    (
+        "batch",
+        "method",
+        "draft_length",
+        "ms_per_token",
+        "ms_per_token_spread",
+        "tokens_per_second",
+        "speedup",
+        "speedup_spread",
+        "rounds",
+        "acceptance_rate",
+        "acceptance_per_trial",
+        "mean_accepted",
+        "parts_ms",
+        "shares",
+        "flop_utilisation",
+        "bandwidth_utilisation",
+        "floor_ms_per_token",
+        "prefill_seconds",
+        "captures_while_measured",
+    )
+)
 
 
 class Costs(NamedTuple):
@@ -37,39 +56,65 @@ class Costs(NamedTuple):
     ceilings: Ceilings
 
 
-def cell(batch: int, method: str, runs: Sequence[Run], plain: Sequence[Run], *, parts: Parts | None,
-         costs: Costs) -> dict[str, Any]:
-    """The figures of a method's runs beside plain decoding's in the same repeats; `parts` None if they were not timed."""
+def cell(
+    batch: int,
+    method: str,
+    runs: Sequence[Run],
+    plain: Sequence[Run],
+    *,
+    parts: Parts | None,
+    costs: Costs,
+) -> dict[str, Any]:
+    """The figures of a method's runs beside plain decoding's in the same repeats; `parts` None
+    if they were not timed."""
     found = [counts(run) for run in runs]
     length = draft_length(runs)
     round_ms = _round_ms(runs, length if parts is None else parts.width)
-    return EMPTY | timing(batch, method, [latency(run) for run in runs], [tokens_per_second(run) for run in runs],
-                          [latency(run).mean for run in plain]) | {
-        "draft_length": length if parts is None else parts.width,
-        "rounds": statistics.median(c.rounds for c in found),
-        "acceptance_rate": _mean([c.rate for c in found]),
-        "acceptance_per_trial": _mean([c.trials for c in found]),
-        "mean_accepted": _mean([c.mean for c in found]),
-        "parts_ms": None if parts is None else _parts_ms(parts, round_ms),
-        "shares": None if parts is None else _shares(parts, round_ms),
-        **_against_floor(runs, costs),
-        "prefill_seconds": statistics.median(run.prefill for run in runs),
-        "captures_while_measured": sum(run.captures for run in runs),
+    return (
+        EMPTY
+        | timing(
+            batch,
+            method,
+            [latency(run) for run in runs],
+            [tokens_per_second(run) for run in runs],
+            [latency(run).mean for run in plain],
+        )
+        | {
+            "draft_length": length if parts is None else parts.width,
+            "rounds": statistics.median(c.rounds for c in found),
+            "acceptance_rate": _mean([c.rate for c in found]),
+            "acceptance_per_trial": _mean([c.trials for c in found]),
+            "mean_accepted": _mean([c.mean for c in found]),
+            "parts_ms": None if parts is None else _parts_ms(parts, round_ms),
+            "shares": None if parts is None else _shares(parts, round_ms),
+            **_against_floor(runs, costs),
+            "prefill_seconds": statistics.median(run.prefill for run in runs),
+            "captures_while_measured": sum(run.captures for run in runs),
+        }
+    )
+
+
+def timing(
+    batch: int,
+    method: str,
+    latencies: Sequence[Any],
+    rates: Sequence[float],
+    plain: Sequence[float],
+) -> dict[str, Any]:
+    """What every method has, rivals too. latencies: a Latency a repeat; rates: tokens a second;
+    plain: ms per token of plain decoding's mean row in the same repeats."""
+    spreads = {
+        key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")
     }
-
-
-def timing(batch: int, method: str, latencies: Sequence[Any], rates: Sequence[float],
-           plain: Sequence[float]) -> dict[str, Any]:
-    """What every method has, rivals too. latencies: a Latency a repeat; rates: tokens a second; plain: ms per token of
-    plain decoding's mean row in the same repeats."""
-    spreads = {key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")}
     speedup = spread([theirs / ours.mean for ours, theirs in zip(latencies, plain, strict=True)])
     return {
-        "batch": batch, "method": method,
+        "batch": batch,
+        "method": method,
         "ms_per_token": {key: s.median for key, s in spreads.items()},
         "ms_per_token_spread": {key: [s.least, s.greatest] for key, s in spreads.items()},
         "tokens_per_second": statistics.median(rates),
-        "speedup": speedup.median, "speedup_spread": [speedup.least, speedup.greatest],
+        "speedup": speedup.median,
+        "speedup_spread": [speedup.least, speedup.greatest],
     }
 
 
@@ -102,8 +147,8 @@ def _parts_ms(parts: Parts, round_ms: float | None) -> dict[str, float | None]:
 
 
 def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
-    """Of their own sum: parts are timed alone, and on a machine that others use together they can take longer, or less,
-    than the rounds of the runs did."""
+    """Of their own sum: parts are timed alone, and on a machine that others use together they
+    can take longer, or less, than the rounds of the runs did."""
     if round_ms is None:
         return None
     found = {key: getattr(parts, key) * 1000.0 for key in ("draft", "verify", "accept")}
@@ -117,13 +162,18 @@ def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
     """Utilisation of the ceilings over a whole run, and what the run would have taken at them."""
     operations, bandwidth, floors = [], [], []
     for run in runs:
-        needed = needs(run, costs.target, costs.draft, samples=costs.samples, ceilings=costs.ceilings)
+        needed = needs(
+            run, costs.target, costs.draft, samples=costs.samples, ceilings=costs.ceilings
+        )
         seconds = max(finish_times(run))
         operations.append(needed.work.operations / seconds / costs.ceilings.operations)
         bandwidth.append(needed.work.bytes / seconds / costs.ceilings.bandwidth)
         floors.append(latency(run, needed.ends))
     return {
-        "flop_utilisation": statistics.median(operations), "bandwidth_utilisation": statistics.median(bandwidth),
-        "floor_ms_per_token": {key: statistics.median(getattr(floor, key) for floor in floors)
-                               for key in ("first", "last", "mean")},
+        "flop_utilisation": statistics.median(operations),
+        "bandwidth_utilisation": statistics.median(bandwidth),
+        "floor_ms_per_token": {
+            key: statistics.median(getattr(floor, key) for floor in floors)
+            for key in ("first", "last", "mean")
+        },
     }

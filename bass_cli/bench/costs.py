@@ -1,7 +1,8 @@
-"""What a run had to read and compute at least, and how long that takes at the device's ceilings: the floor.
+"""What a run had to read and compute at least, and how long that takes at the device's ceilings:
+the floor.
 
-Counted are weights and keys and values, each read once a pass, and the operations of products and attention. Not
-counted: activations, norms, sampling, and the embedding's few rows.
+Counted are weights and keys and values, each read once a pass, and the operations of products
+and attention. Not counted: activations, norms, sampling, and the embedding's few rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 
 
 class Cost(NamedTuple):
-    """A decoder as numbers: elements of the layers' matrices and of the head, bytes an element; elements of keys and
-    values a position and layer; operations of attention a query, key and layer; the window of each layer, 0 for none."""
+    """A decoder as numbers: elements of the layers' matrices and of the head, bytes an element;
+    elements of keys and values a position and layer; operations of attention a query, key and
+    layer; the window of each layer, 0 for none."""
 
     body: int
     head: int
@@ -42,7 +44,8 @@ class Work(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """A run's work in all, and when each of its rounds would have ended at the floor, in seconds."""
+    """A run's work in all, and when each of its rounds would have ended at the floor, in
+    seconds."""
 
     work: Work
     ends: tuple[float, ...]
@@ -53,35 +56,59 @@ def cost_of(decoder: Decoder) -> Cost:
     spec = decoder.spec
     of_layer = parameters(spec)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
-    return Cost(body, decoder.vocab * spec.width, decoder.dtype.itemsize, 2 * spec.kv_heads * spec.head_size,
-                4 * spec.heads * spec.head_size, tuple(spec.windows[i] for i in decoder.layers))
+    return Cost(
+        body,
+        decoder.vocab * spec.width,
+        decoder.dtype.itemsize,
+        2 * spec.kv_heads * spec.head_size,
+        4 * spec.heads * spec.head_size,
+        tuple(spec.windows[i] for i in decoder.layers),
+    )
 
 
 def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, logits: int) -> Work:
-    """One pass of `fed` tokens a row over rows with these contexts, `logits` of them with logits. `shared`: how many
-    positions of the contexts are the same prompt's and need no second reading."""
+    """One pass of `fed` tokens a row over rows with these contexts, `logits` of them with
+    logits. `shared`: how many positions of the contexts are the same prompt's and need no second
+    reading."""
     rows = len(contexts)
-    seen = [[min(length, window) if window else length for length in contexts] for window in cost.windows]
-    keys = sum(sum(layer) - (0 if window else shared) for layer, window in zip(seen, cost.windows, strict=True))
+    seen = [
+        [min(length, window) if window else length for length in contexts]
+        for window in cost.windows
+    ]
+    keys = sum(
+        sum(layer) - (0 if window else shared)
+        for layer, window in zip(seen, cost.windows, strict=True)
+    )
     products = 2 * rows * (cost.body * fed + cost.head * logits)
-    return Work((cost.body + cost.head) * cost.item + keys * cost.keys * cost.item,
-                products + cost.attention * fed * sum(map(sum, seen)))
+    return Work(
+        (cost.body + cost.head) * cost.item + keys * cost.keys * cost.item,
+        products + cost.attention * fed * sum(map(sum, seen)),
+    )
 
 
 def needs(run: Run, target: Cost, draft: Cost | None, *, samples: int, ceilings: Ceilings) -> Needs:
-    """The work of all rounds of a run; rows i of the same i // `samples` share a prompt. A draft's first step feeds two
-    tokens a row, the others one."""
+    """The work of all rounds of a run; rows i of the same i // `samples` share a prompt. A
+    draft's first step feeds two tokens a row, the others one."""
     lengths = list(run.contexts)
     total, ends = Work(0, 0), [0.0]
     for step in run.steps:
         contexts = [lengths[row] for row in step.rows]
         shared = _shared(step.rows, run.contexts, samples)
-        passes = [pass_work(target, contexts=contexts, shared=shared, fed=step.width + 1, logits=step.width + 1)]
+        passes = [
+            pass_work(
+                target, contexts=contexts, shared=shared, fed=step.width + 1, logits=step.width + 1
+            )
+        ]
         if draft is not None:
-            passes += [pass_work(draft, contexts=contexts, shared=shared, fed=1 if i else 2, logits=1)
-                       for i in range(step.width)]
+            passes += [
+                pass_work(draft, contexts=contexts, shared=shared, fed=1 if i else 2, logits=1)
+                for i in range(step.width)
+            ]
         ends.append(ends[-1] + sum(work.floor(ceilings) for work in passes))
-        total = Work(total.bytes + sum(w.bytes for w in passes), total.operations + sum(w.operations for w in passes))
+        total = Work(
+            total.bytes + sum(w.bytes for w in passes),
+            total.operations + sum(w.operations for w in passes),
+        )
         for row, accepted in zip(step.rows, step.accepted, strict=True):
             lengths[row] += accepted + 1
     return Needs(total, tuple(ends[1:]))

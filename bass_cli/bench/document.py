@@ -1,4 +1,5 @@
-"""What a bench's document says besides its cells: the machine, the models, what was asked for (docs/BENCH.md)."""
+"""What a bench's document says besides its cells: the machine, the models, what was asked for
+(docs/BENCH.md)."""
 
 from __future__ import annotations
 
@@ -16,13 +17,24 @@ from bass_cli.bench.gate import Gate
 from bass_cli.bench.settings import Settings
 
 
-def document(models: pairs.Models, settings: Settings, ceilings: Ceilings, passed: Gate,
-             acceptance: Sequence[float]) -> dict[str, Any]:
+def document(
+    models: pairs.Models,
+    settings: Settings,
+    ceilings: Ceilings,
+    passed: Gate,
+    acceptance: Sequence[float],
+) -> dict[str, Any]:
     """One without cells; `acceptance` as it was set, empty if it was not."""
     return {
-        "machine": _machine(models.target.device, ceilings), "pair": pairs.describe(models, settings, acceptance),
-        "settings": _describe(settings), "gate": passed.report(), "captures": [], "cells": [], "controllers": [],
-        "repeats": None, "failures": [],
+        "machine": _machine(models.target.device, ceilings),
+        "pair": pairs.describe(models, settings, acceptance),
+        "settings": _describe(settings),
+        "gate": passed.report(),
+        "captures": [],
+        "cells": [],
+        "controllers": [],
+        "repeats": None,
+        "failures": [],
     }
 
 
@@ -30,12 +42,20 @@ def _machine(device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
     cuda = device.type == "cuda"
     return {
         "device": device.type,
-        "name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(), "python": platform.python_version(), "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None, "bass": __version__,
+        "name": torch.cuda.get_device_name(device)
+        if cuda
+        else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "bass": __version__,
         "bandwidth_bytes_per_second": ceilings.bandwidth,
-        "operations_per_second": ceilings.operations, "ceilings": ceilings.source,
+        "operations_per_second": ceilings.operations,
+        "ceilings": ceilings.source,
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
     }
 
@@ -43,9 +63,16 @@ def _machine(device: torch.device, ceilings: Ceilings) -> dict[str, Any]:
 def _describe(settings: Settings) -> dict[str, Any]:
     sampling = settings.job.sampling
     return {
-        "batch_sizes": list(settings.batch_sizes), "methods": list(settings.methods),
-        "prompt_tokens": settings.prompt_tokens, "new_tokens": settings.new_tokens, "repeats": settings.repeats,
-        "samples_per_prompt": settings.samples_per_prompt, "attention": settings.attention,
-        "prompts": settings.prompts, "seed": sampling.seed,
-        "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k,
+        "batch_sizes": list(settings.batch_sizes),
+        "methods": list(settings.methods),
+        "prompt_tokens": settings.prompt_tokens,
+        "new_tokens": settings.new_tokens,
+        "repeats": settings.repeats,
+        "samples_per_prompt": settings.samples_per_prompt,
+        "attention": settings.attention,
+        "prompts": settings.prompts,
+        "seed": sampling.seed,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
     }

@@ -1,6 +1,8 @@
-"""Drives a loop through one batch and notes what happened: fill it, decode every row to its limit, leave it empty.
+"""Drives a loop through one batch and notes what happened: fill it, decode every row to its limit,
+leave it empty.
 
-End of sequence is ignored and nothing is refilled, so every row generates the same number of tokens.
+End of sequence is ignored and nothing is refilled, so every row generates the same number of
+tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def fill(loop: Loop, rows: list[Row]) -> float:
 
 
 def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
-    """Run the live rows to their limits, timing each round. A row leaves after the round in which it has its tokens."""
+    """Run the live rows to their limits, timing each round. A row leaves after the round in
+    which it has its tokens."""
     contexts = tuple(len(row.tokens) for row in rows)
     captures = captured(loop)
     notes = []
@@ -44,8 +47,10 @@ def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
                 loop.retire(index)
     synchronise(loop.batch.device)
     index_of: dict[Hashable, int] = {row: index for index, row in enumerate(rows)}
-    steps = tuple(Step(ended, done.width, tuple(index_of[row] for row in done.rows), done.accepted)
-                  for ended, done in notes)
+    steps = tuple(
+        Step(ended, done.width, tuple(index_of[row] for row in done.rows), done.accepted)
+        for ended, done in notes
+    )
     return Run(steps, contexts, rows[0].limit, prefill, captured(loop) - captures)
 
 

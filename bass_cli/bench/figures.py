@@ -1,7 +1,7 @@
 """From what a run did to its figures: plain arithmetic on rounds, no device, no models.
 
-All times are seconds since decoding began; prefill is not in them. Not here: how a run is made (drive.py), what the
-hardware could do at best (costs.py).
+All times are seconds since decoding began; prefill is not in them. Not here: how a run is made
+(drive.py), what the hardware could do at best (costs.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One round: when it ended, its draft length, the rows that were live and how many drafts each of them kept."""
+    """One round: when it ended, its draft length, the rows that were live and how many drafts
+    each of them kept."""
 
     ended: float
     width: int
@@ -22,8 +23,9 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A whole batch decoded: `contexts`, each row's length before the first round; `tokens` that each row was to have;
-    `prefill` in seconds; `captures`: graphs that were captured while it ran, which should be none."""
+    """A whole batch decoded: `contexts`, each row's length before the first round; `tokens` that
+    each row was to have; `prefill` in seconds; `captures`: graphs that were captured while it
+    ran, which should be none."""
 
     steps: tuple[Step, ...]
     contexts: tuple[int, ...]
@@ -33,7 +35,8 @@ class Run(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Milliseconds per token of a sequence: of the first row to have all its tokens, of the last, and the mean row."""
+    """Milliseconds per token of a sequence: of the first row to have all its tokens, of the
+    last, and the mean row."""
 
     first: float
     last: float
@@ -41,9 +44,10 @@ class Latency(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a run drafted and kept. `rate`: accepted over drafted. `trials`: accepted over the drafts whose turn came,
-    that is, up to the first that was rejected; it is what an acceptance that was set should come out as. `mean`:
-    accepted a row and round. Rates are None where nothing was drafted."""
+    """What a run drafted and kept. `rate`: accepted over drafted. `trials`: accepted over the
+    drafts whose turn came, that is, up to the first that was rejected; it is what an acceptance
+    that was set should come out as. `mean`: accepted a row and round. Rates are None where
+    nothing was drafted."""
 
     rounds: int
     rate: float | None
@@ -55,7 +59,9 @@ def finish_times(run: Run, ends: Sequence[float] | None = None) -> list[float]:
     """When each row had its tokens, by row; `ends`: other times at which the rounds ended."""
     left = [run.tokens] * len(run.contexts)
     times = [0.0] * len(run.contexts)
-    for step, ended in zip(run.steps, [s.ended for s in run.steps] if ends is None else ends, strict=True):
+    for step, ended in zip(
+        run.steps, [s.ended for s in run.steps] if ends is None else ends, strict=True
+    ):
         for row, accepted in zip(step.rows, step.accepted, strict=True):
             if left[row] > 0:
                 left[row] -= accepted + 1
@@ -82,8 +88,12 @@ def counts(run: Run) -> Counts:
     kept = sum(sum(step.accepted) for step in run.steps)
     rejected = sum(a < step.width for step in run.steps for a in step.accepted)
     rowrounds = sum(len(step.rows) for step in run.steps)
-    return Counts(len(run.steps), kept / drafted if drafted else None, kept / (kept + rejected) if drafted else None,
-                  kept / rowrounds)
+    return Counts(
+        len(run.steps),
+        kept / drafted if drafted else None,
+        kept / (kept + rejected) if drafted else None,
+        kept / rowrounds,
+    )
 
 
 def most_common(values: Iterable[int]) -> int:
@@ -93,10 +103,14 @@ def most_common(values: Iterable[int]) -> int:
 
 
 def round_seconds(run: Run, width: int) -> list[float]:
-    """How long rounds of this draft length took, from one round's end to the next one's, while all rows were live."""
+    """How long rounds of this draft length took, from one round's end to the next one's, while
+    all rows were live."""
     starts = [0.0] + [step.ended for step in run.steps[:-1]]
-    return [step.ended - start for step, start in zip(run.steps, starts, strict=True)
-            if step.width == width and len(step.rows) == len(run.contexts)]
+    return [
+        step.ended - start
+        for step, start in zip(run.steps, starts, strict=True)
+        if step.width == width and len(step.rows) == len(run.contexts)
+    ]
 
 
 class Spread(NamedTuple):

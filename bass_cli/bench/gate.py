@@ -1,6 +1,8 @@
-"""What must hold before anything is timed: logits are finite, and a pair that can agree gives plain decoding's tokens.
+"""What must hold before anything is timed: logits are finite, and a pair that can agree gives plain
+decoding's tokens.
 
-In half precision, and on a GPU, the shape of a batch changes rounding, so there the matches are only counted.
+In half precision, and on a GPU, the shape of a batch changes rounding, so there the matches are
+only counted.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ DRAFT_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`finite`: the target's logits. `rows_equal` of `rows`: greedy speculation against plain decoding, token for token;
-    `tokens_equal` of `tokens`: those before the first difference. None where drafts cannot agree. `strict`: equality
-    is due, which it is on a CPU in float32."""
+    """`finite`: the target's logits. `rows_equal` of `rows`: greedy speculation against plain
+    decoding, token for token; `tokens_equal` of `tokens`: those before the first difference.
+    None where drafts cannot agree. `strict`: equality is due, which it is on a CPU in float32."""
 
     finite: bool
     strict: bool
@@ -53,15 +55,24 @@ def check(loops: Loops, models: Models, rows: list[Row], again: list[Row]) -> Ga
     fill(loops.speculative, again)
     loops.speculative.use(Fixed(DRAFT_LENGTH))
     decode(loops.speculative, again)
-    pairs = [(a.tokens[: a.prompt_length + a.limit], b.tokens[: b.prompt_length + b.limit])
-             for a, b in zip(rows, again, strict=True)]
-    return Gate(finite, strict, len(rows), sum(a == b for a, b in pairs), sum(row.limit for row in rows),
-                sum(_same(a, b) - row.prompt_length for row, (a, b) in zip(rows, pairs, strict=True)))
+    pairs = [
+        (a.tokens[: a.prompt_length + a.limit], b.tokens[: b.prompt_length + b.limit])
+        for a, b in zip(rows, again, strict=True)
+    ]
+    return Gate(
+        finite,
+        strict,
+        len(rows),
+        sum(a == b for a, b in pairs),
+        sum(row.limit for row in rows),
+        sum(_same(a, b) - row.prompt_length for row, (a, b) in zip(rows, pairs, strict=True)),
+    )
 
 
 @torch.inference_mode()
 def _finite(loop: Loop) -> bool:
-    """Whether the target's logits of the live rows' pending tokens are numbers, and not all the same."""
+    """Whether the target's logits of the live rows' pending tokens are numbers, and not all the
+    same."""
     tokens, positions = loop.batch.last(1)
     logits = loop.target.forward(tokens, positions, loop.batch.ends(0)).float()
     return bool(logits.isfinite().all() and (logits.std(-1) > 0).all())

@@ -1,7 +1,9 @@
-"""The bench itself: builds the models, checks them, then measures batch sizes x methods and returns the document.
+"""The bench itself: builds the models, checks them, then measures batch sizes x methods and returns
+the document.
 
-Within a repeat the methods run in turn, plain first, so that a drifting machine hits all of them alike. Not here: one
-run (drive.py), what its figures mean (figures.py, cells.py), rivals (rivals.py), how the document is shown (report.py).
+Within a repeat the methods run in turn, plain first, so that a drifting machine hits all of them
+alike. Not here: one run (drive.py), what its figures mean (figures.py, cells.py), rivals
+(rivals.py), how the document is shown (report.py).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ Note = Callable[[str], None]
 
 
 class Phase(Protocol):
-    """Is told what is done from now on; `live`: whether that may be shown by something that itself takes time."""
+    """Is told what is done from now on; `live`: whether that may be shown by something that
+    itself takes time."""
 
     def __call__(self, name: str, *, live: bool = True) -> None: ...
 
@@ -55,9 +58,9 @@ def _silent(name: str, *, live: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that stays the same from cell to cell. `failures`: what makes the figures worthless, found on the way.
-    `surface`: what rounds cost, for the controllers that want to know. `parts`: of rounds, by batch size, whether a draft
-    is there at all, and draft length."""
+    """Everything that stays the same from cell to cell. `failures`: what makes the figures
+    worthless, found on the way. `surface`: what rounds cost, for the controllers that want to
+    know. `parts`: of rounds, by batch size, whether a draft is there at all, and draft length."""
 
     settings: Settings
     models: pairs.Models
@@ -70,8 +73,17 @@ class Bench:
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
     phase: Phase = _silent
 
-    def rows(self, count: int, *, limit: int | None = None, temperature: float | None = None, repeat: int = 0) -> list[Row]:
-        return rows_for(self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat)
+    def rows(
+        self,
+        count: int,
+        *,
+        limit: int | None = None,
+        temperature: float | None = None,
+        repeat: int = 0,
+    ) -> list[Row]:
+        return rows_for(
+            self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat
+        )
 
     def run(self, method: str, rows: list[Row]) -> Run:
         """One run of these new rows, with a draft-length controller that knows nothing yet."""
@@ -83,18 +95,23 @@ class Bench:
     def lengths(self, method: str) -> Lengths:
         speculation = self.settings.job.speculation
         if method in CONTROLLERS:
-            return make_lengths(method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface)
+            return make_lengths(
+                method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface
+            )
         return Fixed(0 if method == PLAIN else int(method))
 
 
 def measure(settings: Settings, note: Note, phase: Phase = _silent) -> Iterator[dict[str, Any]]:
-    """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set. `note` takes a line of
-    progress, `phase` what is done from now on. The gate comes first: if it fails, there is one document without cells, and
-    its "failures" say why."""
+    """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set.
+    `note` takes a line of progress, `phase` what is done from now on. The gate comes first: if
+    it fails, there is one document without cells, and its "failures" say why."""
     plan = pairs.plan_for(settings)
     device = device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
-        raise MachineError(f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run like that")
+        raise MachineError(
+            f"--attention {settings.attention}: only the Triton kernels of a CUDA device can run "
+            "like that"
+        )
     ops.attention_schedule(settings.attention)
     try:
         with pairs.need_of(settings, plan, device).explained():
@@ -103,13 +120,24 @@ def measure(settings: Settings, note: Note, phase: Phase = _silent) -> Iterator[
         ops.attention_schedule("ragged")
 
 
-def _measure(settings: Settings, plan: Plan | None, note: Note, phase: Phase) -> Iterator[dict[str, Any]]:
+def _measure(
+    settings: Settings, plan: Plan | None, note: Note, phase: Phase
+) -> Iterator[dict[str, Any]]:
     prompts = prompts_for(settings, plan)
     phase("loading the weights" if settings.shape is None else "making random weights")
     models = pairs.build_models(settings, plan)
-    loops = pairs.build_loops(models, settings, context=max(map(len, prompts)) + settings.new_tokens)
-    bench = Bench(settings, models, loops, prompts, ceilings_of(models.target.device, models.target.dtype), note,
-                  phase=phase)
+    loops = pairs.build_loops(
+        models, settings, context=max(map(len, prompts)) + settings.new_tokens
+    )
+    bench = Bench(
+        settings,
+        models,
+        loops,
+        prompts,
+        ceilings_of(models.target.device, models.target.dtype),
+        note,
+        phase=phase,
+    )
     _grow(bench)
     passed = _gate(bench)
     if not passed.passed:
@@ -121,16 +149,23 @@ def _measure(settings: Settings, plan: Plan | None, note: Note, phase: Phase) ->
             imposed.rates = acceptance
         if len(settings.acceptances) > 1:
             note(f"acceptance set to {', '.join(map(str, acceptance))}")
-        yield _grid(replace(bench, failures=[], surface=_profile(bench, plan)), passed, acceptance, plan)
+        yield _grid(
+            replace(bench, failures=[], surface=_profile(bench, plan)), passed, acceptance, plan
+        )
 
 
-def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Plan | None) -> dict[str, Any]:
+def _grid(
+    bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Plan | None
+) -> dict[str, Any]:
     """All batch sizes and methods."""
     settings = bench.settings
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
-    turns = Turns(list(itertools.product(settings.batch_sizes, settings.methods)), repeats=settings.repeats,
-                  limit=settings.time_limit)
+    turns = Turns(
+        list(itertools.product(settings.batch_sizes, settings.methods)),
+        repeats=settings.repeats,
+        limit=settings.time_limit,
+    )
     began = time.perf_counter()
     for batch in settings.batch_sizes:
         captures += _capture(bench, batch)
@@ -138,7 +173,11 @@ def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Pl
     bench = _warm_up(bench, turns)
     _run(bench, turns)
     for batch in settings.batch_sizes:
-        runs = {method: turns.runs[batch, method] for method in settings.methods if turns.runs[batch, method]}
+        runs = {
+            method: turns.runs[batch, method]
+            for method in settings.methods
+            if turns.runs[batch, method]
+        }
         cells += [_cell(bench, batch, method, runs, turns) for method in runs]
         if runs:
             batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
@@ -146,33 +185,48 @@ def _grid(bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Pl
         bench.phase("running other engines", live=False)
         cells += rivals.measure(plan, bench.settings, batches, bench.note)
     return _document(bench, passed, acceptance) | {
-        "captures": captures, "cells": sorted(cells, key=lambda cell: cell["batch"]),
-        "controllers": compare(cells) if settings.controllers else [], "repeats": turns.report(),
+        "captures": captures,
+        "cells": sorted(cells, key=lambda cell: cell["batch"]),
+        "controllers": compare(cells) if settings.controllers else [],
+        "repeats": turns.report(),
     }
 
 
 def _document(bench: Bench, passed: gate.Gate, acceptance: Sequence[float]) -> dict[str, Any]:
-    return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {"failures": bench.failures}
+    return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {
+        "failures": bench.failures
+    }
 
 
 def _profile(bench: Bench, plan: Plan | None) -> Surface | None:
-    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now. A job's first use has
-    none, and neither have `bass` and `auto` here unless controllers are compared."""
+    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now.
+    A job's first use has none, and neither have `bass` and `auto` here unless controllers are
+    compared."""
     settings, loop = bench.settings, bench.loops.speculative
     if plan is not None and plan.surface is not None and plan.surface.measured:
         return plan.surface
-    if loop is None or not (settings.controllers or any("table" in method for method in settings.methods)):
+    if loop is None or not (
+        settings.controllers or any("table" in method for method in settings.methods)
+    ):
         return None
     bench.phase("measuring what rounds cost")
     most = max(settings.batch_sizes)
     rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
-    return profile(loop, bench.prompts, rows=sorted(rows), coupling=settings.job.speculation.coupling,
-                   limit=LIMITS[loop.batch.device.type], longest=settings.longest, tokens=settings.new_tokens,
-                   samples=settings.samples_per_prompt)
+    return profile(
+        loop,
+        bench.prompts,
+        rows=sorted(rows),
+        coupling=settings.job.speculation.coupling,
+        limit=LIMITS[loop.batch.device.type],
+        longest=settings.longest,
+        tokens=settings.new_tokens,
+        samples=settings.samples_per_prompt,
+    )
 
 
 def _grow(bench: Bench) -> None:
-    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs would be captured anew."""
+    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs
+    would be captured anew."""
     for loop in (bench.loops.plain, bench.loops.speculative):
         if loop is not None:
             fill(loop, bench.rows(max(bench.settings.batch_sizes)))
@@ -186,42 +240,65 @@ def _gate(bench: Bench) -> gate.Gate:
     rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
     passed = gate.check(bench.loops, bench.models, rows, again)
     if passed.rows is not None:
-        bench.note(f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of {passed.rows} rows, "
-                   f"{passed.tokens_equal} of {passed.tokens} tokens")
+        bench.note(
+            f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of "
+            f"{passed.rows} rows, "
+            f"{passed.tokens_equal} of {passed.tokens} tokens"
+        )
     if not passed.passed:
-        bench.failures.append("the gate failed: nothing was timed ("
-                              + ("the tokens differ from plain decoding's)" if passed.finite else "logits are not finite)"))
+        bench.failures.append(
+            "the gate failed: nothing was timed ("
+            + (
+                "the tokens differ from plain decoding's)"
+                if passed.finite
+                else "logits are not finite)"
+            )
+        )
     return passed
 
 
 def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
-    """Capture all graphs that runs of this batch size can need: the seconds are those of its own row count, the rest is
-    for the time when some rows have ended. Where the very length counts, each has its own, as it would in a long job."""
+    """Capture all graphs that runs of this batch size can need: the seconds are those of its own
+    row count, the rest is for the time when some rows have ended. Where the very length counts,
+    each has its own, as it would in a long job."""
     found = []
     exact = [method for method in bench.settings.methods if method.startswith("bass")]
     each = bool(exact) or bench.settings.job.speculation.coupling == "maximal"
-    for name, loop, longest in ((PLAIN, bench.loops.plain, 0),
-                                ("speculative", bench.loops.speculative, bench.settings.longest)):
+    for name, loop, longest in (
+        (PLAIN, bench.loops.plain, 0),
+        ("speculative", bench.loops.speculative, bench.settings.longest),
+    ):
         if loop is None or loop.graphs is None or not loop.graphs.enabled:
             continue
         bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
         before, began = loop.graphs.captures, time.perf_counter()
         loop.prepare([batch], range(longest + 1), each=each)
-        found.append({"batch": batch, "loop": name, "graphs": loop.graphs.captures - before,
-                      "seconds": time.perf_counter() - began})
+        found.append(
+            {
+                "batch": batch,
+                "loop": name,
+                "graphs": loop.graphs.captures - before,
+                "seconds": time.perf_counter() - began,
+            }
+        )
         loop.prepare(range(1, batch), range(longest + 1), each=each)
     return found
 
 
 def _warm_up(bench: Bench, turns: Turns) -> Bench:
-    """A short run of every cell. With a time limit the bench that is returned may have fewer new tokens."""
+    """A short run of every cell. With a time limit the bench that is returned may have fewer new
+    tokens."""
     settings, warm, batches = bench.settings, {}, set[int]()
     for batch, method in turns.runs:
         if batch not in batches:
             bench.phase(f"batch {batch}: warming up")
         batches.add(batch)
-        warm[batch, method] = bench.run(method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens)))
-    tokens = turns.tokens(warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0)
+        warm[batch, method] = bench.run(
+            method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens))
+        )
+    tokens = turns.tokens(
+        warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0
+    )
     return replace(bench, settings=replace(settings, new_tokens=tokens))
 
 
@@ -233,27 +310,43 @@ def _run(bench: Bench, turns: Turns) -> None:
         name = f"batch {batch}, repeat {repeat + 1} of {settings.repeats}"
         bench.phase(f"{name}: {method}, about {clock(turns.seconds_left())} left", live=False)
         began = time.perf_counter()
-        turns.add((batch, method), bench.run(method, bench.rows(batch, repeat=repeat)), time.perf_counter() - began)
+        turns.add(
+            (batch, method),
+            bench.run(method, bench.rows(batch, repeat=repeat)),
+            time.perf_counter() - began,
+        )
         if method == settings.methods[-1]:
-            figures = ", ".join(f"{one} {latency(turns.runs[batch, one][-1]).mean:.3g}" for one in settings.methods)
+            figures = ", ".join(
+                f"{one} {latency(turns.runs[batch, one][-1]).mean:.3g}" for one in settings.methods
+            )
             bench.note(f"{name}, about {clock(turns.seconds_left())} left: ms per token {figures}")
 
 
-def _cell(bench: Bench, batch: int, method: str, runs: dict[str, list[Run]], turns: Turns) -> dict[str, Any]:
+def _cell(
+    bench: Bench, batch: int, method: str, runs: dict[str, list[Run]], turns: Turns
+) -> dict[str, Any]:
     drafting = bench.models.drafting if method != PLAIN else None
-    costs = Costs(cost_of(bench.models.target), None if drafting is None else cost_of(drafting),
-                  bench.settings.samples_per_prompt, bench.ceilings)
+    costs = Costs(
+        cost_of(bench.models.target),
+        None if drafting is None else cost_of(drafting),
+        bench.settings.samples_per_prompt,
+        bench.ceilings,
+    )
     captures = sum(run.captures for run in runs[method])
     if captures:
-        bench.failures.append(f"batch {batch}, {method}: {captures} graphs were captured while it was measured; "
-                              "its times are wrong")
+        bench.failures.append(
+            f"batch {batch}, {method}: {captures} graphs were captured while it was measured; "
+            "its times are wrong"
+        )
     parts = _parts(bench, batch, method, draft_length(runs[method]), turns)
-    return cell(batch, method, runs[method], runs[PLAIN][: len(runs[method])], parts=parts, costs=costs)
+    return cell(
+        batch, method, runs[method], runs[PLAIN][: len(runs[method])], parts=parts, costs=costs
+    )
 
 
 def _parts(bench: Bench, batch: int, method: str, width: int, turns: Turns) -> Parts | None:
-    """The parts of a round near the beginning of a run, the same for all methods of a draft length; None if there is no
-    time for them."""
+    """The parts of a round near the beginning of a run, the same for all methods of a draft
+    length; None if there is no time for them."""
     loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
     if key in bench.parts or not turns.in_time():
         return bench.parts.get(key)

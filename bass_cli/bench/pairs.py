@@ -1,5 +1,6 @@
-"""The models of a bench: a real pair from files, or random weights of real shapes with a draft whose acceptance is set
-or comes from scaled layers. Then two loops over them, a plain one and a speculative one, that share the target's store.
+"""The models of a bench: a real pair from files, or random weights of real shapes with a draft
+whose acceptance is set or comes from scaled layers. Then two loops over them, a plain one and a
+speculative one, that share the target's store.
 
 Not here: prompts (texts.py), what is run (grid.py).
 """
@@ -29,12 +30,18 @@ from bass_cli.model.runner import Runner
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
-KINDS = {"real": "a real pair", "set": "acceptance set", "scaled": "scaled layers", "plain": "random weights, no draft"}
+KINDS = {
+    "real": "a real pair",
+    "set": "acceptance set",
+    "scaled": "scaled layers",
+    "plain": "random weights, no draft",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft; `plan` a real pair's."""
+    """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft;
+    `plan` a real pair's."""
 
     kind: str
     label: str
@@ -45,8 +52,8 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Plain decoding and speculation (None without a draft) over the same target, rows and prompt store. One runs at a
-    time, from an empty batch to an empty batch."""
+    """Plain decoding and speculation (None without a draft) over the same target, rows and
+    prompt store. One runs at a time, from an empty batch to an empty batch."""
 
     plain: Loop
     speculative: Loop | None
@@ -69,8 +76,15 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         return plan.need  # `make_plan` has checked it
     assert settings.shape is not None
     target, draft = _specs(settings)
-    found = footprint(target, draft, dtype=dtype_of(settings.job.dtype, device), device=device, longest=settings.longest,
-                      kept_layers=settings.depth or 0, prompt_tokens=settings.prompt_tokens)
+    found = footprint(
+        target,
+        draft,
+        dtype=dtype_of(settings.job.dtype, device),
+        device=device,
+        longest=settings.longest,
+        kept_layers=settings.depth or 0,
+        prompt_tokens=settings.prompt_tokens,
+    )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()
     return need
@@ -83,22 +97,40 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
 
 def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     """Loops over the largest batch size; rows hold up to `context` tokens."""
-    rows, longest, coupling = max(settings.batch_sizes), settings.longest, settings.job.speculation.coupling
+    rows, longest, coupling = (
+        max(settings.batch_sizes),
+        settings.longest,
+        settings.job.speculation.coupling,
+    )
     span = settings.new_tokens + beyond(longest)
     device = models.target.device
     batch = Batch(rows=rows, context=context + beyond(longest), device=device)
     target = Runner(models.target, rows=rows, span=span, lag=1)
 
     def loop(drafter: Drafter, acceptance: tuple[float, ...] | None) -> Loop:
-        return Loop(batch=batch, target=target, drafter=drafter, lengths=Fixed(0), coupling=coupling, clock=Clock(),
-                    acceptance=acceptance, graphs=Graphs(device))
+        return Loop(
+            batch=batch,
+            target=target,
+            drafter=drafter,
+            lengths=Fixed(0),
+            coupling=coupling,
+            clock=Clock(),
+            acceptance=acceptance,
+            graphs=Graphs(device),
+        )
 
     draft = settings.job.pair.draft
     if draft == "none" or longest == 0:
         return Loops(loop(NoDrafter(), None), None)
-    runner = None if models.drafting is None else Runner(models.drafting, rows=rows, span=span, lag=2)
-    drafter = make_drafter(draft, runner=runner, coupling=coupling,
-                           temperature=settings.job.speculation.draft_temperature)
+    runner = (
+        None if models.drafting is None else Runner(models.drafting, rows=rows, span=span, lag=2)
+    )
+    drafter = make_drafter(
+        draft,
+        runner=runner,
+        coupling=coupling,
+        temperature=settings.job.speculation.draft_temperature,
+    )
     return Loops(loop(NoDrafter(), None), loop(drafter, next(iter(settings.acceptances), None)))
 
 
@@ -154,17 +186,30 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
 def describe(models: Models, settings: Settings, acceptance: Sequence[float]) -> dict[str, Any]:
     """The "pair" of the report; `acceptance` as it was set, empty if it was not."""
     return {
-        "name": settings.job.pair.name, "kind": KINDS[models.kind], "label": models.label + _rates(acceptance),
+        "name": settings.job.pair.name,
+        "kind": KINDS[models.kind],
+        "label": models.label + _rates(acceptance),
         "target": _describe_decoder(settings.job.pair.target, models.target),
-        "draft": {"name": settings.job.pair.draft} if models.drafting is None
+        "draft": {"name": settings.job.pair.draft}
+        if models.drafting is None
         else _describe_decoder(settings.job.pair.draft, models.drafting),
-        "acceptance": _number_or_all(acceptance), "depth": settings.depth, "scale": settings.scale,
+        "acceptance": _number_or_all(acceptance),
+        "depth": settings.depth,
+        "scale": settings.scale,
         "coupling": settings.job.speculation.coupling,
     }
 
 
 def _describe_decoder(name: str, decoder: Decoder) -> dict[str, Any]:
     spec = decoder.spec
-    return {"name": name, "layers": len(decoder.layers), "width": spec.width, "heads": spec.heads,
-            "kv_heads": spec.kv_heads, "inner": spec.inner, "vocab": decoder.vocab,
-            "parameters": count_parameters(spec), "dtype": str(decoder.dtype).removeprefix("torch.")}
+    return {
+        "name": name,
+        "layers": len(decoder.layers),
+        "width": spec.width,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "inner": spec.inner,
+        "vocab": decoder.vocab,
+        "parameters": count_parameters(spec),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+    }

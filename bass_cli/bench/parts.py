@@ -1,7 +1,9 @@
-"""How long the parts of a round take, each run alone: draft, verify, accept. Measured apart from the timed runs.
+"""How long the parts of a round take, each run alone: draft, verify, accept. Measured apart from
+the timed runs.
 
-On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a round's graph, and so is
-the whole of it; elsewhere by the wall clock. What a round takes beyond that whole is the host's.
+On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a
+round's graph, and so is the whole of it; elsewhere by the wall clock. What a round takes beyond
+that whole is the host's.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ _CALLS, _REPLAYS = 5, 50
 
 
 class Parts(NamedTuple):
-    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass; coupling and commit;
-    everything that a round does but for the host's part, also what joins those three."""
+    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass;
+    coupling and commit; everything that a round does but for the host's part, also what joins
+    those three."""
 
     width: int
     draft: float
@@ -37,7 +40,8 @@ class Parts(NamedTuple):
 
 @torch.inference_mode()
 def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
-    """Time the parts for the live rows of a loop at this draft length. The rows stay as they are."""
+    """Time the parts for the live rows of a loop at this draft length. The rows stay as they
+    are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
     loop.catch_up(width)
@@ -51,17 +55,28 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = judge(proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed)
+            verdict = judge(
+                proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed
+            )
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
             return _replayed(part) if captured else _called(part, batch.device)
 
-        draft = seconds(lambda: drafter.propose(batch, width), graphs and drafter.on_device) if width else 0.0
-        verify, choice = seconds(lambda: target.forward(tokens, positions, batch.ends(width))), seconds(decide)
+        draft = (
+            seconds(lambda: drafter.propose(batch, width), graphs and drafter.on_device)
+            if width
+            else 0.0
+        )
+        verify, choice = (
+            seconds(lambda: target.forward(tokens, positions, batch.ends(width))),
+            seconds(decide),
+        )
         whole = draft + verify + choice
         if graphs:
-            whole = seconds(loop.function(Shape("round", batch.rows, width))) + (0.0 if drafter.on_device else draft)
+            whole = seconds(loop.function(Shape("round", batch.rows, width))) + (
+                0.0 if drafter.on_device else draft
+            )
         return Parts(width, draft, verify, choice, whole)
 
 
@@ -80,7 +95,11 @@ def _as_in_a_round(batch: Batch, graphs: bool) -> Iterator[None]:
 def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     """A drafter on the host knows no dummy rows; they get drafts of 0."""
     missing = batch.rows - len(proposal.tokens)
-    return Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law) if missing else proposal
+    return (
+        Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law)
+        if missing
+        else proposal
+    )
 
 
 def _called(part: Callable[[], object], device: torch.device) -> float:

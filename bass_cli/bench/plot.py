@@ -1,4 +1,5 @@
-"""Two charts of a document, in one PNG: ms per token and speed-up against batch size, a line a method."""
+"""Two charts of a document, in one PNG: ms per token and speed-up against batch size, a line a
+method."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def draw(document: dict[str, Any], file: str) -> None:
     for method, cells in by_method(document).items():
         batches = [cell["batch"] for cell in cells]
         lows, highs = zip(*(cell["ms_per_token_spread"]["mean"] for cell in cells), strict=True)
-        drawn = axes[0].plot(batches, [cell["ms_per_token"]["mean"] for cell in cells], marker="o", label=method)
+        drawn = axes[0].plot(
+            batches, [cell["ms_per_token"]["mean"] for cell in cells], marker="o", label=method
+        )
         axes[0].fill_between(batches, lows, highs, alpha=0.15, color=drawn[0].get_color())
         axes[1].plot(batches, [cell["speedup"] for cell in cells], marker="o", label=method)
     _label(axes, document)
@@ -37,7 +40,9 @@ def by_method(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 def _label(axes: Any, document: dict[str, Any]) -> None:
     batches = document["settings"]["batch_sizes"]
-    for axis, title in zip(axes, ("ms per token of a sequence, mean row", "speed-up over plain decoding"), strict=True):
+    for axis, title in zip(
+        axes, ("ms per token of a sequence, mean row", "speed-up over plain decoding"), strict=True
+    ):
         axis.set_xscale("log", base=2)
         axis.set_xticks(batches, [str(batch) for batch in batches])
         axis.set_xlabel("batch size")
@@ -46,4 +51,6 @@ def _label(axes: Any, document: dict[str, Any]) -> None:
         axis.grid(alpha=0.3)
     axes[1].axhline(1.0, color="black", linewidth=0.8)
     axes[0].legend(fontsize="small")
-    axes[0].figure.suptitle(f"{document['pair']['label']}; {document['machine']['name']}", fontsize="medium")
+    axes[0].figure.suptitle(
+        f"{document['pair']['label']}; {document['machine']['name']}", fontsize="medium"
+    )

@@ -1,6 +1,8 @@
-"""The same work by others, where they are installed: transformers' generate and vLLM, on a real pair's target.
+"""The same work by others, where they are installed: transformers' generate and vLLM, on a real
+pair's target.
 
-They run after our own methods, not in turn with them. Neither reports its prefill, so a run of one token is taken off.
+They run after our own methods, not in turn with them. Neither reports its prefill, so a run of
+one token is taken off.
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ from bass_cli.plan import Plan
 Generate = Callable[[Sequence[Row], int], None]  # generate this many tokens for each of these rows
 
 
-def measure(plan: Plan, settings: Settings, batches: Sequence[tuple[list[Row], list[float]]],
-            note: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A cell for each batch and each rival that is asked for and installed. batches: rows that have not run, and plain
-    decoding's ms per token for them, a value a repeat."""
+def measure(
+    plan: Plan,
+    settings: Settings,
+    batches: Sequence[tuple[list[Row], list[float]]],
+    note: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """A cell for each batch and each rival that is asked for and installed. batches: rows that
+    have not run, and plain decoding's ms per token for them, a value a repeat."""
     cells = []
     for name in settings.rivals:
         if importlib.util.find_spec(name) is None:
@@ -50,8 +56,14 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _cell(name: str, generate: Generate, settings: Settings, rows: list[Row], device: torch.device,
-          plain: Sequence[float]) -> dict[str, Any]:
+def _cell(
+    name: str,
+    generate: Generate,
+    settings: Settings,
+    rows: list[Row],
+    device: torch.device,
+    plain: Sequence[float],
+) -> dict[str, Any]:
     def seconds(tokens: int) -> float:
         synchronise(device)
         began = time.perf_counter()
@@ -66,8 +78,11 @@ def _cell(name: str, generate: Generate, settings: Settings, rows: list[Row], de
         prefills.append(seconds(1))
         each.append((seconds(tokens) - prefills[-1]) / (tokens - 1))
     latencies = [Latency(second * 1000.0, second * 1000.0, second * 1000.0) for second in each]
-    return EMPTY | timing(len(rows), name, latencies, [len(rows) / second for second in each], plain) | {
-        "prefill_seconds": statistics.median(prefills)}
+    return (
+        EMPTY
+        | timing(len(rows), name, latencies, [len(rows) / second for second in each], plain)
+        | {"prefill_seconds": statistics.median(prefills)}
+    )
 
 
 def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
@@ -76,19 +91,43 @@ def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Gener
 
     transformers.logging.set_verbosity_error()
     path, sampling = plan.target.path, settings.job.sampling
-    where, options = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        where, dtype=plan.dtype, trust_remote_code=False, **options).to(plan.device).eval()
-    law = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    where, options = (
+        (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
+    )
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            where, dtype=plan.dtype, trust_remote_code=False, **options
+        )
+        .to(plan.device)
+        .eval()
+    )
+    law = {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+    }
 
     def generate(rows: Sequence[Row], tokens: int) -> None:
         longest = max(len(row.tokens) for row in rows)
-        ids = torch.tensor([[0] * (longest - len(row.tokens)) + row.tokens for row in rows], device=plan.device)
-        mask = torch.tensor([[0] * (longest - len(row.tokens)) + [1] * len(row.tokens) for row in rows], device=plan.device)
+        ids = torch.tensor(
+            [[0] * (longest - len(row.tokens)) + row.tokens for row in rows], device=plan.device
+        )
+        mask = torch.tensor(
+            [[0] * (longest - len(row.tokens)) + [1] * len(row.tokens) for row in rows],
+            device=plan.device,
+        )
         torch.manual_seed(sampling.seed)
         with torch.inference_mode():
-            model.generate(ids, attention_mask=mask, max_new_tokens=tokens, min_new_tokens=tokens, eos_token_id=None,
-                           pad_token_id=0, **(law if sampling.temperature else {"do_sample": False}))
+            model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                **(law if sampling.temperature else {"do_sample": False}),
+            )
 
     return generate
 
@@ -99,18 +138,33 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
 
     free, total = torch.cuda.mem_get_info(plan.device)
     sampling = settings.job.sampling
-    engine = vllm.LLM(model=str(plan.target.path), tokenizer=str(plan.tokenizer.path), trust_remote_code=False,
-                      seed=sampling.seed,
-                      dtype=str(plan.dtype).removeprefix("torch."), max_num_seqs=max(settings.batch_sizes),
-                      max_model_len=max(len(row.tokens) for row in every) + settings.new_tokens + 1,
-                      gpu_memory_utilization=round(0.8 * free / total, 2), enable_prefix_caching=False)
+    engine = vllm.LLM(
+        model=str(plan.target.path),
+        tokenizer=str(plan.tokenizer.path),
+        trust_remote_code=False,
+        seed=sampling.seed,
+        dtype=str(plan.dtype).removeprefix("torch."),
+        max_num_seqs=max(settings.batch_sizes),
+        max_model_len=max(len(row.tokens) for row in every) + settings.new_tokens + 1,
+        gpu_memory_utilization=round(0.8 * free / total, 2),
+        enable_prefix_caching=False,
+    )
 
     def generate(rows: Sequence[Row], tokens: int) -> None:
-        law = vllm.SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1,
-                                  max_tokens=tokens, ignore_eos=True, detokenize=False)
+        law = vllm.SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
         engine.generate([{"prompt_token_ids": row.tokens} for row in rows], law, use_tqdm=False)
 
     return generate
 
 
-_MAKERS: dict[str, Callable[[Plan, Settings, Sequence[Row]], Generate]] = {"transformers": _transformers, "vllm": _vllm}
+_MAKERS: dict[str, Callable[[Plan, Settings, Sequence[Row]], Generate]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+}

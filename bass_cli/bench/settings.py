@@ -1,4 +1,5 @@
-"""What one `bass bench` is asked to measure, checked before any weights exist. Sampling, device and coupling are a Job's.
+"""What one `bass bench` is asked to measure, checked before any weights exist. Sampling, device and
+coupling are a Job's.
 
 Not here: what the models are (pairs.py), what the figures mean (figures.py).
 """
@@ -21,7 +22,8 @@ _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controlle
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prompt_tokens": 300}
-# On two cores reading 300 tokens takes as long as 30 rounds; what is measured without being asked for ends in two minutes.
+# On two cores reading 300 tokens takes as long as 30 rounds; what is measured without being
+# asked for ends in two minutes.
 _CPU = {"batch_sizes": "1,2,4,8", "methods": "plain,2,4,8,auto", "prompt_tokens": 64}
 _TIME_LIMIT = 80.0  # seconds, on a CPU
 _NUMBER = re.compile("[0-9]{1,9}")
@@ -30,11 +32,12 @@ _LONGEST = 64  # draft length; the same bound as --draft-length
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair. `methods`: plain first,
-    then draft lengths as text, or controllers. `acceptances`, each of them chances that rows take in turn, or `depth` and
-    `scale`, say what a random pair's draft is; there is a document for each of the `acceptances`. `controllers`: all are
-    held against the fixed lengths. `time_limit`: seconds of measuring, after which nothing is repeated; unless they were
-    `tokens_asked_for`, new tokens may be fewer then."""
+    """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair.
+    `methods`: plain first, then draft lengths as text, or controllers. `acceptances`, each of
+    them chances that rows take in turn, or `depth` and `scale`, say what a random pair's draft
+    is; there is a document for each of the `acceptances`. `controllers`: all are held against
+    the fixed lengths. `time_limit`: seconds of measuring, after which nothing is repeated;
+    unless they were `tokens_asked_for`, new tokens may be fewer then."""
 
     job: Job
     shape: str | None
@@ -59,14 +62,20 @@ class Settings:
     def longest(self) -> int:
         """The longest draft of any method."""
         lengths = [int(method) for method in self.methods if method.isdigit()]
-        return max([self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths, default=0)
+        return max(
+            [self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths,
+            default=0,
+        )
 
 
 def make_settings(args: BenchArgs) -> Settings:
-    """Settings from the command line's values, None where nothing was given; UserError for the first mistake."""
+    """Settings from the command line's values, None where nothing was given; UserError for the
+    first mistake."""
     acceptances = tuple(map(_acceptance, args.acceptance or ()))
     _check_combination(args)
-    time_limit = None if args.time_limit is None else parse_duration(args.time_limit, _option("time_limit"))
+    time_limit = (
+        None if args.time_limit is None else parse_duration(args.time_limit, _option("time_limit"))
+    )
     on_cpu = args.device == "cpu" or not torch.cuda.is_available()
     default: dict[str, Any] = _CPU if on_cpu else _GPU
     if on_cpu and args.time_limit is None and args.repeats is None and not args.controllers:
@@ -74,31 +83,59 @@ def make_settings(args: BenchArgs) -> Settings:
     pair = chosen_pair(args) if args.shape is None else _random_pair(args, args.shape)
     rivals = _words(args.rivals or "", RIVALS, "rivals")
     if rivals and args.shape is not None:
-        raise UserError("--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape")
-    batch_sizes = tuple(sorted({_count(word, "batch_sizes", 1, most=1024)
-                                for word in _split(args.batch_sizes or default["batch_sizes"])}))
+        raise UserError(
+            "--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape"
+        )
+    batch_sizes = tuple(
+        sorted(
+            {
+                _count(word, "batch_sizes", 1, most=1024)
+                for word in _split(args.batch_sizes or default["batch_sizes"])
+            }
+        )
+    )
     if not batch_sizes:
         raise UserError(f"{_option('batch_sizes')}: name at least one")
-    job = make_job(pair, job_args(args, max_new_tokens=_count(args.new_tokens, "new_tokens", 128),
-                                  batch_size=max(batch_sizes)))
+    job = make_job(
+        pair,
+        job_args(
+            args,
+            max_new_tokens=_count(args.new_tokens, "new_tokens", 128),
+            batch_size=max(batch_sizes),
+        ),
+    )
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
-    return Settings(job=job, shape=args.shape, draft_shape=args.draft_shape, acceptances=acceptances,
-                    depth=args.depth, scale=args.scale, controllers=args.controllers,
-                    batch_sizes=batch_sizes, rivals=rivals,
-                    methods=_methods(args, default["methods"], has_draft=job.pair.draft != "none"),
-                    prompts=args.prompts, attention=_attention(args.attention),
-                    new_tokens=job.sampling.max_new_tokens,
-                    prompt_tokens=_count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
-                    samples_per_prompt=_count(args.samples_per_prompt, "samples_per_prompt", 1),
-                    repeats=_count(args.repeats, "repeats", 5), time_limit=time_limit,
-                    tokens_asked_for=args.new_tokens is not None)
+    return Settings(
+        job=job,
+        shape=args.shape,
+        draft_shape=args.draft_shape,
+        acceptances=acceptances,
+        depth=args.depth,
+        scale=args.scale,
+        controllers=args.controllers,
+        batch_sizes=batch_sizes,
+        rivals=rivals,
+        methods=_methods(args, default["methods"], has_draft=job.pair.draft != "none"),
+        prompts=args.prompts,
+        attention=_attention(args.attention),
+        new_tokens=job.sampling.max_new_tokens,
+        prompt_tokens=_count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
+        samples_per_prompt=_count(args.samples_per_prompt, "samples_per_prompt", 1),
+        repeats=_count(args.repeats, "repeats", 5),
+        time_limit=time_limit,
+        tokens_asked_for=args.new_tokens is not None,
+    )
 
 
 def _check_combination(args: BenchArgs) -> None:
-    """UserError unless the options describe one pair: a real one, or a shape with one kind of draft or none."""
+    """UserError unless the options describe one pair: a real one, or a shape with one kind of
+    draft or none."""
     if args.prompts is not None and args.prompt_tokens is not None:
-        raise UserError(f"{_option('prompt_tokens')}: prompts of --prompts are used as they are; leave one of the two out")
+        raise UserError(
+            f"{_option('prompt_tokens')}: prompts of --prompts are used as they are; leave one of "
+            "the two out"
+        )
     acceptance, depth, scale = args.acceptance or None, args.depth, args.scale
     if args.shape is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):
@@ -107,13 +144,24 @@ def _check_combination(args: BenchArgs) -> None:
         return
     for key in ("pair", "model", "prompts"):
         if getattr(args, key) is not None:
-            raise UserError(f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the two out")
+            raise UserError(
+                f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the "
+                "two out"
+            )
     if args.draft is not None:
-        raise UserError(f"{_option('draft')}: what drafts for a --shape is said by --draft-shape, or by --depth")
+        raise UserError(
+            f"{_option('draft')}: what drafts for a --shape is said by --draft-shape, or by --depth"
+        )
     if (args.draft_shape is None) != (acceptance is None):
-        raise UserError("--draft-shape and --acceptance are needed together: random weights never agree by themselves")
+        raise UserError(
+            "--draft-shape and --acceptance are needed together: random weights never agree by "
+            "themselves"
+        )
     if (depth is None) != (scale is None):
-        raise UserError("--depth and --scale are needed together: the draft's layers, and the weight of the others")
+        raise UserError(
+            "--depth and --scale are needed together: the draft's layers, and the weight of the "
+            "others"
+        )
     if acceptance is not None and depth is not None:
         raise UserError("--acceptance and --depth are two kinds of draft; leave one of them out")
     if scale is not None and not 0 <= scale < float("inf"):
@@ -127,7 +175,10 @@ def _acceptance(given: str) -> tuple[float, ...]:
     except ValueError:
         rates = ()
     if not rates or not all(0 <= rate <= 1 for rate in rates):
-        raise UserError(f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 (got {given})")
+        raise UserError(
+            f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 (got "
+            f"{given})"
+        )
     return rates
 
 
@@ -140,29 +191,43 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
         draft = args.draft_shape
     elif depth is not None:
         if not 1 <= depth < layers:
-            raise UserError(f"{_option('depth')}: it should be from 1 to {layers - 1}, since {shape} has {layers} "
-                            f"layers (got {depth})")
+            raise UserError(
+                f"{_option('depth')}: it should be from 1 to {layers - 1}, since {shape} has "
+                f"{layers} "
+                f"layers (got {depth})"
+            )
         draft = f"the first {depth} of {layers} layers"
     name = shape if draft == "none" else f"{shape} + {draft}"
     return Pair(name=name, target=shape, draft=draft)
 
 
 def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ...]:
-    """Plain and the others in the order given, each once. Without a draft only plain is possible."""
+    """Plain and the others in the order given, each once. Without a draft only plain is
+    possible."""
     if args.controllers and not has_draft:
-        raise UserError("--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair has no draft")
+        raise UserError(
+            "--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair "
+            "has no draft"
+        )
     default = PLAIN if not has_draft else _CONTROLLED if args.controllers else default
     words = _split(default if args.methods is None else args.methods)
     for word in words:
         number = int(word) if _NUMBER.fullmatch(word) else None
         if number is None and word not in (PLAIN, *CONTROLLERS):
-            raise UserError(f'{_option("methods")}: there is no method "{word}"; '
-                            f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}")
+            raise UserError(
+                f'{_option("methods")}: there is no method "{word}"; '
+                f"{nearest(word, (PLAIN, *CONTROLLERS, 'a draft length'))}"
+            )
         if number is not None and not 1 <= number <= _LONGEST:
-            raise UserError(f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); 0 is called plain")
+            raise UserError(
+                f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); 0 is "
+                "called plain"
+            )
         if word != PLAIN and not has_draft:
             raise UserError(f'{_option("methods")}: "{word}" needs a draft, and this pair has none')
-    return tuple(dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)]))
+    return tuple(
+        dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)])
+    )
 
 
 def _attention(given: str | None) -> str:
@@ -188,7 +253,9 @@ def _count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(f"{_option(key)}: it should be a whole number from 1 to {most} (got {value!r})")
+        raise UserError(
+            f"{_option(key)}: it should be a whole number from 1 to {most} (got {value!r})"
+        )
     return value
 
 

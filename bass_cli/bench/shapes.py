@@ -1,6 +1,8 @@
-"""Shapes of published models, for pairs made of random weights: a Spec by name. No weights and no tokenizer here.
+"""Shapes of published models, for pairs made of random weights: a Spec by name. No weights and no
+tokenizer here.
 
-`wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes. `tiny` is for tests.
+`wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes.
+`tiny` is for tests.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 
 
 def spec_of(name: str, *, option: str, vocab: int | None = None) -> Spec:
-    """The Spec of that name, with `vocab` ids if given (a draft's is its target's); UserError, naming `option` and the
-    nearest shape, for an unknown one."""
+    """The Spec of that name, with `vocab` ids if given (a draft's is its target's); UserError,
+    naming `option` and the nearest shape, for an unknown one."""
     if name not in SHAPES:
         raise UserError(f'{option}: there is no shape "{name}"; {nearest(name, SHAPES)}')
     return SHAPES[name](vocab)
@@ -27,51 +29,148 @@ def spec_of(name: str, *, option: str, vocab: int | None = None) -> Spec:
 def count_parameters(spec: Spec) -> int:
     """Numbers in the weights, a tied head counted once."""
     shapes = parameters(spec)
-    return sum(math.prod(shape) for name, shape in shapes.items() if not (spec.tied and name == "head.weight"))
+    return sum(
+        math.prod(shape)
+        for name, shape in shapes.items()
+        if not (spec.tied and name == "head.weight")
+    )
 
 
-def _modern(vocab: int | None = None, *, family: str, layers: int, width: int, heads: int, kv_heads: int, inner: int,
-            own_vocab: int, context: int, rope: tuple[float, float | None] = (1e6, None), eps: float = 1e-6,
-            biased: bool = False, tied: bool = False) -> Spec:
-    """RMS norm, rotary positions, gated SiLU, grouped heads. `rope`: theta, and the factor of Llama 3's scaling."""
+def _modern(
+    vocab: int | None = None,
+    *,
+    family: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    inner: int,
+    own_vocab: int,
+    context: int,
+    rope: tuple[float, float | None] = (1e6, None),
+    eps: float = 1e-6,
+    biased: bool = False,
+    tied: bool = False,
+) -> Spec:
+    """RMS norm, rotary positions, gated SiLU, grouped heads. `rope`: theta, and the factor of
+    Llama 3's scaling."""
     size = width // heads
     theta, factor = rope
-    factors = None if factor is None else llama3_factors(theta, size, factor=factor, low=1.0, high=4.0, original=8192.0)
-    return Spec(family=family, layers=layers, width=width, heads=heads, kv_heads=kv_heads, head_size=size, inner=inner,
-                vocab=vocab or own_vocab, context=context, norm=Norm("rms", eps), activation="silu", gated=True,
-                rope=Rope(theta, size, factors), windows=(0,) * layers, query_scale=size**-0.5,
-                biases=frozenset({"qkv"}) if biased else frozenset(), tied=tied)
+    factors = (
+        None
+        if factor is None
+        else llama3_factors(theta, size, factor=factor, low=1.0, high=4.0, original=8192.0)
+    )
+    return Spec(
+        family=family,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        inner=inner,
+        vocab=vocab or own_vocab,
+        context=context,
+        norm=Norm("rms", eps),
+        activation="silu",
+        gated=True,
+        rope=Rope(theta, size, factors),
+        windows=(0,) * layers,
+        query_scale=size**-0.5,
+        biases=frozenset({"qkv"}) if biased else frozenset(),
+        tied=tied,
+    )
 
 
 def _opt(vocab: int | None = None, *, layers: int, width: int, heads: int) -> Spec:
     size = width // heads
-    return Spec(family="opt", layers=layers, width=width, heads=heads, kv_heads=heads, head_size=size, inner=4 * width,
-                vocab=vocab or 50272, context=2048, norm=Norm("layer", 1e-5), activation="relu", gated=False, rope=None,
-                windows=(0,) * layers, query_scale=size**-0.5, biases=_EVERY_MAP, tied=True)
+    return Spec(
+        family="opt",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_size=size,
+        inner=4 * width,
+        vocab=vocab or 50272,
+        context=2048,
+        norm=Norm("layer", 1e-5),
+        activation="relu",
+        gated=False,
+        rope=None,
+        windows=(0,) * layers,
+        query_scale=size**-0.5,
+        biases=_EVERY_MAP,
+        tied=True,
+    )
 
 
 def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -> Spec:
     size = width // heads
-    return Spec(family="codegen", layers=layers, width=width, heads=heads, kv_heads=heads, head_size=size,
-                inner=4 * width, vocab=vocab or 51200, context=2048, norm=Norm("layer", 1e-5), activation="gelu_tanh",
-                gated=False, rope=Rope(10000.0, 64), windows=(0,) * layers, query_scale=size**-0.5, parallel=True,
-                biases=frozenset({"up", "down", "head"}))
+    return Spec(
+        family="codegen",
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_size=size,
+        inner=4 * width,
+        vocab=vocab or 51200,
+        context=2048,
+        norm=Norm("layer", 1e-5),
+        activation="gelu_tanh",
+        gated=False,
+        rope=Rope(10000.0, 64),
+        windows=(0,) * layers,
+        query_scale=size**-0.5,
+        parallel=True,
+        biases=frozenset({"up", "down", "head"}),
+    )
 
 
 _qwen = partial(_modern, family="qwen2", context=32768, biased=True)
 _llama = partial(_modern, family="llama", context=131072, own_vocab=128256, eps=1e-5)
 
 SHAPES: dict[str, Callable[[int | None], Spec]] = {
-    "qwen2.5-7b": partial(_qwen, layers=28, width=3584, heads=28, kv_heads=4, inner=18944, own_vocab=152064),
-    "qwen2.5-1.5b": partial(_qwen, layers=28, width=1536, heads=12, kv_heads=2, inner=8960, own_vocab=151936, tied=True),
-    "qwen2.5-0.5b": partial(_qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True),
-    "llama-3.1-8b": partial(_llama, layers=32, width=4096, heads=32, kv_heads=8, inner=14336, rope=(5e5, 8.0)),
-    "llama-3.2-1b": partial(_llama, layers=16, width=2048, heads=32, kv_heads=8, inner=8192, rope=(5e5, 32.0), tied=True),
+    "qwen2.5-7b": partial(
+        _qwen, layers=28, width=3584, heads=28, kv_heads=4, inner=18944, own_vocab=152064
+    ),
+    "qwen2.5-1.5b": partial(
+        _qwen, layers=28, width=1536, heads=12, kv_heads=2, inner=8960, own_vocab=151936, tied=True
+    ),
+    "qwen2.5-0.5b": partial(
+        _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
+    ),
+    "llama-3.1-8b": partial(
+        _llama, layers=32, width=4096, heads=32, kv_heads=8, inner=14336, rope=(5e5, 8.0)
+    ),
+    "llama-3.2-1b": partial(
+        _llama, layers=16, width=2048, heads=32, kv_heads=8, inner=8192, rope=(5e5, 32.0), tied=True
+    ),
     "opt-13b": partial(_opt, layers=40, width=5120, heads=40),
     "opt-125m": partial(_opt, layers=12, width=768, heads=12),
     "codegen-16b": partial(_codegen, layers=34, width=6144, heads=24),
-    "wide-310m": partial(_modern, family="llama", layers=4, width=2048, heads=16, kv_heads=4, inner=8192,
-                         own_vocab=152064, context=32768, tied=True),
-    "tiny": partial(_modern, family="llama", layers=4, width=48, heads=6, kv_heads=2, inner=80, own_vocab=301,
-                    context=512),
+    "wide-310m": partial(
+        _modern,
+        family="llama",
+        layers=4,
+        width=2048,
+        heads=16,
+        kv_heads=4,
+        inner=8192,
+        own_vocab=152064,
+        context=32768,
+        tied=True,
+    ),
+    "tiny": partial(
+        _modern,
+        family="llama",
+        layers=4,
+        width=48,
+        heads=6,
+        kv_heads=2,
+        inner=80,
+        own_vocab=301,
+        context=512,
+    ),
 }

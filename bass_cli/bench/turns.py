@@ -1,4 +1,5 @@
-"""Cells in turn, until all repeats are done or time is up: which runs next, and how long the rest takes.
+"""Cells in turn, until all repeats are done or time is up: which runs next, and how long the rest
+takes.
 
 Not here: what a run is (grid.py, drive.py), what its figures mean (figures.py).
 """
@@ -12,16 +13,25 @@ from typing import Any
 from bass_cli.bench.figures import Run, latency, spread
 
 LEAST_TOKENS = 16  # of a row: fewer say little of a method
-_RUNS = 0.8  # of the time limit, for warming up and the runs; the rest is for what is measured once, the parts of rounds
+# of the time limit, for warming up and the runs; the rest is for what is measured once, the parts
+# of rounds
+_RUNS = 0.8
 Key = tuple[int, str]  # a batch size and a method
 
 
 class Turns:
-    """The runs of every batch size and method. `limit`: seconds from now on, None for no end; `repeats`: the most runs of
-    a cell. Every cell is run once before any is run again, so that all are there when time is up; the first always is."""
+    """The runs of every batch size and method. `limit`: seconds from now on, None for no end;
+    `repeats`: the most runs of a cell. Every cell is run once before any is run again, so that
+    all are there when time is up; the first always is."""
 
-    def __init__(self, keys: Sequence[Key], *, repeats: int, limit: float | None,
-                 now: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        *,
+        repeats: int,
+        limit: float | None,
+        now: Callable[[], float] = time.perf_counter,
+    ):
         self._keys, self._repeats, self._limit, self._now = tuple(keys), repeats, limit, now
         self._began = now()
         self._seconds: dict[Key, float] = {}
@@ -32,18 +42,21 @@ class Turns:
         self._began += seconds
 
     def tokens(self, warm: dict[Key, Run], most: int, *, least: int) -> int:
-        """How many tokens a row can have, so that every cell can be run in the time, by a short run of each; within the
-        bounds, and with few they are LEAST_TOKENS."""
+        """How many tokens a row can have, so that every cell can be run in the time, by a short
+        run of each; within the bounds, and with few they are LEAST_TOKENS."""
         fixed = sum(run.prefill for run in warm.values())
         each = sum(latency(run).last / 1000.0 for run in warm.values())
         tokens = most
         if self._limit is not None:
             tokens = min(most, max(least, LEAST_TOKENS, int((self._left() - fixed) / each)))
-        self._seconds = {key: run.prefill + tokens * latency(run).last / 1000.0 for key, run in warm.items()}
+        self._seconds = {
+            key: run.prefill + tokens * latency(run).last / 1000.0 for key, run in warm.items()
+        }
         return tokens
 
     def next(self) -> tuple[int, Key] | None:
-        """Repeat and cell of the next run; None if there is none, or none that is likely to end in time."""
+        """Repeat and cell of the next run; None if there is none, or none that is likely to end
+        in time."""
         done = min(map(len, self.runs.values()))
         key = next(key for key in self._keys if len(self.runs[key]) == done)
         late = self._limit is not None and self._seconds[key] > self._left(_RUNS if done else 1.0)
@@ -57,7 +70,9 @@ class Turns:
 
     def seconds_left(self) -> float:
         """What the runs that are still to come are expected to take."""
-        rest = sum(self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items())
+        rest = sum(
+            self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
+        )
         return rest if self._limit is None else max(0.0, min(rest, self._left()))
 
     def in_time(self) -> bool:
@@ -66,13 +81,24 @@ class Turns:
 
     def report(self) -> dict[str, Any]:
         """What became of the repeats, for the document."""
-        spreads = [spread([latency(run).mean for run in runs]) for runs in self.runs.values() if len(runs) > 1]
-        rest = sum(self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items())
+        spreads = [
+            spread([latency(run).mean for run in runs])
+            for runs in self.runs.values()
+            if len(runs) > 1
+        ]
+        rest = sum(
+            self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
+        )
         return {
-            "limit_seconds": self._limit, "seconds": self._now() - self._began, "repeats": self._repeats,
+            "limit_seconds": self._limit,
+            "seconds": self._now() - self._began,
+            "repeats": self._repeats,
             "done": min(len(runs) for runs in self.runs.values() if runs),
-            "missing_seconds": rest, "missing": [list(key) for key, runs in self.runs.items() if not runs],
-            "widest_spread": max(((s.greatest - s.least) / s.median for s in spreads), default=None),
+            "missing_seconds": rest,
+            "missing": [list(key) for key, runs in self.runs.items() if not runs],
+            "widest_spread": max(
+                ((s.greatest - s.least) / s.median for s in spreads), default=None
+            ),
         }
 
     def _left(self, share: float = _RUNS) -> float:

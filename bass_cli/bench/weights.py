@@ -1,8 +1,8 @@
-"""Random weights of a given shape, made on the device in their dtype: no file, no copy on the host. And what makes a
-pair of them agree: the layers that its draft lacks can be scaled down.
+"""Random weights of a given shape, made on the device in their dtype: no file, no copy on the host.
+And what makes a pair of them agree: the layers that its draft lacks can be scaled down.
 
-The scales keep every layer's output near 1 and give logits the spread below, so that a nucleus holds some hundreds of
-ids, as in text, and not nearly the whole vocabulary.
+The scales keep every layer's output near 1 and give logits the spread below, so that a nucleus
+holds some hundreds of ids, as in text, and not nearly the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ from bass_cli.model.decoder import Spec, parameters, stored_dtype
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
 
 
-def random_weights(spec: Spec, *, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """All of `parameters(spec)`: normal matrices, norms of 1, biases of 0. A tied head is the embedding itself."""
+def random_weights(
+    spec: Spec, *, dtype: torch.dtype, device: torch.device, seed: int
+) -> dict[str, Tensor]:
+    """All of `parameters(spec)`: normal matrices, norms of 1, biases of 0. A tied head is the
+    embedding itself."""
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in parameters(spec).items():
@@ -37,11 +40,14 @@ def _fill(weight: Tensor, name: str, spec: Spec, generator: torch.Generator) -> 
     elif name in ("embed.weight", "positions.weight") and not head:
         weight.normal_(0.0, 0.02, generator=generator)
     else:
-        weight.normal_(0.0, (LOGIT_SPREAD if head else 1.0) / weight.shape[1] ** 0.5, generator=generator)
+        weight.normal_(
+            0.0, (LOGIT_SPREAD if head else 1.0) / weight.shape[1] ** 0.5, generator=generator
+        )
 
 
 def scale_layers(weights: dict[str, Tensor], spec: Spec, *, first: int, scale: float) -> None:
-    """Scale what layers `first` and later add to the residual stream, in place; 0 makes them do nothing."""
+    """Scale what layers `first` and later add to the residual stream, in place; 0 makes them do
+    nothing."""
     assert not spec.norm.sandwich  # a norm after the map would undo it
     for i in range(first, spec.layers):
         for name in ("o", "down"):

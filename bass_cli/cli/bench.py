@@ -1,4 +1,5 @@
-"""The body of `bass bench`: options to Settings, the document to standard output. Nothing heavy before the checks."""
+"""The body of `bass bench`: options to Settings, the document to standard output. Nothing heavy
+before the checks."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from bass_cli.system.threads import settle
 
 
 def run(args: BenchArgs, screen: Screen) -> bool:
-    """Measure and print, each document as soon as it is there; False if a gate failed or graphs were captured inside a
-    measured run."""
+    """Measure and print, each document as soon as it is there; False if a gate failed or graphs
+    were captured inside a measured run."""
     settle(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings
@@ -25,17 +26,26 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     settings = make_settings(args)
     if args.plot is not None:
         if len(settings.acceptances) > 1:
-            raise UserError("--plot FILE draws one bench: leave it out, or all but one --acceptance")
+            raise UserError(
+                "--plot FILE draws one bench: leave it out, or all but one --acceptance"
+            )
     elif args.overwrite:
-        raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --plot FILE, and none was given; leave it out")
+        raise UserError(
+            "--overwrite (or BASS_OVERWRITE): it is for a --plot FILE, and none was given; leave "
+            "it out"
+        )
     if settings.shape is None:
-        refuse_shared_files([("--plot", args.plot)],
-                            [("the prompt file", settings.prompts), *files_read(args.pair, settings.job)])
+        refuse_shared_files(
+            [("--plot", args.plot)],
+            [("the prompt file", settings.prompts), *files_read(args.pair, settings.job)],
+        )
     if args.plot is not None:
         charts.check(args.plot, overwrite=args.overwrite)
     if settings.prompts is not None:
         if settings.prompts == "-":
-            raise UserError("--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once")
+            raise UserError(
+                "--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once"
+            )
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
     from bass_cli.bench.grid import measure

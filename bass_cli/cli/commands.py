@@ -1,7 +1,8 @@
-"""The command line: flags to a Job, user errors to exit codes. Every heavy import happens inside a command.
+"""The command line: flags to a Job, user errors to exit codes. Every heavy import happens inside a
+command.
 
-0 done, 1 some prompts failed or stayed unfinished, 2 wrong input or configuration, 3 the machine lacks something,
-130 interrupted. Standard output carries results only.
+0 done, 1 some prompts failed or stayed unfinished, 2 wrong input or configuration, 3 the machine
+lacks something, 130 interrupted. Standard output carries results only.
 """
 
 from __future__ import annotations
@@ -26,17 +27,23 @@ from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
 from bass_cli.io.console import Screen
 
 app = typer.Typer(
-    cls=Group, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True, epilog=EPILOG,
+    cls=Group,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 
 
-# What writing to a stream fails with; errors of files have their name, and those of results become a MachineError.
+# What writing to a stream fails with; errors of files have their name, and those of results
+# become a MachineError.
 _FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line. What standard output's encoding has no character for is written as an escape."""
+    """Run the command line. What standard output's encoding has no character for is written as
+    an escape."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -50,7 +57,9 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _FULL_OR_CLOSED or error.filename is not None:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still held goes nowhere, and is not tried again
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # what is still held goes nowhere, and is not tried again
         if not code:  # else something was said already
             print(f"bass: error: standard output: cannot write: {error.strerror}", file=sys.stderr)
             code = 3
@@ -65,9 +74,12 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _bass(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """Draw many samples per prompt from a language model, fast, and exactly from the model's own distribution.
+    """Draw many samples per prompt from a language model, fast, and exactly from the model's own
+    distribution.
 
     \b
     Examples:
@@ -103,7 +115,8 @@ app.command(cls=Command, epilog=EPILOG)(profile)
 @app.command(cls=Command, epilog=EPILOG)
 @takes(BenchArgs)
 def bench(args: BenchArgs) -> None:
-    """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights of a real model's shape.
+    """Measure speed against plain decoding: batch sizes x methods, on a pair or on random weights
+    of a real model's shape.
 
     \b
     Examples:
@@ -141,13 +154,20 @@ def pairs(args: PairsArgs) -> None:
             print(json.dumps(rows, indent=2))
             return
         columns = ("pair", "target", "draft", "weights", "here")
-        screen.table(columns, [[row["name"], row["target"], row["draft"], row["weights"], row["here"]] for row in rows])
+        screen.table(
+            columns,
+            [
+                [row["name"], row["target"], row["draft"], row["weights"], row["here"]]
+                for row in rows
+            ],
+        )
 
 
 @app.command(cls=Command)
 @takes(DoctorArgs)
 def doctor(args: DoctorArgs) -> None:
-    """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which pairs fit.
+    """Show what this machine offers: device, versions, memory, disk, sandbox, the hub, and which
+    pairs fit.
 
     \b
     Examples:

@@ -1,6 +1,7 @@
 """What this machine offers and which pairs can run on it, by file look-ups and rough byte counts.
 
-Nothing is downloaded and no weights are read; whether a checkpoint is sound is found out by plan.py, for one pair only.
+Nothing is downloaded and no weights are read; whether a checkpoint is sound is found out by
+plan.py, for one pair only.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ OVERHEAD = 1.2  # keys, values and work space beside the weights
 
 
 def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """These pairs (names or files), or every packaged one: its models, the bytes of its weights (None: unknown), whether it
-    runs here, and why not."""
+    """These pairs (names or files), or every packaged one: its models, the bytes of its weights
+    (None: unknown), whether it runs here, and why not."""
     memory = available_memory()
     return [_describe_pair(load_pair(name), memory) for name in names or packaged_pairs()]
 
@@ -58,7 +59,11 @@ def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
             missing[place] = f"{missing[place]} and {role}" if place in missing else role
     size = weight_bytes(pair, memory["device"])
     fits = None if size is None else size * OVERHEAD <= memory["bytes"]
-    reasons = [] if fits is not False else [f"needs more memory than the {gigabytes(memory['bytes'])} here"]
+    reasons = (
+        []
+        if fits is not False
+        else [f"needs more memory than the {gigabytes(memory['bytes'])} here"]
+    )
     reasons += [f"{roles}: {place}" for place, roles in missing.items()]
     return {
         "name": pair.name,
@@ -79,14 +84,16 @@ def _draft_files(pair: Pair) -> str | None:
 
 
 def place_of(model: str, folder: Path | None = None) -> str:
-    """Whether the files of a model are "here", or in a few words what is to be done about them. `folder`: where the pair's
-    file lies."""
+    """Whether the files of a model are "here", or in a few words what is to be done about them.
+    `folder`: where the pair's file lies."""
     if model.startswith("package:"):
         module, _, file = model.removeprefix("package:").partition("/")
         found = importlib.util.find_spec(module) if module.isidentifier() else None
         if found is None:
             return f"package {module} is not installed"
-        here = any(os.path.isfile(Path(folder) / file) for folder in found.submodule_search_locations or [])
+        here = any(
+            os.path.isfile(Path(folder) / file) for folder in found.submodule_search_locations or []
+        )
         return "here" if here else f"package {module} has no {file}"
     path = Path(os.path.expanduser(model))
     if os.path.exists(path) or (folder is not None and os.path.exists(folder / path)):
@@ -103,11 +110,14 @@ def _is_cached(model: str) -> bool:
     import huggingface_hub
 
     names = ("model.safetensors", "model.safetensors.index.json")
-    return any(isinstance(huggingface_hub.try_to_load_from_cache(model, name), str) for name in names)
+    return any(
+        isinstance(huggingface_hub.try_to_load_from_cache(model, name), str) for name in names
+    )
 
 
 def weight_bytes(pair: Pair, device: str) -> int | None:
-    """Roughly what the weights of a pair take in memory, from the number of parameters in the names of its models."""
+    """Roughly what the weights of a pair take in memory, from the number of parameters in the
+    names of its models."""
     width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
     counts = [parameters_in(name) for name in (pair.target, _draft_files(pair)) if name is not None]
     known = [count for count in counts if count is not None]
@@ -148,7 +158,9 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
         "memory_bytes": memory["bytes"],
         **_free(torch.device(memory["device"])),
         "cpu": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "threads": settled.number,
         "threads_why": settled.why,
         "kernels": "triton" if cuda and importlib.util.find_spec("triton") else "plain torch",
@@ -164,7 +176,9 @@ def describe_machine(args: DoctorArgs) -> dict[str, Any]:
 def _processor() -> str:
     """The processor's name, as far as the system tells it."""
     with contextlib.suppress(OSError):
-        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        named = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
         if named:
             return named[1]
     return platform.processor() or platform.machine()
@@ -181,10 +195,15 @@ def _free(device: torch.device) -> dict[str, Any]:
 
 
 def _caches(cuda: bool) -> dict[str, str]:
-    """The folders in which things are kept, whether that is possible there, and how much room they have."""
+    """The folders in which things are kept, whether that is possible there, and how much room
+    they have."""
     from huggingface_hub import constants
 
-    places = {"cache": cache_folder(), "models_cache": Path(constants.HF_HUB_CACHE), "temporary": temporary_folder()}
+    places = {
+        "cache": cache_folder(),
+        "models_cache": Path(constants.HF_HUB_CACHE),
+        "temporary": temporary_folder(),
+    }
     if cuda:
         give_kernels_a_cache()
         home = Path(os.environ.get("TRITON_HOME") or Path("~").expanduser()) / ".triton" / "cache"
@@ -208,7 +227,11 @@ def _sandbox() -> str:
     try:
         with Sandbox(workers=1) as sandbox:
             layers = ", ".join(sandbox.layers) or "only limits, in a process of its own"
-            weak = [f"weak, so running programs needs {ACCEPT}"] if sandbox.isolation.weaknesses() else []
+            weak = (
+                [f"weak, so running programs needs {ACCEPT}"]
+                if sandbox.isolation.weaknesses()
+                else []
+            )
             return "; ".join((layers, *weak, *sandbox.isolation.warnings()))
     except MachineError as error:
         return str(error)
@@ -228,9 +251,14 @@ def _hub() -> str:
             get_session().head(constants.ENDPOINT, timeout=_PATIENCE)
             found.append("can be reached")
         except Exception as error:  # depends on the client that the hub's package uses
-            found.append(f"cannot be reached ({(str(error).strip().splitlines() or [type(error).__name__])[0]})")
+            found.append(
+                "cannot be reached "
+                f"({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
+            )
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up its name may take much longer than the client waits
+    asking = threading.Thread(
+        target=ask, daemon=True
+    )  # looking up its name may take much longer than the client waits
     asking.start()
     asking.join(_PATIENCE)
     return f"{constants.ENDPOINT} {found[-1]}"
@@ -245,7 +273,8 @@ def _chosen(args: DoctorArgs) -> Pair | None:
 
 
 def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
-    """A pair, and, where all of it is here, how many rows there is memory for, by its checkpoints' headers."""
+    """A pair, and, where all of it is here, how many rows there is memory for, by its
+    checkpoints' headers."""
     from bass_cli.plan import make_plan
 
     found = _describe_pair(pair, memory)
@@ -259,9 +288,19 @@ def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
         else:
             assert plan.footprint is not None
             found["weights"] = gigabytes(plan.footprint.weights)
-            rows = {"pair_rows": f"up to {plan.most_rows} at once, of {plan.job.sampling.max_new_tokens} new tokens each"}
-    return {"pair": pair.name, "pair_target": pair.target, "pair_draft": pair.draft, "pair_weights": found["weights"],
-            **rows, "pair_here": here, "pair_ready": ready}
+            rows = {
+                "pair_rows": f"up to {plan.most_rows} at once, of "
+                f"{plan.job.sampling.max_new_tokens} new tokens each"
+            }
+    return {
+        "pair": pair.name,
+        "pair_target": pair.target,
+        "pair_draft": pair.draft,
+        "pair_weights": found["weights"],
+        **rows,
+        "pair_here": here,
+        "pair_ready": ready,
+    }
 
 
 def _version(package: str) -> str:

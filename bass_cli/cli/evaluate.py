@@ -1,4 +1,5 @@
-"""`bass eval`: its options, to evaluation.py or sweep.py. Light to import, since the command line needs it for its help."""
+"""`bass eval`: its options, to evaluation.py or sweep.py. Light to import, since the command
+line needs it for its help."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from bass_cli.io.console import Screen
 
 @takes(EvaluateArgs)
 def evaluate(args: EvaluateArgs) -> None:
-    """Draw samples for humaneval, mbpp or xsum and score them, with a wall-clock budget for each prompt if one is set.
+    """Draw samples for humaneval, mbpp or xsum and score them, with a wall-clock budget for each
+    prompt if one is set.
 
     \b
     Example:
@@ -23,11 +25,16 @@ def evaluate(args: EvaluateArgs) -> None:
     Samples and verdicts are kept: given again, the same command goes on.
     """
     screen = Screen(args.quiet, document=args.json_document)
-    with exit_codes(screen, "interrupted; samples and verdicts so far are kept, and the same command goes on from here"):
+    with exit_codes(
+        screen,
+        "interrupted; samples and verdicts so far are kept, and the same command goes on from here",
+    ):
         from bass_cli.eval.evaluation import Evaluation
         from bass_cli.eval.sweep import sweep
 
-        document, complete = Evaluation(args, screen).run() if args.budgets is None else sweep(args, screen)
+        document, complete = (
+            Evaluation(args, screen).run() if args.budgets is None else sweep(args, screen)
+        )
         if args.json_document:
             print(json.dumps(document, allow_nan=False))
         if not complete:

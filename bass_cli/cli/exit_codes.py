@@ -1,4 +1,5 @@
-"""How a command ends: exceptions to messages and exit codes. Nothing heavy is imported unless something went wrong."""
+"""How a command ends: exceptions to messages and exit codes. Nothing heavy is imported unless
+something went wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def exit_codes(screen: Screen, interrupted: str) -> Iterator[None]:
-    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C, and a reader of its output
-    that has gone (`| head -1`) without a word. On a system that bass does not run on, it ends at once."""
+    """Turn the ways a command can end into messages and exit codes; SIGTERM ends it like Ctrl-C,
+    and a reader of its output that has gone (`| head -1`) without a word. On a system that bass
+    does not run on, it ends at once."""
     if (reason := unsupported()) is not None:
         screen.error(reason)
         raise typer.Exit(3)
@@ -68,7 +70,8 @@ def _drop_what_cannot_be_written() -> None:
 
 
 def _end_of(error: Exception) -> tuple[int | None, str]:
-    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and what to say."""
+    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and what
+    to say."""
     from bass_cli.errors import MachineError, UserError
 
     if isinstance(error, MachineError):
@@ -79,5 +82,9 @@ def _end_of(error: Exception) -> tuple[int | None, str]:
         return 3, f"{error.filename or 'standard output'}: cannot write: {error.strerror}"
     if is_refused_memory(error):
         first = (str(error).splitlines() or [""])[0]
-        return 3, f"there was not enough memory: use smaller batches, fewer new tokens or a smaller model ({first})"
+        return (
+            3,
+            "there was not enough memory: use smaller batches, fewer new tokens or a smaller "
+            f"model ({first})",
+        )
     return None, ""

@@ -1,6 +1,8 @@
-"""How `--help` looks: options in named groups, nothing cut, the words that a page uses explained on that page.
+"""How `--help` looks: options in named groups, nothing cut, the words that a page uses explained on
+that page.
 
-Plain text, so that it is there at once and can be searched. Not here: what the options are (cli/options.py).
+Plain text, so that it is there at once and can be searched. Not here: what the options are
+(cli/options.py).
 """
 
 from __future__ import annotations
@@ -11,17 +13,26 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-EPILOG = "Every option has a variable too: BASS_N=4 stands for --n 4, BASS_TOP_P=0.9 for --top-p 0.9. A flag overrides it."
+EPILOG = (
+    "Every option has a variable too: BASS_N=4 stands for --n 4, BASS_TOP_P=0.9 for --top-p "
+    "0.9. A flag overrides it."
+)
 
 WORDS = {
-    "pair": "a target and its draft, with settings, in a YAML file; those that come with bass have names (bass pairs)",
+    "pair": "a target and its draft, with settings, in a YAML file; those that come with bass "
+            "have names (bass pairs)",
     "target": "the model whose samples are wanted",
-    "draft": "what guesses tokens ahead of the target, and the guesses: a small model, some of the target's own layers, "
-             "or a look-up in text that is there already. A draft changes the speed, never what the samples are worth",
+    "draft": "what guesses tokens ahead of the target, and the guesses: a small model, some of "
+             "the target's own layers, "
+             "or a look-up in text that is there already. A draft changes the speed, never what "
+             "the samples are worth",
     "row": "a sample while it is being drawn; the rows of a batch are decoded at once",
-    "round": "one step of all rows: tokens are drafted, the target checks them in one pass, rows keep those that stand",
-    "coupling": "how the target checks drafts. With both kinds samples follow the target's own distribution, exactly: "
-                "shared gives the very tokens of plain decoding with that seed, maximal keeps a few more drafts",
+    "round": "one step of all rows: tokens are drafted, the target checks them in one pass, rows "
+             "keep those that stand",
+    "coupling": "how the target checks drafts. With both kinds samples follow the target's own "
+                "distribution, exactly: "
+                "shared gives the very tokens of plain decoding with that seed, maximal keeps a "
+                "few more drafts",
     "plain decoding": "without drafts, one token a round",
     "acceptance": "the share of the drafted tokens that the target keeps",
     "controller": "what chooses the draft length before every round",
@@ -54,7 +65,9 @@ def words_in(text: str) -> list[str]:
     waiting = [text]
     while waiting:
         text = waiting.pop()
-        used = [word for word in WORDS if re.search(rf"\b{word}(s|ed|ing)?(?!\w)", text, re.IGNORECASE)]
+        used = [
+            word for word in WORDS if re.search(rf"\b{word}(s|ed|ing)?(?!\w)", text, re.IGNORECASE)
+        ]
         new = [word for word in used if word not in found]
         found += new
         waiting += [WORDS[word] for word in new]
@@ -67,9 +80,15 @@ def _write(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, text: s
     for param in params:
         if not getattr(param, "hidden", False):
             is_argument = param.param_type_name == "argument"
-            group = getattr(param, "rich_help_panel", None) or ("Arguments" if is_argument else "Other")
-            groups.setdefault(group, []).append((param.metavar if is_argument else _names(param), param.help or ""))
-    words = words_in(" ".join([text, *(part for rows in groups.values() for row in rows for part in row)]))
+            group = getattr(param, "rich_help_panel", None) or (
+                "Arguments" if is_argument else "Other"
+            )
+            groups.setdefault(group, []).append(
+                (param.metavar if is_argument else _names(param), param.help or "")
+            )
+    words = words_in(
+        " ".join([text, *(part for rows in groups.values() for row in rows for part in row)])
+    )
     if words:
         with formatter.section("Words"):
             formatter.write_dl([(word, WORDS[word]) for word in words])
@@ -80,7 +99,9 @@ def _write(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any, text: s
 
 def _names(param: Any) -> str:
     """The option's forms and what it takes: -h, --help or --n N."""
-    names = ", ".join(sorted(param.opts, key=len)) + "".join(f" / {name}" for name in param.secondary_opts)
+    names = ", ".join(sorted(param.opts, key=len)) + "".join(
+        f" / {name}" for name in param.secondary_opts
+    )
     return names if param.is_flag else f"{names} {param.metavar or param.name.upper()}"
 
 

@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
 RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
-_LEGEND = ("{pair}: what a round takes, in milliseconds, and the fastest draft length",
-           "  rows      samples at once: a round brings each the kept drafts and one more",
-           "  plain     without drafts; 4 drafts: with 4 a row; drafting: making those 4",
-           "  60% kept  the fastest length if 60% of drafts are kept; 0 is plain decoding")
+_LEGEND = (
+    "{pair}: what a round takes, in milliseconds, and the fastest draft length",
+    "  rows      samples at once: a round brings each the kept drafts and one more",
+    "  plain     without drafts; 4 drafts: with 4 a row; drafting: making those 4",
+    "  60% kept  the fastest length if 60% of drafts are kept; 0 is plain decoding",
+)
 _CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
 
 
 @takes(ProfileArgs)
 def profile(args: ProfileArgs) -> None:
-    """Measure in under a minute what rounds of a pair cost here, to be known to --draft-length auto and table.
+    """Measure in under a minute what rounds of a pair cost here, to be known to --draft-length auto
+    and table.
 
     \b
     Example:
@@ -53,7 +56,10 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = make_plan(job, options=("--batch-sizes", None))
     if plan.profile is None:
-        raise UserError(f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to profile')
+        raise UserError(
+            f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to '
+            "profile"
+        )
     for note in plan.notes:
         screen.note(note)
     with plan.need.explained():
@@ -63,11 +69,14 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
 
 
 def make_profile_job(args: ProfileArgs) -> Job:
-    """The job whose loop is measured: as many rows as the largest batch size that was asked for, and little to generate."""
+    """The job whose loop is measured: as many rows as the largest batch size that was asked for,
+    and little to generate."""
     from bass_cli.config.job import chosen_pair, make_job
 
     rows = max(batch_sizes_of(args.batch_sizes)) if args.batch_sizes else "auto"
-    return make_job(chosen_pair(args), job_args(args, batch_size=rows, max_new_tokens=200, draft_length="auto"))
+    return make_job(
+        chosen_pair(args), job_args(args, batch_size=rows, max_new_tokens=200, draft_length="auto")
+    )
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
@@ -75,8 +84,13 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
     from bass_cli.errors import UserError
 
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(re.fullmatch("[0-9]{1,4}", word) and 1 <= int(word) <= 1024 for word in words):
-        raise UserError(f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" should be numbers from 1 to 1024, like 1,2,8')
+    if not words or not all(
+        re.fullmatch("[0-9]{1,4}", word) and 1 <= int(word) <= 1024 for word in words
+    ):
+        raise UserError(
+            f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" should be numbers from 1 to 1024, '
+            "like 1,2,8"
+        )
     return tuple(sorted({int(word) for word in words}))
 
 
@@ -91,8 +105,11 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     from bass_cli.profiling.texts import joined
 
     kind = plan.device.type
-    rows = (batch_sizes_of(args.batch_sizes) if args.batch_sizes
-            else tuple(count for count in BATCH_SIZES[kind] if count <= plan.most_rows))
+    rows = (
+        batch_sizes_of(args.batch_sizes)
+        if args.batch_sizes
+        else tuple(count for count in BATCH_SIZES[kind] if count <= plan.most_rows)
+    )
     plan = replace(plan, job=plan.job.model_copy(update={"batch_size": max(rows)}))
     assert plan.profile is not None
     screen.phase("loading the weights")
@@ -100,13 +117,25 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     length = min(_CONTEXT[kind], plan.target.spec.context // 4)
     prompts = [joined(plan.tokenizer, i, length) for i in range(-(-max(rows) // 8))]
     compiling = "compiling kernels, then " if kind == "cuda" else ""
-    screen.phase(f"{compiling}measuring rounds of {', '.join(map(str, rows))} rows, for up to {LIMITS[kind]:.0f} s")
+    screen.phase(
+        f"{compiling}measuring rounds of {', '.join(map(str, rows))} rows, for up to "
+        f"{LIMITS[kind]:.0f} s"
+    )
     began = time.perf_counter()
-    surface = measure(loop, prompts, rows=rows, coupling=plan.job.speculation.coupling, limit=LIMITS[kind],
-                      context=plan.target.spec.context, note=screen.note)
+    surface = measure(
+        loop,
+        prompts,
+        rows=rows,
+        coupling=plan.job.speculation.coupling,
+        limit=LIMITS[kind],
+        context=plan.target.spec.context,
+        note=screen.note,
+    )
     seconds = time.perf_counter() - began
     if not save_surface(plan.profile, surface, screen.error):
-        raise MachineError(f"the profile was measured but could not be kept in {plan.profile.parent}")
+        raise MachineError(
+            f"the profile was measured but could not be kept in {plan.profile.parent}"
+        )
     return _show(plan, surface, seconds, screen)
 
 
@@ -114,18 +143,43 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     """The table of best lengths; returns the document."""
     from bass_cli.lengths.table import best_length
 
-    rates = sorted({*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])})
+    rates = sorted(
+        {*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])}
+    )
     limit = plan.job.speculation.max
-    best = {rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates} for rows in surface.rows}
+    best = {
+        rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates}
+        for rows in surface.rows
+    }
     if not plan.job.pair.draft.startswith("lookup") and surface.acceptance is not None:
         screen.say(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
-    columns = ("rows", "plain ms", "4 drafts ms", "drafting ms", *(f"{rate:.0%} kept" for rate in rates))
-    lines = [[str(rows), f"{surface.seconds(rows, 0) * 1e3:.2f}", f"{surface.seconds(rows, 4) * 1e3:.2f}",
-              f"{surface.draft_seconds(rows, 4) * 1e3:.2f}", *(str(best[rows][rate]) for rate in rates)]
-             for rows in surface.rows]
+    columns = (
+        "rows",
+        "plain ms",
+        "4 drafts ms",
+        "drafting ms",
+        *(f"{rate:.0%} kept" for rate in rates),
+    )
+    lines = [
+        [
+            str(rows),
+            f"{surface.seconds(rows, 0) * 1e3:.2f}",
+            f"{surface.seconds(rows, 4) * 1e3:.2f}",
+            f"{surface.draft_seconds(rows, 4) * 1e3:.2f}",
+            *(str(best[rows][rate]) for rate in rates),
+        ]
+        for rows in surface.rows
+    ]
     for line in _LEGEND:
         screen.say(line.format(pair=plan.job.pair.name))
     screen.table(columns, lines)
     screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
-    return {"pair": plan.job.pair.name, "file": str(plan.profile), "seconds": seconds, "acceptance": surface.acceptance,
-            "digest": surface.digest(), "best": best, "surface": json.loads(surface.to_json())}
+    return {
+        "pair": plan.job.pair.name,
+        "file": str(plan.profile),
+        "seconds": seconds,
+        "acceptance": surface.acceptance,
+        "digest": surface.digest(),
+        "best": best,
+        "surface": json.loads(surface.to_json()),
+    }

@@ -1,4 +1,5 @@
-"""`bass score`: its options, checked, to scoring.py. Light to import, since the command line needs it for its help."""
+"""`bass score`: its options, checked, to scoring.py. Light to import, since the command line
+needs it for its help."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from bass_cli.io.console import Screen
 
 @takes(ScoreArgs)
 def score(args: ScoreArgs) -> None:
-    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE, and the times.
+    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
+    and the times.
 
     \b
     Example:
@@ -40,18 +42,40 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
 
     ks = scoring.parse_ks(args.k or "1,10")
     workers = scoring.parse_workers(args.workers)
-    timeout = None if args.timeout is None else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+    timeout = (
+        None
+        if args.timeout is None
+        else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+    )
     path = args.file
     if args.overwrite and args.report is None:
-        raise UserError("--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; leave it out")
-    refuse_shared_files([("the verdicts", verdicts_path(path)), ("--report", args.report)],
-                        [("the generation file", path), ("its manifest", manifest_path(path)), ("the data", args.data)])
+        raise UserError(
+            "--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; "
+            "leave it out"
+        )
+    refuse_shared_files(
+        [("the verdicts", verdicts_path(path)), ("--report", args.report)],
+        [
+            ("the generation file", path),
+            ("its manifest", manifest_path(path)),
+            ("the data", args.data),
+        ],
+    )
     scoring.check_report(args.report, path, overwrite=args.overwrite)
     screen.phase("reading the file and the task's data", live=False)
     file = read_generations(path)
     task = load_task(args.task or guess_task(file), args.data)
     scoring.refuse_without_programs(task, args)
     scoring.refuse(task, allow_execution=args.allow_code_execution)
-    return scoring.score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=args.report,
-                         screen=screen, rejudge=args.rejudge, overwrite=args.overwrite,
-                         allow_weak=args.allow_weak_sandbox)
+    return scoring.score(
+        file,
+        task,
+        ks=ks,
+        workers=workers,
+        timeout=timeout,
+        report_path=args.report,
+        screen=screen,
+        rejudge=args.rejudge,
+        overwrite=args.overwrite,
+        allow_weak=args.allow_weak_sandbox,
+    )

@@ -1,7 +1,9 @@
-"""What a command was given: a typed object for each, whose fields are its options. None (or false) means not given.
+"""What a command was given: a typed object for each, whose fields are its options. None (or false)
+means not given.
 
-An option that several commands share is declared once, in the class that they share. What it is called and
-says of itself is in cli/options.py; whether its value makes sense is found out by config/job.py and the command.
+An option that several commands share is declared once, in the class that they share. What it is
+called and says of itself is in cli/options.py; whether its value makes sense is found out by
+config/job.py and the command.
 """
 
 from __future__ import annotations
@@ -151,4 +153,6 @@ class DoctorArgs:
 def job_args(args: PairArgs, **changes: Any) -> JobArgs:
     """What a command was given that its Job is made of, with changes."""
     known = {one.name for one in fields(JobArgs)}
-    return JobArgs(**{one.name: getattr(args, one.name) for one in fields(args) if one.name in known} | changes)
+    return JobArgs(
+        **{one.name: getattr(args, one.name) for one in fields(args) if one.name in known} | changes
+    )

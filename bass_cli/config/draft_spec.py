@@ -15,16 +15,16 @@ _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class Draft(NamedTuple):
-    """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder, file or skip:LAYERS; None
-    with lookup, or without a draft."""
+    """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder,
+    file or skip:LAYERS; None with lookup, or without a draft."""
 
     sources: tuple[str, ...]
     model: str | None
 
 
 def parse_draft(text: str) -> Draft:
-    """The parts of a `draft`; ValueError says what is wrong with it. "siblings" are all samples of a prompt, so they
-    include "own"."""
+    """The parts of a `draft`; ValueError says what is wrong with it. "siblings" are all samples
+    of a prompt, so they include "own"."""
     if text == "none":
         return Draft((), None)
     if not _is_lookup(text):
@@ -32,14 +32,17 @@ def parse_draft(text: str) -> Draft:
         return Draft((), text)
     words, plus, model = text.removeprefix(_LOOKUP).partition("+")
     if plus:
-        raise ValueError(f'"{text}" is no draft: lookup beside a model was removed, because the model alone was faster; '
-                         f'use "{model or "MODEL"}" or "lookup"')
+        raise ValueError(
+            f'"{text}" is no draft: lookup beside a model was removed, because the model alone '
+            "was faster; "
+            f'use "{model or "MODEL"}" or "lookup"'
+        )
     return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, None)
 
 
 def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
-    """The first and last of each run of layers in skip:LAYERS, like skip:4-9,12; none if the text is no such draft.
-    ValueError says how they are written."""
+    """The first and last of each run of layers in skip:LAYERS, like skip:4-9,12; none if the
+    text is no such draft. ValueError says how they are written."""
     if not text.startswith(_SKIP):
         return ()
     found = [_RUN.fullmatch(part.strip()) for part in text.removeprefix(_SKIP).split(",")]

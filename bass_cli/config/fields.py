@@ -1,4 +1,5 @@
-"""What single values of a job may be: numbers with bounds, numbers or words, drafts. Each refusal says what would be valid.
+"""What single values of a job may be: numbers with bounds, numbers or words, drafts. Each refusal
+says what would be valid.
 
 Not here: which values a job has, and its own rules across them (config/job.py).
 """
@@ -13,7 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bass_cli.config.draft_spec import check_draft
 from bass_cli.io.reading import LARGEST, shown
 
-MOST_ROWS = 1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
+MOST_ROWS = (
+    1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
+)
 CONTROLLERS = ("auto", "bass", "table", "bass+table")
 
 
@@ -31,13 +34,17 @@ def _stops(value: Any) -> Any:
 
 
 def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any:
-    """The value if it is one of the words, or the whole number that it is or spells, within the bounds."""
+    """The value if it is one of the words, or the whole number that it is or spells, within the
+    bounds."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
         value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value in words or (whole and least <= value <= most):
         return value
-    raise ValueError(f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to {most}")
+    raise ValueError(
+        f"{shown(value)} is not valid; use {', '.join(words)} or a whole number from {least} to "
+        f"{most}"
+    )
 
 
 def _draft_length(value: Any) -> Any:

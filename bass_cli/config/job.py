@@ -1,4 +1,5 @@
-"""What one run is asked to do: Job, Pair, Sampling and Speculation, frozen and strict, read from YAML and flags.
+"""What one run is asked to do: Job, Pair, Sampling and Speculation, frozen and strict, read from
+YAML and flags.
 
 Nothing here touches a model, a prompt or torch. Command-line code imports
 this file inside its commands only, because pydantic is slow to import.
@@ -39,11 +40,26 @@ DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
-_LONGEST = 1_000_000  # seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
+_LONGEST = (
+    1_000_000  # seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
+)
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
-JOB_FLAGS = {*SAMPLING_FLAGS, *SPECULATION_FLAGS.values(), "n", "draft", "budget", "batch_size", "device", "dtype", "chat",
-             "threads", "limit", "prompt_column", "token_ids"}
+JOB_FLAGS = {
+    *SAMPLING_FLAGS,
+    *SPECULATION_FLAGS.values(),
+    "n",
+    "draft",
+    "budget",
+    "batch_size",
+    "device",
+    "dtype",
+    "chat",
+    "threads",
+    "limit",
+    "prompt_column",
+    "token_ids",
+}
 
 
 class Strict(BaseModel):
@@ -53,7 +69,8 @@ class Strict(BaseModel):
 
 
 class Sampling(Strict):
-    """The target's processed law and the noise that picks from it; temperature 0 is greedy, top_k 0 is off."""
+    """The target's processed law and the noise that picks from it; temperature 0 is greedy,
+    top_k 0 is off."""
 
     temperature: Annotated[Real, Field(ge=0)] = 0.8
     top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
@@ -74,12 +91,15 @@ class Speculation(Strict):
     @model_validator(mode="after")
     def _within_max(self) -> Speculation:
         if self.length not in CONTROLLERS and int(self.length) > self.max:
-            raise ValueError(f"the draft length {self.length} is above speculation.max, which is {self.max}")
+            raise ValueError(
+                f"the draft length {self.length} is above speculation.max, which is {self.max}"
+            )
         return self
 
 
 class Pair(Strict):
-    """A target and its draft. `folder` is where the YAML lies (None: packaged); it is never read from the YAML."""
+    """A target and its draft. `folder` is where the YAML lies (None: packaged); it is never read
+    from the YAML."""
 
     name: Name
     target: Name
@@ -92,8 +112,9 @@ class Pair(Strict):
 
 
 class Job(Strict):
-    """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else is said; `budget`: seconds
-    for each prompt; `chat` None means: chat if the prompt has messages."""
+    """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else
+    is said; `budget`: seconds for each prompt; `chat` None means: chat if the prompt has
+    messages."""
 
     pair: Pair
     n: Annotated[Count, Field(le=MOST_ROWS)] = 8
@@ -113,22 +134,34 @@ class Job(Strict):
     @classmethod
     def _as_the_pair_has_it(cls, given: Any) -> Any:
         pair = given.get("pair") if isinstance(given, dict) else None
-        return {**{key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}, **given} \
-            if isinstance(pair, Pair) else given
+        return (
+            {**{key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}, **given}
+            if isinstance(pair, Pair)
+            else given
+        )
 
     @property
     def draws_one(self) -> bool:
-        """Whether the samples of a prompt are all equal, so that one is drawn and the others are copies."""
+        """Whether the samples of a prompt are all equal, so that one is drawn and the others are
+        copies."""
         return self.n > 1 and self.sampling.temperature == 0
 
 
 def parse_duration(text: str, key: str = "duration") -> float:
-    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above 0, up to _LONGEST."""
-    match = re.fullmatch(r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII)
-    seconds = float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above
+    0, up to _LONGEST."""
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
+    )
+    seconds = (
+        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    )
     if not 0 < seconds <= _LONGEST:
-        raise UserError(f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it like 2s, '
-                        "500ms or 1.5m")
+        raise UserError(
+            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
+            "like 2s, "
+            "500ms or 1.5m"
+        )
     return seconds
 
 
@@ -139,14 +172,20 @@ def packaged_pairs() -> list[str]:
 
 
 def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
-    """The pair that the command line names with --pair, or makes of the target that it names with --model."""
+    """The pair that the command line names with --pair, or makes of the target that it names
+    with --model."""
     name, model = args.pair, args.model
     if model is None:
         return load_pair(name or DEFAULT_PAIR)
     if name is not None:
-        raise UserError("--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a target already")
+        raise UserError(
+            "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
+            "target already"
+        )
     if not model:
-        raise UserError("--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file")
+        raise UserError(
+            "--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file"
+        )
     is_pair = model in packaged_pairs() and not os.path.exists(model)
     if is_pair or model.endswith(_PAIR_FILES):
         raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')
@@ -160,18 +199,25 @@ def _model_name(model: str) -> str:
 
 
 def load_pair(name_or_file: str) -> Pair:
-    """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and nearest valid key."""
+    """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and
+    nearest valid key."""
     if name_or_file in packaged_pairs():
         resource = importlib.resources.files("bass_cli.configs") / f"{name_or_file}.yaml"
         return _parse_pair(resource.read_bytes(), f"{name_or_file}.yaml", None)
     path = Path(os.path.expanduser(name_or_file))
     if not name_or_file.endswith(_PAIR_FILES):
         if _is_model(name_or_file):
-            raise UserError(f'--pair: "{name_or_file}" is a model, not a pair; give it with --model {name_or_file}')
+            raise UserError(
+                f'--pair: "{name_or_file}" is a model, not a pair; give it with --model '
+                f"{name_or_file}"
+            )
         if not os.path.isfile(path):
             known = nearest(name_or_file, packaged_pairs())
-            raise UserError(f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model is given with '
-                            "--model)")
+            raise UserError(
+                f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model '
+                "is given with "
+                "--model)"
+            )
     try:
         content = read_bytes(path, MOST_BYTES)
     except OSError as error:
@@ -180,9 +226,18 @@ def load_pair(name_or_file: str) -> Pair:
 
 
 def _is_model(text: str) -> bool:
-    """Whether a text that should be a pair is a hub id, a folder, a file of weights, or one in a package."""
-    return (text.endswith(_WEIGHTS) or text.startswith("package:") or os.path.isdir(os.path.expanduser(text))
-            or (text.count("/") == 1 and not text.startswith((".", "~", "/")) and not os.path.exists(text)))
+    """Whether a text that should be a pair is a hub id, a folder, a file of weights, or one in a
+    package."""
+    return (
+        text.endswith(_WEIGHTS)
+        or text.startswith("package:")
+        or os.path.isdir(os.path.expanduser(text))
+        or (
+            text.count("/") == 1
+            and not text.startswith((".", "~", "/"))
+            and not os.path.exists(text)
+        )
+    )
 
 
 def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
@@ -197,33 +252,54 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
         return Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
     except ValidationError as error:
         path, reason = _first_fault(error)
-        line = next((lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1)
+        line = next(
+            (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1
+        )
         raise UserError(f'{place}:{line}: key "{".".join(path)}": {reason}') from None
 
 
-def _check_keys(node: yaml.MappingNode, model: type[Strict], place: str, path: tuple[str, ...]) -> dict[Any, int]:
+def _check_keys(
+    node: yaml.MappingNode, model: type[Strict], place: str, path: tuple[str, ...]
+) -> dict[Any, int]:
     """The line of every key, at any depth; UserError at one that is unknown or given twice."""
     lines: dict[Any, int] = {}
-    known = {name: field.annotation for name, field in model.model_fields.items() if name != "folder"}
+    known = {
+        name: field.annotation for name, field in model.model_fields.items() if name != "folder"
+    }
     for key, value in node.value:
         word = str(key.value)
         here, line = (*path, word), key.start_mark.line + 1
         if word not in known or not key.tag.endswith(":str"):
-            raise UserError(f'{place}:{line}: unknown key "{shown(".".join(here))[1:-1]}"; {nearest(word, known)}')
+            raise UserError(
+                f'{place}:{line}: unknown key "{shown(".".join(here))[1:-1]}"; '
+                f"{nearest(word, known)}"
+            )
         if here in lines:
-            raise UserError(f'{place}:{line}: key "{".".join(here)}" is given twice, first in line {lines[here]}')
+            raise UserError(
+                f'{place}:{line}: key "{".".join(here)}" is given twice, first in line '
+                f"{lines[here]}"
+            )
         lines[here] = line
         inner = known[word]
-        if isinstance(value, yaml.MappingNode) and isinstance(inner, type) and issubclass(inner, Strict):
+        if (
+            isinstance(value, yaml.MappingNode)
+            and isinstance(inner, type)
+            and issubclass(inner, Strict)
+        ):
             lines |= _check_keys(value, inner, place, here)
     return lines
 
 
 def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
-    """The first fault's key path (without pydantic's own steps into unions) and its reason, value included."""
+    """The first fault's key path (without pydantic's own steps into unions) and its reason,
+    value included."""
     fault = error.errors(include_url=False)[0]
     own_steps = re.compile(r"literal\[|int$|function-")
-    path = tuple(str(step) for step in fault["loc"] if not own_steps.match(str(step)) and not isinstance(step, int))
+    path = tuple(
+        str(step)
+        for step in fault["loc"]
+        if not own_steps.match(str(step)) and not isinstance(step, int)
+    )
     reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     reason = "it is missing" if fault["type"] == "missing" else reason[:1].lower() + reason[1:]
     plain = isinstance(fault["input"], (str, int, float)) and fault["type"] != "value_error"
@@ -231,7 +307,8 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
 
 
 def make_job(pair: Pair, args: JobArgs) -> Job:
-    """A Job from a pair and the values given on the command line, of which None lets the pair's value show through."""
+    """A Job from a pair and the values given on the command line, of which None lets the pair's
+    value show through."""
     given = {key: value for key in JOB_FLAGS if (value := getattr(args, key)) is not None}
     if args.budget is not None:
         given["budget"] = parse_duration(args.budget, "--budget (or BASS_BUDGET)")

@@ -1,4 +1,5 @@
-"""Who proposes tokens: the drafter for a pair's `draft` setting, and none. What a drafter is: engine/contracts.py."""
+"""Who proposes tokens: the drafter for a pair's `draft` setting, and none. What a drafter is:
+engine/contracts.py."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ class NoDrafter:
 
     on_device, longest, version = True, 0, 0
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        reference: Sequence[int] = (),
+        in_time: InTime | None = None,
+    ) -> bool:
         return True
 
     def close(self, key: str) -> None:
@@ -36,9 +43,11 @@ class NoDrafter:
         return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
 
 
-def make_drafter(draft: str, *, runner: Runner | None, coupling: str, temperature: float | None) -> Drafter:
-    """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds its model, if it has one: a draft
-    model, or the target with layers skipped."""
+def make_drafter(
+    draft: str, *, runner: Runner | None, coupling: str, temperature: float | None
+) -> Drafter:
+    """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds
+    its model, if it has one: a draft model, or the target with layers skipped."""
     sources, model = parse_draft(draft)
     if model is None:
         return LookupDrafter(sources) if sources else NoDrafter()

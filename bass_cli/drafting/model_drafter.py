@@ -1,8 +1,8 @@
 """A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
 
-The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks the last draft, and
-feeding it again otherwise only writes the same key. Rounds without drafts leave the cache behind; `catch_up` feeds what
-more it missed.
+The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks
+the last draft, and feeding it again otherwise only writes the same key. Rounds without drafts
+leave the cache behind; `catch_up` feeds what more it missed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from bass_cli.model.runner import Runner
 
 
 class ModelDrafter:
-    """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
-    theirs is 0."""
+    """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces
+    the rows' own, unless theirs is 0."""
 
     on_device, longest = True, sys.maxsize
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
-        self._fed: list[int] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
+        self._fed: list[
+            int
+        ] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
 
     def prepare_prompts(self) -> None:
         self._runner.prepare_prompts()
@@ -38,7 +40,13 @@ class ModelDrafter:
     def version(self) -> int:
         return self._runner.version
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        reference: Sequence[int] = (),
+        in_time: InTime | None = None,
+    ) -> bool:
         return self._runner.open(key, tokens, in_time)
 
     def close(self, key: str) -> None:
@@ -60,7 +68,8 @@ class ModelDrafter:
 
     def expect(self, batch: Batch, length: int) -> int:
         ends = [len(row.tokens) for row in batch.hosts]
-        # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache lacks, drafting or not.
+        # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache
+        # lacks, drafting or not.
         self._fed = [min(fed, end - 1) for fed, end in zip(self._fed, ends, strict=True)]
         if length == 0:
             return 0
@@ -75,16 +84,22 @@ class ModelDrafter:
     def propose(self, batch: Batch, length: int) -> Proposal:
         return self._propose(batch, length, None)
 
-    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
+    def propose_while(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
+    ) -> Proposal:
         """contracts.StopsShort; shared coupling only."""
         assert self._coupling == "shared"
         return self._propose(batch, length, goes_on)
 
-    def _propose(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None) -> Proposal:
+    def _propose(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None
+    ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
-        places = lengths + torch.arange(length, device=batch.device)[:, None]  # by step, so that each is contiguous
+        places = (
+            lengths + torch.arange(length, device=batch.device)[:, None]
+        )  # by step, so that each is contiguous
         tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
         chosen: list[Tensor] = []
         drawn_from: list[ops.Law] = []
@@ -105,7 +120,9 @@ class ModelDrafter:
             self._fed = [fed - (length - len(chosen)) for fed in self._fed]
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 
-    def _choose(self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor) -> tuple[Tensor, ops.Law | None]:
+    def _choose(
+        self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor
+    ) -> tuple[Tensor, ops.Law | None]:
         if self._coupling == "shared":
             return propose_shared(logits, laws, places), None
         return propose_maximal(logits, laws, places, lengths)

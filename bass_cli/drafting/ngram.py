@@ -1,8 +1,10 @@
-"""N-gram lookup as drafter: what followed a row's last tokens before, in its own output, in that of the other samples of
-its prompt (live or finished), in the prompt, or in a reference text that the prompt carries.
+"""N-gram lookup as drafter: what followed a row's last tokens before, in its own output, in that of
+the other samples of its prompt (live or finished), in the prompt, or in a reference text that the
+prompt carries.
 
-No model and no laws: each proposal is a point mass. Works on the host. What it proposes depends on committed tokens only,
-so the same job drafts the same twice. Not here: the search (ngram_index.py), how long a draft is worth (ngram_trust.py).
+No model and no laws: each proposal is a point mass. Works on the host. What it proposes depends
+on committed tokens only, so the same job drafts the same twice. Not here: the search
+(ngram_index.py), how long a draft is worth (ngram_trust.py).
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from bass_cli.engine.contracts import InTime, Proposal
 
 @dataclass(slots=True, eq=False)
 class Guess:
-    """What was looked up for a row: tokens, how many tokens were matched before each, and how many are worth a place in
-    the round. `start`: the length of the row then."""
+    """What was looked up for a row: tokens, how many tokens were matched before each, and how
+    many are worth a place in the round. `start`: the length of the row then."""
 
     start: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -34,8 +36,8 @@ class Guess:
 
 @dataclass(slots=True, eq=False)
 class _Sample:
-    """A live row: the indexes it is looked up in, the one that takes in its own output (None: no source is its output),
-    its number there, and the guesses that nothing was learnt from yet."""
+    """A live row: the indexes it is looked up in, the one that takes in its own output (None: no
+    source is its output), its number there, and the guesses that nothing was learnt from yet."""
 
     indexes: tuple[Index, ...]
     own: Index | None
@@ -53,8 +55,8 @@ class _Sample:
 
 
 class LookupDrafter:
-    """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one index, which goes when the
-    prompt is closed and its last row has ended."""
+    """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one
+    index, which goes when the prompt is closed and its last row has ended."""
 
     on_device, longest, version = False, sys.maxsize, 0
 
@@ -64,7 +66,13 @@ class LookupDrafter:
         self._samples: list[_Sample] = []  # by row
         self._trust = Trust()
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        reference: Sequence[int] = (),
+        in_time: InTime | None = None,
+    ) -> bool:
         self._prompts[key] = index = Index()
         for source, text in (("reference", reference), ("prompt", tokens)):
             if source in self._sources and text:
@@ -97,8 +105,8 @@ class LookupDrafter:
         self._samples[target] = self._samples.pop()
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every live row. Those beyond a row's count are no more than a guess, or its last
-        token again; if no row's count is above 0, nothing is proposed."""
+        """Up to `length` tokens for every live row. Those beyond a row's count are no more than
+        a guess, or its last token again; if no row's count is above 0, nothing is proposed."""
         guesses = self.look_up(batch, length)
         counts = tuple([guess.count for guess in guesses])
         if not any(counts):
@@ -137,7 +145,8 @@ class LookupDrafter:
         return self._trust.worth(matched) < len(matched)
 
     def _judge(self, guesses: list[Guess], row: Row) -> None:
-        """Whether they were drafted does not matter: what the row became says what would have stood."""
+        """Whether they were drafted does not matter: what the row became says what would have
+        stood."""
         while guesses and guesses[0].start < len(row.tokens):
             guess, stood = guesses.pop(0), 0
             new = row.tokens[guess.start : guess.start + len(guess.tokens)]

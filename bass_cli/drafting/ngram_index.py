@@ -1,4 +1,5 @@
-"""Which tokens came last after an n-gram, over many growing sequences at once: what lookup drafts from.
+"""Which tokens came last after an n-gram, over many growing sequences at once: what lookup drafts
+from.
 
 Not here: whose sequences these are, and how far a draft is trusted (ngram.py).
 """
@@ -7,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-SIZES = (8, 6, 4, 3, 2, 1)  # n-gram lengths, the first that matches wins: 8 and 6 gain 2 to 3 %, 1 gains 7 to 9 %
+SIZES = (
+    8,
+    6,
+    4,
+    3,
+    2,
+    1,
+)  # n-gram lengths, the first that matches wins: 8 and 6 gain 2 to 3 %, 1 gains 7 to 9 %
 _PLACE = 40  # bits of a place inside its sequence; the sequence's number stands above them
 _MASK = (1 << _PLACE) - 1
 
@@ -15,9 +23,10 @@ _MASK = (1 << _PLACE) - 1
 class Index:
     """N-gram to the newest place after it, for each of SIZES.
 
-    Sequences are kept by reference: they may grow at their end, and lose tokens there, but never change. An n-gram is
-    stored as its hash, 61 bits or more: a false match would be a wrong draft and nothing worse. One dictionary write for
-    each token and size; nothing is ever searched or removed. `after`: by size, hash to place; `sequences`: by number.
+    Sequences are kept by reference: they may grow at their end, and lose tokens there, but never
+    change. An n-gram is stored as its hash, 61 bits or more: a false match would be a wrong
+    draft and nothing worse. One dictionary write for each token and size; nothing is ever
+    searched or removed. `after`: by size, hash to place; `sequences`: by number.
     """
 
     __slots__ = ("_known", "after", "sequences")
@@ -28,7 +37,8 @@ class Index:
         self._known: list[int] = []  # by sequence: how many of its tokens are in the index
 
     def begin(self, tokens: list[int], *, known: int = 0) -> int:
-        """A sequence whose first `known` tokens are not to be found in it, but go before the rest. Returns its number."""
+        """A sequence whose first `known` tokens are not to be found in it, but go before the
+        rest. Returns its number."""
         self.sequences.append(tokens)
         self._known.append(known)
         return len(self.sequences) - 1
@@ -51,12 +61,18 @@ class Index:
         return sum(map(len, self.after))
 
 
-def follow(indexes: Sequence[Index], tail: Sequence[int], length: int, *,
-           enough: Callable[[list[int]], bool] | None = None) -> tuple[list[int], list[int]]:
-    """Up to `length` tokens that may follow `tail` (a sequence's last tokens, SIZES[0] are enough), and by token how many
-    tokens before it were matched. The longest n-gram that any index knows wins; of equal ones, the first index. What
-    followed it is copied; where that ends, the search goes on from what was copied (a repetition repeats), unless what was
-    matched so far is `enough`."""
+def follow(
+    indexes: Sequence[Index],
+    tail: Sequence[int],
+    length: int,
+    *,
+    enough: Callable[[list[int]], bool] | None = None,
+) -> tuple[list[int], list[int]]:
+    """Up to `length` tokens that may follow `tail` (a sequence's last tokens, SIZES[0] are
+    enough), and by token how many tokens before it were matched. The longest n-gram that any
+    index knows wins; of equal ones, the first index. What followed it is copied; where that
+    ends, the search goes on from what was copied (a repetition repeats), unless what was matched
+    so far is `enough`."""
     draft: list[int] = []
     matched: list[int] = []
     last = tuple(tail)

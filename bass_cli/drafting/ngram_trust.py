@@ -1,4 +1,5 @@
-"""How far a looked-up draft is worth going: the chance that a token stands, by how many tokens before it were matched.
+"""How far a looked-up draft is worth going: the chance that a token stands, by how many tokens
+before it were matched.
 
 Learnt while running, from committed tokens only, so it depends on nothing that is measured.
 """
@@ -7,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Chances by matched tokens, from 1, measured on samples of HumanEval at temperature 0.8: where learning begins.
+# Chances by matched tokens, from 1, measured on samples of HumanEval at temperature 0.8: where
+# learning begins.
 _BEFORE = (0.25, 0.35, 0.6, 0.6, 0.62, 0.72, 0.75, 0.82)
 _WEIGHT = 8.0  # tokens that this counts as
 _MEMORY = 512.0  # beyond so many tokens the old ones count half
@@ -15,8 +17,8 @@ _FLOOR = 0.1  # a token counts as a draft while the chance that all stand up to 
 
 
 class Trust:
-    """The chance that a token stands if all before it in its draft do; matches of len(_BEFORE) tokens and more are one
-    class."""
+    """The chance that a token stands if all before it in its draft do; matches of len(_BEFORE)
+    tokens and more are one class."""
 
     __slots__ = ("_chances", "_stood", "_tried")
 
@@ -39,7 +41,8 @@ class Trust:
         return len(matched)
 
     def learn(self, matched: Sequence[int], stood: int) -> None:
-        """The first `stood` of these tokens were right, and the one after them, if it is there, was wrong."""
+        """The first `stood` of these tokens were right, and the one after them, if it is there,
+        was wrong."""
         for count, size in enumerate(matched[: stood + 1]):
             at = min(size, len(_BEFORE)) - 1
             self._tried[at] += 1

@@ -1,5 +1,5 @@
-"""Asynchronous scheduling: rounds that are launched before the last one's tokens are known, so that a device never waits
-for its host.
+"""Asynchronous scheduling: rounds that are launched before the last one's tokens are known, so that
+a device never waits for its host.
 
 Not here: what a round is and when one is launched (step.py), graphs (captured.py).
 """
@@ -12,14 +12,16 @@ from typing import NamedTuple
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import Running
 
-_RECENT = 8  # gaps of which the least counts: the others held an admission, a stop string, a line to write
+# gaps of which the least counts: the others held an admission, a stop string, a line to write
+_RECENT = 8
 _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty rounds count
 
 
 class Flight(NamedTuple):
-    """A round that was launched: with these rows, `width` drafts each (and maybe more `places`), of which `meant` were the
-    host's (None: all are the device's), `began` and `asking` as for Round.seconds; what went into `capturing`; whether
-    nothing was captured or ran uncaptured (`steady`)."""
+    """A round that was launched: with these rows, `width` drafts each (and maybe more `places`),
+    of which `meant` were the host's (None: all are the device's), `began` and `asking` as for
+    Round.seconds; what went into `capturing`; whether nothing was captured or ran uncaptured
+    (`steady`)."""
 
     rows: tuple[Row, ...]
     width: int
@@ -34,8 +36,8 @@ class Flight(NamedTuple):
 
 
 class Worth:
-    """Whether launching ahead pays: it hides what the host does between two rounds, and a row that ends takes part in one
-    more round for nothing."""
+    """Whether launching ahead pays: it hides what the host does between two rounds, and a row
+    that ends takes part in one more round for nothing."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=_RECENT)
@@ -55,5 +57,8 @@ class Worth:
         self._ended, self._seconds = 0, seconds
 
     def pays(self, *, waiting: bool) -> bool:
-        """`waiting`: whether samples wait for rows; otherwise nobody misses what an ended row takes."""
-        return bool(self._gaps) and min(self._gaps) > (self._ending * self._seconds if waiting else 0.0)
+        """`waiting`: whether samples wait for rows; otherwise nobody misses what an ended row
+        takes."""
+        return bool(self._gaps) and min(self._gaps) > (
+            self._ending * self._seconds if waiting else 0.0
+        )

@@ -1,6 +1,7 @@
 """Runs a loop's rounds, and its drafter's catching up, as captured graphs over a padded batch.
 
-Not here: what is in them (step.py), which shapes are worth a graph (graph_policy.py), CUDA itself (graphs.py).
+Not here: what is in them (step.py), which shapes are worth a graph (graph_policy.py), CUDA
+itself (graphs.py).
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ from bass_cli.engine.graphs import Graphs, Running, bucket
 
 
 class Captured:
-    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is padded to.
-    `longest` and `drafts` as for Ladder.
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is
+    padded to. `longest` and `drafts` as for Ladder.
 
-    `capturing`: seconds that went into capturing since the last `start`; no later round will take them. `steady`: whether
-    all since then was replayed.
+    `capturing`: seconds that went into capturing since the last `start`; no later round will
+    take them. `steady`: whether all since then was replayed.
     """
 
-    def __init__(self, graphs: Graphs, batch: Batch, clock: Clock, function: Callable[[Shape], Callable[[], Tensor | None]],
-                 *, longest: int, drafts: Kind):
+    def __init__(
+        self,
+        graphs: Graphs,
+        batch: Batch,
+        clock: Clock,
+        function: Callable[[Shape], Callable[[], Tensor | None]],
+        *,
+        longest: int,
+        drafts: Kind,
+    ):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
         self._ladder = Ladder(graphs, longest=longest, drafts=drafts)
         self.capturing, self.steady = 0.0, True
@@ -53,8 +62,11 @@ class Captured:
         """So many rows with the dummies that a graph takes."""
         return bucket(rows, self._batch.capacity)
 
-    def choose(self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near") -> Step:
-        """Ladder.choose, but with a `deadline` nothing that only pays later, if there is another way."""
+    def choose(
+        self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near"
+    ) -> Step:
+        """Ladder.choose, but with a `deadline` nothing that only pays later, if there is another
+        way."""
         return self._ladder.choose(wish, left=left if deadline is None else 0.0, fit=fit)
 
     def delay(self, step: Step) -> float:
@@ -69,9 +81,11 @@ class Captured:
         """Ladder.colds for the live rows."""
         return self._ladder.colds(self.bucket(len(self._batch)))
 
-    def perform(self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None) -> Tensor | None:
-        """Run a shape as `step` says, for what was wished, and `meanwhile` while the device is busy; its result on the
-        host."""
+    def perform(
+        self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
+        """Run a shape as `step` says, for what was wished, and `meanwhile` while the device is
+        busy; its result on the host."""
         running = self.launch(wish, step)
         meanwhile()
         return running.wait()
@@ -93,15 +107,28 @@ class Captured:
         with self._padded(step.shape.rows):
             return self._graphs.launch(step.shape)
 
-    def prepare(self, rows: Iterable[int], widths: Iterable[int], *, catch_up: Callable[[int], Sequence[int]] | None,
-                only_compile: bool) -> None:
-        """Capture what rounds of these numbers of rows and drafts need, and what catches up as many tokens as `catch_up`
-        says for a number of rows; or only compile it."""
-        shapes = [self._ladder.shape(count, width) for count in sorted({self.bucket(n) for n in rows})
-                  for width in sorted(set(widths))]
+    def prepare(
+        self,
+        rows: Iterable[int],
+        widths: Iterable[int],
+        *,
+        catch_up: Callable[[int], Sequence[int]] | None,
+        only_compile: bool,
+    ) -> None:
+        """Capture what rounds of these numbers of rows and drafts need, and what catches up as
+        many tokens as `catch_up` says for a number of rows; or only compile it."""
+        shapes = [
+            self._ladder.shape(count, width)
+            for count in sorted({self.bucket(n) for n in rows})
+            for width in sorted(set(widths))
+        ]
         if catch_up is not None:
-            shapes += [Shape("catch up", shape.rows, tokens) for shape in shapes if shape.width
-                       for tokens in catch_up(shape.rows)]
+            shapes += [
+                Shape("catch up", shape.rows, tokens)
+                for shape in shapes
+                if shape.width
+                for tokens in catch_up(shape.rows)
+            ]
         shapes = [shape for shape in dict.fromkeys(shapes) if not self._graphs.holds(shape)]
         if only_compile:
             with self._batch.still():

@@ -1,7 +1,9 @@
-"""What crosses between the engine and those that it works with: a target, a drafter, a controller of draft lengths.
+"""What crosses between the engine and those that it works with: a target, a drafter, a controller
+of draft lengths.
 
-Protocols and data only. Nouns are what a loop must have; verbs (CatchesUp, Trims) are what a drafter or a controller may be
-able to do besides: the loop asks once whether it can. Nobody inherits from any of them.
+Protocols and data only. Nouns are what a loop must have; verbs (CatchesUp, Trims) are what a
+drafter or a controller may be able to do besides: the loop asks once whether it can. Nobody
+inherits from any of them.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ InTime = Callable[[int], bool]
 
 
 class Proposal(NamedTuple):
-    """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were drawn from,
-    under maximal coupling with a draft model; None means point masses, or shared coupling, which needs no laws. counts
-    (point masses only, by live row): how many of a row's tokens are drafts; those after them only fill its place up. None:
-    all are."""
+    """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were
+    drawn from, under maximal coupling with a draft model; None means point masses, or shared
+    coupling, which needs no laws. counts (point masses only, by live row): how many of a row's
+    tokens are drafts; those after them only fill its place up. None: all are."""
 
     tokens: Tensor
     law: ops.Law | None
@@ -30,9 +32,9 @@ class Proposal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the target says of the drafts. accepted [B]: how many each row keeps. next [B]: the target's token after them.
-    Both int64. block [B, k + 1]: the tokens to append, valid up to and including place `accepted`; scores [B, k + 1]: their
-    log-probabilities, float32."""
+    """What the target says of the drafts. accepted [B]: how many each row keeps. next [B]: the
+    target's token after them. Both int64. block [B, k + 1]: the tokens to append, valid up to
+    and including place `accepted`; scores [B, k + 1]: their log-probabilities, float32."""
 
     accepted: Tensor
     next: Tensor
@@ -41,11 +43,12 @@ class Verdict(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds` of wall clock, without
-    what capturing took. `steady`: the time is what later rounds of that width will take too. `drafted`: how many of a
-    row's drafts were meant, where they came from the host; the others only filled its place up. None: all. `asking`: the
-    part of the seconds in which the host looked for drafts, whether it found any or not. `rows`: those that `accepted` is
-    of; none if they are the last outlook's samples."""
+    """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds`
+    of wall clock, without what capturing took. `steady`: the time is what later rounds of that
+    width will take too. `drafted`: how many of a row's drafts were meant, where they came from
+    the host; the others only filled its place up. None: all. `asking`: the part of the seconds
+    in which the host looked for drafts, whether it found any or not. `rows`: those that
+    `accepted` is of; none if they are the last outlook's samples."""
 
     width: int
     accepted: tuple[int, ...]
@@ -67,8 +70,8 @@ class Round(NamedTuple):
 
 
 class Backlog(NamedTuple):
-    """What a scheduler knows of the rest of its job: `tokens` of samples that wait for a row; how many a sample is likely
-    to have (`typical`)."""
+    """What a scheduler knows of the rest of its job: `tokens` of samples that wait for a row;
+    how many a sample is likely to have (`typical`)."""
 
     tokens: float = 0.0
     typical: float = math.inf
@@ -78,13 +81,15 @@ NO_MORE = Backlog()
 
 
 class Outlook(NamedTuple):
-    """What lies before a controller. `left`: tokens that each row of the batch may still generate, its share of those of
-    waiting samples included; `entries`: seconds that a draft length costs once, on top of its rounds (what is beyond the
-    end costs nothing); `catch_up`: seconds that drafting costs once after plain rounds; `context`: tokens of the mean
-    row, None if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may still get;
-    `colds`: the part of the entries that comes before anything is learnt of a length; `stops`: the drafting will be ended
-    where it is no longer worth it, so a length is only the most there can be; `free`: no draft is made in the round,
-    the host only looks for some, and `trim` has the last word on the length; `hurried`: the device waits for an answer, and
+    """What lies before a controller. `left`: tokens that each row of the batch may still
+    generate, its share of those of waiting samples included; `entries`: seconds that a draft
+    length costs once, on top of its rounds (what is beyond the end costs nothing); `catch_up`:
+    seconds that drafting costs once after plain rounds; `context`: tokens of the mean row, None
+    if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may
+    still get; `colds`: the part of the entries that comes before anything is learnt of a length;
+    `stops`: the drafting will be ended where it is no longer worth it, so a length is only the
+    most there can be; `free`: no draft is made in the round, the host only looks for some, and
+    `trim` has the last word on the length; `hurried`: the device waits for an answer, and
     `reflect` will be called while it works."""
 
     left: float = math.inf
@@ -100,15 +105,17 @@ class Outlook(NamedTuple):
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
-        return (self.entries[length] if length < len(self.entries) else 0.0) + (self.catch_up if length else 0.0)
+        return (self.entries[length] if length < len(self.entries) else 0.0) + (
+            self.catch_up if length else 0.0
+        )
 
 
 NOTHING_KNOWN = Outlook()
 
 
 class FollowsRows(Protocol):
-    """Keeps its state of rows in step with the batch. `version` changes whenever something that a captured graph reads has
-    moved to another address."""
+    """Keeps its state of rows in step with the batch. `version` changes whenever something that
+    a captured graph reads has moved to another address."""
 
     @property
     def version(self) -> int: ...
@@ -124,7 +131,8 @@ class FollowsRows(Protocol):
 
 
 class Target(FollowsRows, Protocol):
-    """The model that is sampled: model/runner.py, or a toy law in a test. It keeps what it was fed, by row."""
+    """The model that is sampled: model/runner.py, or a toy law in a test. It keeps what it was
+    fed, by row."""
 
     def open(self, key: str, tokens: Sequence[int], in_time: InTime | None = None) -> bool:
         """As Drafter.open."""
@@ -132,16 +140,25 @@ class Target(FollowsRows, Protocol):
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
 
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *, last: int | None = None) -> Tensor:
-        """Logits [B, W, V] after tokens [B, W] at their positions [B, W]; of the `last` places only, if that is given.
-        `ends`: each live row's length after them, where the host knows it."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ends: Sequence[int] | None,
+        *,
+        last: int | None = None,
+    ) -> Tensor:
+        """Logits [B, W, V] after tokens [B, W] at their positions [B, W]; of the `last` places
+        only, if that is given. `ends`: each live row's length after them, where the host knows
+        it."""
 
 
 class Drafter(FollowsRows, Protocol):
     """Proposes tokens for the rows of a batch. `longest`: the most that it ever proposes.
 
-    `on_device`: `propose` reads and writes nothing but device tensors at addresses that only change with `version`, so that
-    it can be captured. Otherwise it works on the host, before anything of the round runs.
+    `on_device`: `propose` reads and writes nothing but device tensors at addresses that only
+    change with `version`, so that it can be captured. Otherwise it works on the host, before
+    anything of the round runs.
     """
 
     @property
@@ -150,17 +167,23 @@ class Drafter(FollowsRows, Protocol):
     @property
     def longest(self) -> int: ...
 
-    def open(self, key: str, tokens: Sequence[int], reference: Sequence[int] = (), in_time: InTime | None = None) -> bool:
-        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its samples may resemble.
-        `in_time` is asked before each pass of a model whether so many tokens can still be taken in; if not, nothing is
-        kept, and this is False."""
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        reference: Sequence[int] = (),
+        in_time: InTime | None = None,
+    ) -> bool:
+        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its
+        samples may resemble. `in_time` is asked before each pass of a model whether so many
+        tokens can still be taken in; if not, nothing is kept, and this is False."""
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every row of the batch; from the host for every live row, with counts, called before
-        each round that may draft, and past tokens decide."""
+        """Up to `length` tokens for every row of the batch; from the host for every live row,
+        with counts, called before each round that may draft, and past tokens decide."""
 
 
 @runtime_checkable
@@ -168,12 +191,14 @@ class CatchesUp(Protocol):
     """A drafter that has to take in what it missed in rounds without its drafts."""
 
     def expect(self, batch: Batch, length: int) -> int:
-        """What the host has to do before every `propose(batch, length)`, and with length 0 before every round without.
-        Returns how many tokens, right before each row's last two, `catch_up` has to take in first."""
+        """What the host has to do before every `propose(batch, length)`, and with length 0
+        before every round without. Returns how many tokens, right before each row's last two,
+        `catch_up` has to take in first."""
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
-        """Take in the `count` tokens of every row that begin `behind` ([] int64) tokens before its end; any that are
-        known already do no harm, if those before them are known. It can be captured, as `propose` on the device."""
+        """Take in the `count` tokens of every row that begin `behind` ([] int64) tokens before
+        its end; any that are known already do no harm, if those before them are known. It can be
+        captured, as `propose` on the device."""
 
 
 @runtime_checkable
@@ -181,8 +206,9 @@ class Learns(Protocol):
     """A drafter that learns from what rows become."""
 
     def learn(self, batch: Batch) -> None:
-        """Take in what the live rows have become. Called once a round: before `propose`, or, where a device would wait for
-        it, while the round runs; then what is proposed next does not know of that round's tokens."""
+        """Take in what the live rows have become. Called once a round: before `propose`, or,
+        where a device would wait for it, while the round runs; then what is proposed next does
+        not know of that round's tokens."""
 
     def forget(self) -> None:
         """Nothing is known any more of how well drafts stand."""
@@ -192,9 +218,12 @@ class Learns(Protocol):
 class StopsShort(Protocol):
     """A drafter that can be stopped inside a round."""
 
-    def propose_while(self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]) -> Proposal:
-        """Up to `length` tokens for every row. After each step `goes_on` is told with what probability (at temperature 1)
-        the draft has chosen the rows' tokens, [B] float32, and says whether there is to be another one."""
+    def propose_while(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
+    ) -> Proposal:
+        """Up to `length` tokens for every row. After each step `goes_on` is told with what
+        probability (at temperature 1) the draft has chosen the rows' tokens, [B] float32, and
+        says whether there is to be another one."""
 
 
 @runtime_checkable
@@ -206,16 +235,17 @@ class CapturesPrompts(Protocol):
 
 
 class Lengths(Protocol):
-    """A draft-length controller. It sees past rounds only, never a token, so it may gate either coupling. `exact`: a round
-    has the very length that was given, not a near one that happens to be captured; else the controller would see another
-    algorithm's rounds."""
+    """A draft-length controller. It sees past rounds only, never a token, so it may gate either
+    coupling. `exact`: a round has the very length that was given, not a near one that happens to
+    be captured; else the controller would see another algorithm's rounds."""
 
     @property
     def exact(self) -> bool: ...
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The outlook's seconds depend on
-        timings: a controller that is used under maximal coupling must not look at them."""
+        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The
+        outlook's seconds depend on timings: a controller that is used under maximal coupling
+        must not look at them."""
 
     def observe(self, done: Round) -> None:
         """A round has ended."""
@@ -223,18 +253,22 @@ class Lengths(Protocol):
 
 @runtime_checkable
 class Trims(Protocol):
-    """A controller that has a say once it is known what the host found; without it all that there is is drafted."""
+    """A controller that has a say once it is known what the host found; without it all that
+    there is is drafted."""
 
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
-        """Draft length for this round, now that it is known how many drafts (not all 0) the host has for each live row."""
+        """Draft length for this round, now that it is known how many drafts (not all 0) the host
+        has for each live row."""
 
 
 @runtime_checkable
 class Foresees(Protocol):
-    """A controller that need not always wait for the last round before it says the next length; any other one does."""
+    """A controller that need not always wait for the last round before it says the next length;
+    any other one does."""
 
     def needs(self, width: int) -> bool:
-        """Whether the next length depends on what the round of `width` drafts brings that is under way."""
+        """Whether the next length depends on what the round of `width` drafts brings that is
+        under way."""
 
     def reflect(self) -> None:
         """Work that can be done while the device runs the round that was decided last."""
@@ -242,7 +276,9 @@ class Foresees(Protocol):
 
 @runtime_checkable
 class StopsDrafts(Protocol):
-    """A controller that can also say inside a round, under shared coupling, when to stop drafting."""
+    """A controller that can also say inside a round, under shared coupling, when to stop
+    drafting."""
 
     def least(self, drafted: int) -> float:
-        """The share of the live rows that must be expected to keep all of so many drafts for one more to be worth it."""
+        """The share of the live rows that must be expected to keep all of so many drafts for one
+        more to be worth it."""

@@ -1,4 +1,5 @@
-"""The time budget: how long the next round or a prompt's prefill is likely to take. Not here: what a deadline ends."""
+"""The time budget: how long the next round or a prompt's prefill is likely to take. Not here:
+what a deadline ends."""
 
 from __future__ import annotations
 
@@ -7,21 +8,28 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-_NEWEST = 5  # rounds of a draft length that a prediction looks at: one that stumbled, or two, do not count
-_PATIENCE = 64  # rounds in a row that may be cut short by a prediction; then it has to be seen again whether it is true
+# rounds of a draft length that a prediction looks at: one that stumbled, or two, do not count
+_NEWEST = 5
+# rounds in a row that may be cut short by a prediction; then it has to be seen again whether it is
+# true
+_PATIENCE = 64
 _RECENT = 16  # prefills that a prediction looks at
 _DOUBT = 0.8  # what a prediction that kept a prompt from being tried is worth at the next one
 
 
 class Clock:
-    """Seconds since some start, from `now` (injected in tests), and the median of recent round times by draft length."""
+    """Seconds since some start, from `now` (injected in tests), and the median of recent round
+    times by draft length."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self.now = now
         self._rounds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
         self._seconds: dict[int, float] = {}  # by draft length: the median of those rounds
         self._cut = 0  # rounds in a row that were cut short
-        self.passes = {"target": Passes(), "draft": Passes()}  # over prompts, by the model that reads them
+        self.passes = {
+            "target": Passes(),
+            "draft": Passes(),
+        }  # over prompts, by the model that reads them
 
     def forget(self) -> None:
         """Nothing was observed: what comes will be faster than what was."""
@@ -36,8 +44,8 @@ class Clock:
         self._seconds[width] = statistics.median_low(self._rounds[width])
 
     def predict(self, width: int) -> float:
-        """Seconds that a round with draft length `width` is likely to take: in between two that were seen in proportion,
-        else what the nearest one took; 0 before any round."""
+        """Seconds that a round with draft length `width` is likely to take: in between two that
+        were seen in proportion, else what the nearest one took; 0 before any round."""
         if not self._seconds:
             return 0.0
         below = max((w for w in self._seconds if w <= width), default=None)
@@ -47,10 +55,13 @@ class Clock:
         share = (width - below) / (above - below)
         return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
 
-    def longest_in_time(self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None) -> int:
-        """The largest draft length up to `width` whose round should end by `deadline`; 0 if none should: a plain round
-        is the shortest there is, and whether to start even that is the caller's question (`predict(0)`). `predict`
-        stands in for the method of that name: a round that has to be captured first takes longer."""
+    def longest_in_time(
+        self, width: int, deadline: float | None, predict: Callable[[int], float] | None = None
+    ) -> int:
+        """The largest draft length up to `width` whose round should end by `deadline`; 0 if none
+        should: a plain round is the shortest there is, and whether to start even that is the
+        caller's question (`predict(0)`). `predict` stands in for the method of that name: a
+        round that has to be captured first takes longer."""
         if deadline is None:
             return width
         left = deadline - self.now()
@@ -61,7 +72,8 @@ class Clock:
         return found
 
     def _doubt(self, width: int) -> None:
-        """No round was longer than `width` for a while, because of what such rounds once took: that is forgotten."""
+        """No round was longer than `width` for a while, because of what such rounds once took:
+        that is forgotten."""
         self._cut = 0
         for longer in [w for w in self._seconds if w > width]:
             del self._rounds[longer], self._seconds[longer]
@@ -84,22 +96,33 @@ class Passes:
         self._trust = 1.0
 
     def predict(self, tokens: int) -> float:
-        """Seconds that a pass over so many tokens is likely to take: the least that recent ones tell, of which shorter ones
-        count in proportion. 0 before any."""
-        return min((seconds * max(tokens / known, 1.0) for known, seconds in self._recent), default=0.0) * self._trust
+        """Seconds that a pass over so many tokens is likely to take: the least that recent ones
+        tell, of which shorter ones count in proportion. 0 before any."""
+        return (
+            min(
+                (seconds * max(tokens / known, 1.0) for known, seconds in self._recent), default=0.0
+            )
+            * self._trust
+        )
 
     def doubt(self) -> None:
-        """A prompt was given up because of a prediction. If it was wrong, nobody might ever learn: trust it less."""
+        """A prompt was given up because of a prediction. If it was wrong, nobody might ever
+        learn: trust it less."""
         self._trust *= _DOUBT
 
 
 class Prefill:
-    """Says before every pass of a model over a prompt whether it should end by `deadline`, and tells `passes` how long they
-    take. `wait`: returns when the device has done all that it was given, for a pass that was only launched says nothing."""
+    """Says before every pass of a model over a prompt whether it should end by `deadline`, and
+    tells `passes` how long they take. `wait`: returns when the device has done all that it was
+    given, for a pass that was only launched says nothing."""
 
-    def __init__(self, passes: Passes, deadline: float, *, now: Callable[[], float], wait: Callable[[], None]):
+    def __init__(
+        self, passes: Passes, deadline: float, *, now: Callable[[], float], wait: Callable[[], None]
+    ):
         self._passes, self._deadline, self._now, self._wait = passes, deadline, now, wait
-        self._running: tuple[int, float] | None = None  # the tokens of the pass under way, and when it began
+        self._running: tuple[int, float] | None = (
+            None  # the tokens of the pass under way, and when it began
+        )
 
     def __call__(self, tokens: int) -> bool:
         """Whether a pass over so many tokens may begin now."""

@@ -1,6 +1,8 @@
-"""Lets a loop's drafter take in the tokens that it missed in rounds without its drafts, and foresees what that takes.
+"""Lets a loop's drafter take in the tokens that it missed in rounds without its drafts, and
+foresees what that takes.
 
-Not here: what the drafter does with them (draft/), whether drafts are worth it (lengths/goodput.py).
+Not here: what the drafter does with them (draft/), whether drafts are worth it
+(lengths/goodput.py).
 """
 
 from __future__ import annotations
@@ -13,9 +15,15 @@ from bass_cli.engine.captured import Captured
 from bass_cli.engine.contracts import CatchesUp
 from bass_cli.engine.deadline import Clock
 
-_SIZES = (2, 8, 32, 128)  # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
-# The first ones for any number of rows, longer ones in passes of at most so many tokens: on an H200 a pass of 128 tokens of
-# one row takes a draft of half a billion parameters 1.0 ms, as one of 32 does.
+_SIZES = (
+    2,
+    8,
+    32,
+    128,
+)  # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
+# The first ones for any number of rows, longer ones in passes of at most so many tokens: on an
+# H200 a pass of 128 tokens of one row takes a draft of half a billion parameters 1.0 ms, as one
+# of 32 does.
 _ALWAYS, _FLAT = 32, 1024
 _HOST = 16  # tokens up to which an uncaptured pass, on a CPU, takes as long as for one
 
@@ -26,20 +34,29 @@ def sizes(rows: int) -> tuple[int, ...]:
 
 
 class CatchingUp:
-    """For one loop; `drafter`: None if it never misses anything. Without `captured` a single pass takes in all that is
-    missing."""
+    """For one loop; `drafter`: None if it never misses anything. Without `captured` a single
+    pass takes in all that is missing."""
 
-    def __init__(self, batch: Batch, drafter: CatchesUp | None, clock: Clock, captured: Captured | None):
+    def __init__(
+        self, batch: Batch, drafter: CatchesUp | None, clock: Clock, captured: Captured | None
+    ):
         self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
-        self._behind = batch.tokens.new_zeros(())  # where a pass begins, tokens before each row's end
-        self._missed, self._unit = 0, 0.0  # tokens that some row may have got meanwhile; seconds of a pass
+        self._behind = batch.tokens.new_zeros(
+            ()
+        )  # where a pass begins, tokens before each row's end
+        self._missed, self._unit = (
+            0,
+            0.0,
+        )  # tokens that some row may have got meanwhile; seconds of a pass
 
     def missed(self, tokens: int) -> None:
-        """A round went by without the drafter's drafts, in which no row got more than so many tokens."""
+        """A round went by without the drafter's drafts, in which no row got more than so many
+        tokens."""
         self._missed += tokens
 
     def seconds(self) -> float:
-        """What catching up is likely to take before drafts; 0.0 if no round went by, or none was seen to take any time."""
+        """What catching up is likely to take before drafts; 0.0 if no round went by, or none was
+        seen to take any time."""
         if not self._missed or not self._unit:
             return 0.0
         own = max(row.generated for row in self._batch.hosts)  # of a prompt nothing is missing
@@ -55,7 +72,8 @@ class CatchingUp:
         self._behind.fill_(_SIZES[-1] + 2)
 
     def run(self, width: int, *, left: float) -> None:
-        """See to it that `width` tokens can be drafted; `left`: rounds that may still come, at most."""
+        """See to it that `width` tokens can be drafted; `left`: rounds that may still come, at
+        most."""
         if self._drafter is None:
             return
         missing = self._drafter.expect(self._batch, width)
@@ -70,7 +88,9 @@ class CatchingUp:
             captured.start()
             self._replay(captured, missing, left)
         if captured is None or captured.steady:
-            self._unit = (self._clock.now() - began - (captured.capturing if captured else 0.0)) / passes
+            self._unit = (
+                self._clock.now() - began - (captured.capturing if captured else 0.0)
+            ) / passes
 
     def _passes(self, missing: int) -> float:
         """How many it takes, or a single one's time in those of few tokens."""
@@ -82,7 +102,9 @@ class CatchingUp:
     def _replay(self, captured: Captured, missing: int, left: float) -> None:
         there = sizes(captured.bucket(len(self._batch)))
         while missing > 0:
-            wish = captured.wish("catch up", next((size for size in there if size >= missing), there[-1]))
+            wish = captured.wish(
+                "catch up", next((size for size in there if size >= missing), there[-1])
+            )
             step = captured.choose(wish, left=left)
             self._behind.fill_(max(missing, step.shape.width) + 2)
             captured.perform(wish, step)

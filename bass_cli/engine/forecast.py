@@ -1,13 +1,16 @@
-"""How much of a job is still to come, as far as one can tell: what a captured graph may yet pay for.
+"""How much of a job is still to come, as far as one can tell: what a captured graph may yet pay
+for.
 
-A limit on new tokens says little where samples end by themselves, so samples are taken to become as long as those before.
+A limit on new tokens says little where samples end by themselves, so samples are taken to become
+as long as those before.
 """
 
 from __future__ import annotations
 
 
 class Forecast:
-    """`samples`: how many the job has; None if nobody knows, then as many again as have begun are taken to follow."""
+    """`samples`: how many the job has; None if nobody knows, then as many again as have begun
+    are taken to follow."""
 
     def __init__(self, samples: int | None):
         self._samples = samples
@@ -23,12 +26,15 @@ class Forecast:
         self._tokens += tokens
 
     def length(self, generated: float) -> float:
-        """Tokens that a sample is likely to have. While none has ended: twice what the live rows have on average
-        (`generated`), for all that lasts is likely to last as long again."""
+        """Tokens that a sample is likely to have. While none has ended: twice what the live rows
+        have on average (`generated`), for all that lasts is likely to last as long again."""
         return self._tokens / self._ended if self._ended else 2 * generated + 1
 
     def waiting(self, waiting: int, *, ended: bool) -> int:
-        """Samples that have no row yet: `waiting` ones, and those of prompts that were not taken up (none if `ended`)."""
+        """Samples that have no row yet: `waiting` ones, and those of prompts that were not taken
+        up (none if `ended`)."""
         if ended:
             return waiting
-        return waiting + (self._begun if self._samples is None else max(0, self._samples - self._begun))
+        return waiting + (
+            self._begun if self._samples is None else max(0, self._samples - self._begun)
+        )

@@ -1,10 +1,10 @@
 """Which captured graph serves a round, and when a new one is worth its capture.
 
-A capture takes as long as some fifty plain rounds. So a shape that is asked for is served by the nearest one that is
-captured, until what this lost comes to a capture (the ski-rental rule); a shape that nothing serves runs uncaptured once,
-which compiles and loads all that the capture then needs. All this counts passes, not seconds: two runs of a job choose the
-same shapes. Seconds are measured only to say what a new shape would cost (`entry`). Where the very draft length counts, a
-longer one may serve: such a round looks at no more drafts than were asked for (step.py).
+A capture takes as long as some fifty plain rounds. So a shape is served by the nearest one that is
+captured, until what this lost comes to a capture (the ski-rental rule); one that nothing serves
+runs uncaptured once, which compiles what the capture needs. All this counts passes, not seconds:
+two runs of a job choose the same shapes. Seconds only say what a new shape would cost (`entry`).
+Where the very draft length counts, a longer one may serve, and looks at no more drafts (step.py).
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ _CAPTURE = 50.0  # plain passes that a capture takes
 _FEW = 3  # rounds left for which it is not worth capturing anything
 _STEP = 0.2  # what a draft step costs of a pass on the device
 _ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
-_STEP_LAUNCHES = 0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
+_STEP_LAUNCHES = (
+    0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
+)
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
 Kind = Literal["round", "given", "catch up"]
-Fit = Literal["near", "wider", "same"]  # which draft lengths may serve another: any, longer ones, or none
+Fit = Literal[
+    "near", "wider", "same"
+]  # which draft lengths may serve another: any, longer ones, or none
 
 
 class Shape(NamedTuple):
-    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row ("given": they come from the
-    host); in catching up, of a drafter after plain rounds, `width` tokens."""
+    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row
+    ("given": they come from the host); in catching up, of a drafter after plain rounds, `width`
+    tokens."""
 
     kind: Kind
     rows: int
@@ -33,26 +38,31 @@ class Shape(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A shape, and how to run it: by replaying its graph, uncaptured ("run"), or capturing and then replaying it."""
+    """A shape, and how to run it: by replaying its graph, uncaptured ("run"), or capturing and
+    then replaying it."""
 
     shape: Shape
     how: Literal["replay", "run", "capture"]
 
 
 class Ladder:
-    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`: the kind of its rounds
-    with drafts."""
+    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`:
+    the kind of its rounds with drafts."""
 
     def __init__(self, graphs: Graphs, *, longest: int, drafts: Kind = "round"):
         self._graphs, self._drafts = graphs, drafts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
-        self._lost: dict[Shape, tuple[int, float]] = {}  # by wish: times another shape served, and passes lost by that
-        self._unit: dict[tuple[str, str], float] = {}  # by kind and how: seconds on the host for a pass
+        self._lost: dict[
+            Shape, tuple[int, float]
+        ] = {}  # by wish: times another shape served, and passes lost by that
+        self._unit: dict[
+            tuple[str, str], float
+        ] = {}  # by kind and how: seconds on the host for a pass
         self._entries: dict[int, tuple[float, ...]] = {}
 
     def choose(self, wish: Shape, *, left: float, fit: Fit = "near") -> Step:
-        """What to run for `wish`, of which at most `left` more may come. With the fit "wider", what nothing serves begins
-        in one of the usual widths, which serves others too."""
+        """What to run for `wish`, of which at most `left` more may come. With the fit "wider",
+        what nothing serves begins in one of the usual widths, which serves others too."""
         if self._graphs.holds(wish):
             return Step(wish, "replay")
         near = self._near(wish, fit)
@@ -82,15 +92,19 @@ class Ladder:
         """Seconds that `step` is likely to take beyond those of a replay."""
         if step.how == "replay":
             return 0.0
-        kinds = ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)  # a plain pass tells of the former
+        kinds = (
+            ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)
+        )  # a plain pass tells of the former
         known = [self._unit[kind, step.how] for kind in kinds if (kind, step.how) in self._unit]
         return (known[0] if known else _SECONDS) * _launches(step.shape)
 
     def entries(self, rows: int) -> tuple[float, ...]:
-        """For each draft length from 0 the seconds that it takes, once, until rounds of so many rows (dummies included)
-        run at their usual speed: 0 if a graph is there, or one near."""
+        """For each draft length from 0 the seconds that it takes, once, until rounds of so many
+        rows (dummies included) run at their usual speed: 0 if a graph is there, or one near."""
         if rows not in self._entries:
-            self._entries[rows] = tuple(self._entry(self.shape(rows, width)) for width in self._widths)
+            self._entries[rows] = tuple(
+                self._entry(self.shape(rows, width)) for width in self._widths
+            )
         return self._entries[rows]
 
     def shape(self, rows: int, width: int) -> Shape:
@@ -98,9 +112,12 @@ class Ladder:
         return Shape(self._drafts if width else "round", rows, width)
 
     def colds(self, rows: int) -> tuple[float, ...]:
-        """Of the entries, what the very first round takes: it runs uncaptured, and tells already what rows keep."""
-        return tuple(self._cold(self.shape(rows, width)) if entry else 0.0
-                     for width, entry in zip(self._widths, self.entries(rows), strict=True))
+        """Of the entries, what the very first round takes: it runs uncaptured, and tells already
+        what rows keep."""
+        return tuple(
+            self._cold(self.shape(rows, width)) if entry else 0.0
+            for width, entry in zip(self._widths, self.entries(rows), strict=True)
+        )
 
     def forget(self) -> None:
         """The graphs have been dropped."""
@@ -116,21 +133,29 @@ class Ladder:
 
     def _near(self, wish: Shape, fit: Fit = "near") -> Shape | None:
         """The captured shape that serves instead at the least loss."""
-        fitting = [shape for shape in self._graphs.held() if isinstance(shape, Shape) and shape.kind == wish.kind
-                   and shape.rows >= wish.rows and _serves(shape, wish, fit)]
+        fitting = [
+            shape
+            for shape in self._graphs.held()
+            if isinstance(shape, Shape)
+            and shape.kind == wish.kind
+            and shape.rows >= wish.rows
+            and _serves(shape, wish, fit)
+        ]
         return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
 
 
 def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
-    """Whether the width will do. Tokens that are known already may be taken in again. If any length will do, drafts may be
-    more or fewer than asked for, but not none: then nothing would be learnt of them."""
+    """Whether the width will do. Tokens that are known already may be taken in again. If any
+    length will do, drafts may be more or fewer than asked for, but not none: then nothing would
+    be learnt of them."""
     if wish.kind == "catch up" or fit == "wider":
         return shape.width >= wish.width
     return shape.width == wish.width or (fit == "near" and bool(shape.width or not wish.width))
 
 
 def _loss(shape: Shape, wish: Shape) -> float:
-    """What is lost if this shape serves, in plain passes: places in it that are not filled, or drafts that have none."""
+    """What is lost if this shape serves, in plain passes: places in it that are not filled, or
+    drafts that have none."""
     dropped = _STEP * max(wish.width - shape.width, 0) if wish.kind == "given" else 0.0
     return dropped + abs(_price(shape) - _price(wish))
 
@@ -139,7 +164,11 @@ def _price(shape: Shape) -> float:
     """What it costs on the device, in plain passes."""
     if shape.kind == "catch up":
         return 1 + shape.rows * shape.width / _ARITHMETIC
-    return 1 + (_STEP * shape.width if shape.kind == "round" else 0.0) + shape.rows * (shape.width + 1) / _ARITHMETIC
+    return (
+        1
+        + (_STEP * shape.width if shape.kind == "round" else 0.0)
+        + shape.rows * (shape.width + 1) / _ARITHMETIC
+    )
 
 
 def _launches(shape: Shape) -> float:

@@ -1,6 +1,8 @@
-"""Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply called.
+"""Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply
+called.
 
-Not here: what is in a round (step.py), which keys there are and when one is captured (graph_policy.py), CUDA itself (model/capture.py).
+Not here: what is in a round (step.py), which keys there are and when one is captured
+(graph_policy.py), CUDA itself (model/capture.py).
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def step_down(width: int) -> int:
 
 
 def step_up(width: int) -> int:
-    """The shortest draft length that graphs are made for, from `width` up; the longest there is beyond that."""
+    """The shortest draft length that graphs are made for, from `width` up; the longest there is
+    beyond that."""
     return WIDTHS[min(bisect.bisect_left(WIDTHS, width), len(WIDTHS) - 1)]
 
 
@@ -48,8 +51,8 @@ def synchronise(device: torch.device) -> None:
 
 
 class Running(NamedTuple):
-    """A replay under way. `over`: whether the device is done with it; `wait`: its result on the host, which stays what it
-    is until the second replay after this one begins."""
+    """A replay under way. `over`: whether the device is done with it; `wait`: its result on the
+    host, which stays what it is until the second replay after this one begins."""
 
     over: Callable[[], bool]
     wait: Callable[[], Tensor | None]
@@ -58,14 +61,15 @@ class Running(NamedTuple):
 class Graphs:
     """Captured functions of no arguments, each with a result that is copied to the host, or None.
 
-    `captures` counts how many were captured so far: a measured run should add none. Memory of intermediate results is
-    shared by all graphs: they run one after the other.
+    `captures` counts how many were captured so far: a measured run should add none. Memory of
+    intermediate results is shared by all graphs: they run one after the other.
     """
 
     def __init__(self, device: torch.device):
         self.enabled = device.type == "cuda"
         self.captures = 0
-        # A graph, its result, and where that is copied to on the host: in turn, since two replays may be under way.
+        # A graph, its result, and where that is copied to on the host: in turn, since two
+        # replays may be under way.
         self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None, list[Tensor]]] = {}
         self._dropped = self._held  # not run any more, see renew
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
@@ -73,10 +77,12 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
     def renew(self, version: Hashable) -> bool:
-        """Forget all graphs if `version` is another than last time (what they read has moved); says whether it was."""
+        """Forget all graphs if `version` is another than last time (what they read has moved);
+        says whether it was."""
         if version == self._version:
             return False
-        # The memory that all of them share must not be without any: CUDA's allocator may refuse to capture into it then.
+        # The memory that all of them share must not be without any: CUDA's allocator may refuse
+        # to capture into it then.
         self._dropped, self._held = self._held or self._dropped, {}
         self._warm.clear()
         self._version = version
@@ -94,7 +100,8 @@ class Graphs:
         return key in self._warm
 
     def compile(self, functions: Iterable[Callable[[], object]]) -> None:
-        """Compile the kernels that these functions launch, many at a time, without launching them."""
+        """Compile the kernels that these functions launch, many at a time, without launching
+        them."""
         if has_triton():
             from bass_kernels.ahead import compile_ahead
 
@@ -108,11 +115,16 @@ class Graphs:
         return self._warm[key]
 
     def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
-        """Capture `function`, which must be warm (see `run`): compiling and loading cannot be captured."""
+        """Capture `function`, which must be warm (see `run`): compiling and loading cannot be
+        captured."""
         found: list[Tensor | None] = []
         graph = capture(lambda: found.append(function()), self._pool)
         result = found[0]
-        hosts = [] if result is None else [torch.empty_like(result, device="cpu").pin_memory() for _ in range(2)]
+        hosts = (
+            []
+            if result is None
+            else [torch.empty_like(result, device="cpu").pin_memory() for _ in range(2)]
+        )
         self._held[key] = graph, result, hosts
         self._dropped = {}
         self.captures += 1

@@ -1,7 +1,7 @@
 """Acceptance that is set, for benchmarks of random weights: the output then means nothing.
 
-Whether the draft of a position stands is drawn once for a row's life, so every draft length meets the same luck and runs
-of one seed can be compared row by row.
+Whether the draft of a position stands is drawn once for a row's life, so every draft length
+meets the same luck and runs of one seed can be compared row by row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from bass_cli.engine.batch import Batch, noise_key
 
 
 class Imposed:
-    """Every draft stands with its row's chance. Rows take the `rates` in turn, beginning with the first row of an empty
-    batch; other `rates` hold for rows that come from then on. `version` changes whenever the table moves to another
-    address."""
+    """Every draft stands with its row's chance. Rows take the `rates` in turn, beginning with
+    the first row of an empty batch; other `rates` hold for rows that come from then on.
+    `version` changes whenever the table moves to another address."""
 
     def __init__(self, rates: Sequence[float], batch: Batch):
         self.rates, self._batch, self._turn = tuple(rates), batch, 0
-        self._stands = torch.zeros(batch.capacity, 0, dtype=torch.bool, device=batch.device)  # by row and position
+        self._stands = torch.zeros(
+            batch.capacity, 0, dtype=torch.bool, device=batch.device
+        )  # by row and position
         self.version = 0
         self._widen()
 
@@ -32,7 +34,10 @@ class Imposed:
             self._turn = self._turn + 1 if index else 0
             host = self._batch.hosts[index]
             first, second = noise_key(host.seed, key, host.sample)
-            luck = torch.rand(self._stands.shape[1], generator=torch.Generator().manual_seed(first << 31 | second >> 1))
+            luck = torch.rand(
+                self._stands.shape[1],
+                generator=torch.Generator().manual_seed(first << 31 | second >> 1),
+            )
             self._stands[index] = luck < self.rates[self._turn % len(self.rates)]
 
     def detach(self, row: int) -> None:
@@ -44,7 +49,9 @@ class Imposed:
 
     def accepted(self, places: Tensor) -> Tensor:
         """How many drafts stand, [B] int64. places [B, k]: their positions."""
-        places = places.clamp(max=self._stands.shape[1] - 1)  # only what is beyond a row's end goes there
+        places = places.clamp(
+            max=self._stands.shape[1] - 1
+        )  # only what is beyond a row's end goes there
         return self._stands[: len(places)].gather(1, places).long().cumprod(-1).sum(-1)
 
     def _widen(self) -> None:

@@ -1,4 +1,5 @@
-"""Drafts that come from the host: asked for before a round, cut to the length that pays, kept where graphs find them.
+"""Drafts that come from the host: asked for before a round, cut to the length that pays, kept where
+graphs find them.
 
 Not here: who drafts (draft/), what is done with them (step.py).
 """
@@ -13,8 +14,8 @@ from bass_cli.engine.graphs import LONGEST
 
 
 class Asked(NamedTuple):
-    """What a round is to be: its draft length, drafts of the host's, the seconds in which it looked for them, and whether
-    it did."""
+    """What a round is to be: its draft length, drafts of the host's, the seconds in which it
+    looked for them, and whether it did."""
 
     width: int
     offered: Proposal | None
@@ -23,7 +24,8 @@ class Asked(NamedTuple):
 
 
 class Offers:
-    """What one loop's drafter has from the host. A graph reads it at a fixed address: `put` puts it there."""
+    """What one loop's drafter has from the host. A graph reads it at a fixed address: `put` puts
+    it there."""
 
     def __init__(self, batch: Batch, drafter: Drafter):
         self._batch, self._drafter = batch, drafter
@@ -31,8 +33,8 @@ class Offers:
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
-        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the device drafts in the round.
-        The rows' counts never go beyond the width."""
+        """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the
+        device drafts in the round. The rows' counts never go beyond the width."""
         if not outlook.hurried:
             self.learn()
         if self._drafter.on_device:
@@ -42,10 +44,13 @@ class Offers:
         best = max(offered.counts)
         if best and isinstance(lengths, Trims):
             best = min(lengths.trim(offered.counts, outlook), best)
-        return Proposal(offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts))
+        return Proposal(
+            offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts)
+        )
 
     def learn(self) -> None:
-        """Let the drafter take in what the rows have become: some work, which need not keep a device waiting."""
+        """Let the drafter take in what the rows have become: some work, which need not keep a
+        device waiting."""
         if self._learner is not None:
             self._learner.learn(self._batch)
 

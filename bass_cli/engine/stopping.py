@@ -1,7 +1,9 @@
-"""Ends the drafting of a round where the draft is unsure of itself: for shared coupling, and rounds that are not captured.
+"""Ends the drafting of a round where the draft is unsure of itself: for shared coupling, and rounds
+that are not captured.
 
-Under shared coupling nothing that drafting does reaches the output, so it may look at the very tokens it gates. Under
-maximal coupling it may not. Captured rounds have a fixed number of steps (docs/DESIGN.md says why they stay whole).
+Under shared coupling nothing that drafting does reaches the output, so it may look at the very
+tokens it gates. Under maximal coupling it may not. Captured rounds have a fixed number of steps
+(docs/DESIGN.md says why they stay whole).
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ _MEMORY = 0.995  # what a round weighs one round later
 
 
 class Stopping:
-    """Whether one more draft is worth its time: the rows' chances of getting there, from the draft's confidence in each of
-    their tokens so far and what drafts of such confidence were worth until now."""
+    """Whether one more draft is worth its time: the rows' chances of getting there, from the
+    draft's confidence in each of their tokens so far and what drafts of such confidence were
+    worth until now."""
 
     def __init__(self) -> None:
         middles = (torch.arange(_BINS) + 0.5) / _BINS
@@ -29,7 +32,8 @@ class Stopping:
         self._bins: list[Tensor] = []  # by step, of each row
 
     def propose(self, drafter: Drafter, batch: Batch, length: int, lengths: Lengths) -> Proposal:
-        """A proposal of up to `length` tokens, ended early where drafter and controller can do that."""
+        """A proposal of up to `length` tokens, ended early where drafter and controller can do
+        that."""
         if not (length and isinstance(drafter, StopsShort) and isinstance(lengths, StopsDrafts)):
             return drafter.propose(batch, length)
         least = lengths.least

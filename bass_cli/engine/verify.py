@@ -1,4 +1,5 @@
-"""What the target says of the drafts, as a Verdict: one function for each coupling. The arithmetic is in the kernels."""
+"""What the target says of the drafts, as a Verdict: one function for each coupling. The
+arithmetic is in the kernels."""
 
 from __future__ import annotations
 
@@ -11,10 +12,19 @@ from bass_cli.engine.contracts import Proposal, Verdict
 from bass_cli.engine.imposed import Imposed
 
 
-def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, coupling: str,
-          imposing: Imposed | None, most: Tensor | None = None) -> Verdict:
-    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`). `most` ([] int64): the
-    drafts of a row that are there for the round, as if the others had not been proposed; None: all."""
+def judge(
+    proposal: Proposal,
+    logits: Tensor,
+    batch: Batch,
+    lengths: Tensor,
+    *,
+    coupling: str,
+    imposing: Imposed | None,
+    most: Tensor | None = None,
+) -> Verdict:
+    """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
+    `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
+    been proposed; None: all."""
     drafts, law, _ = proposal
     if imposing is not None:
         return imposed(drafts, logits, batch.laws, lengths, imposing, most)
@@ -23,18 +33,27 @@ def judge(proposal: Proposal, logits: Tensor, batch: Batch, lengths: Tensor, *, 
     return maximal(drafts, law, logits, batch.laws, lengths, most)
 
 
-def shared(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, most: Tensor | None) -> Verdict:
-    """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V] with the noise of
-    their positions; lengths [B] is the position of the first draft."""
+def shared(
+    drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, most: Tensor | None
+) -> Verdict:
+    """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V]
+    with the noise of their positions; lengths [B] is the position of the first draft."""
     places = lengths[:, None] + torch.arange(logits.shape[1], device=lengths.device)
     targets, scores = _choices(logits, laws, places)
     accepted, following = ops.accept_shared(drafts, targets, most)
     return Verdict(accepted, following, targets, scores)
 
 
-def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposing: Imposed, most: Tensor | None) -> Verdict:
-    """For benchmarks of random weights only: does shared coupling's work, then accepts what `imposing` says, whatever the
-    target says."""
+def imposed(
+    drafts: Tensor,
+    logits: Tensor,
+    laws: Laws,
+    lengths: Tensor,
+    imposing: Imposed,
+    most: Tensor | None,
+) -> Verdict:
+    """For benchmarks of random weights only: does shared coupling's work, then accepts what
+    `imposing` says, whatever the target says."""
     width = logits.shape[1]
     places = lengths[:, None] + torch.arange(width, device=lengths.device)
     targets, scores = _choices(logits, laws, places)
@@ -47,16 +66,28 @@ def imposed(drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, imposin
 
 
 def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's tokens at places [B, W] under shared coupling, and their log-probabilities, [B, W] each."""
+    """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
+    [B, W] each."""
     each = laws.repeat(places.shape[1])
-    tokens, scores = ops.sample_scored(logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys,
-                                       places.flatten())
+    tokens, scores = ops.sample_scored(
+        logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten()
+    )
     return tokens.view(places.shape), scores.view(places.shape)
 
 
-def maximal(drafts: Tensor, law: ops.Law | None, logits: Tensor, laws: Laws, lengths: Tensor,
-            most: Tensor | None) -> Verdict:
-    """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most V, against the processed
-    laws of logits [B, k + 1, V]; lengths [B] is the position of the first draft."""
-    return Verdict(*ops.rejection_sample(drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths,
-                                         most))
+def maximal(
+    drafts: Tensor,
+    law: ops.Law | None,
+    logits: Tensor,
+    laws: Laws,
+    lengths: Tensor,
+    most: Tensor | None,
+) -> Verdict:
+    """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most
+    V, against the processed laws of logits [B, k + 1, V]; lengths [B] is the position of the
+    first draft."""
+    return Verdict(
+        *ops.rejection_sample(
+            drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths, most
+        )
+    )

@@ -1,4 +1,5 @@
-"""A sweep drawn as two charts in one PNG: quality of the sample ranked first, and of the best, against the budget."""
+"""A sweep drawn as two charts in one PNG: quality of the sample ranked first, and of the best,
+against the budget."""
 
 from __future__ import annotations
 
@@ -6,7 +7,11 @@ from typing import Any
 
 from bass_cli.io import charts
 
-_NAMES = {"plain": "plain decoding", "single": "single-sequence speculation", "batched": "batched speculation"}
+_NAMES = {
+    "plain": "plain decoding",
+    "single": "single-sequence speculation",
+    "batched": "batched speculation",
+}
 
 
 def draw(document: dict[str, Any], file: str) -> None:
@@ -21,7 +26,11 @@ def draw(document: dict[str, Any], file: str) -> None:
     titles = ("Pass@First", "Pass@All") if code else ("ROUGE-L of the first", "ROUGE-L of the best")
     for axis, title, which in zip(axes, titles, (0, 1), strict=True):
         for method, name in _NAMES.items():
-            points = sorted((one["budget"], quality(one)[which]) for one in document["reports"] if one["method"] == method)
+            points = sorted(
+                (one["budget"], quality(one)[which])
+                for one in document["reports"]
+                if one["method"] == method
+            )
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
         axis.set_xscale("log")
@@ -32,7 +41,9 @@ def draw(document: dict[str, Any], file: str) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1.05 * max(max(quality(one)) for one in document["reports"]) or 1)
     axes[0].legend(fontsize="small")
-    figure.suptitle(f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium")
+    figure.suptitle(
+        f"{document['task']}, {document['pair']}, n = {document['n']}", fontsize="medium"
+    )
     figure.tight_layout()
     charts.save(figure, file)
     pyplot.close(figure)

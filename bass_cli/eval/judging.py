@@ -1,4 +1,5 @@
-"""Programs to verdicts, each different program once, kept in a file so that an interrupted scoring goes on.
+"""Programs to verdicts, each different program once, kept in a file so that an interrupted scoring
+goes on.
 
 How a program is run is the sandbox's matter; which verdicts make which figure is report.py's.
 """
@@ -37,8 +38,8 @@ class Judged(Protocol):
 
 
 class Ruling(NamedTuple):
-    """A line of the verdict file. `sha256` is that of the limits and the program, `isolation` says how the sandbox kept
-    the program in, `seconds` how long it ran."""
+    """A line of the verdict file. `sha256` is that of the limits and the program, `isolation`
+    says how the sandbox kept the program in, `seconds` how long it ran."""
 
     task_id: str
     sample: int
@@ -55,7 +56,8 @@ def verdicts_path(path: str) -> str:
 
 
 def digest(program: Program, limits: Mapping[str, Any]) -> str:
-    """What a verdict depends on, as 64 hex digits: another program or other limits have to be judged again."""
+    """What a verdict depends on, as 64 hex digits: another program or other limits have to be
+    judged again."""
     text = json.dumps(dict(limits), sort_keys=True, default=str) + "\n" + "\0".join(_texts(program))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -73,13 +75,20 @@ def check_verdicts(path: str) -> None:
 def _is_ours(content: bytes) -> bool:
     """Whether it begins with a verdict, whole, torn or with a hole, as a power cut leaves them."""
     first = content.splitlines(keepends=True)[0]
-    return _parse(first) is not None or b"\0" in first or first.startswith(_BEGINNING) or _BEGINNING.startswith(first)
+    return (
+        _parse(first) is not None
+        or b"\0" in first
+        or first.startswith(_BEGINNING)
+        or _BEGINNING.startswith(first)
+    )
 
 
 class Ledger:
-    """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one line and flushes it.
+    """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one
+    line and flushes it.
 
-    A torn last line is cut off. UserError if the file cannot be opened, is broken elsewhere or in use by another process.
+    A torn last line is cut off. UserError if the file cannot be opened, is broken elsewhere or
+    in use by another process.
     """
 
     def __init__(self, path: str, *, anew: bool = False) -> None:
@@ -97,7 +106,9 @@ class Ledger:
     def __enter__(self) -> Ledger:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         """Put the lines on the disk; a power cut before costs verdicts, which are judged again."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
@@ -115,11 +126,15 @@ class Ledger:
         try:
             yield
         except OSError as error:
-            raise MachineError(f"{self.path}: cannot write the verdicts: {error.strerror}; those before are kept, and the "
-                               "same command goes on from there") from None
+            raise MachineError(
+                f"{self.path}: cannot write the verdicts: {error.strerror}; those before are "
+                "kept, and the "
+                "same command goes on from there"
+            ) from None
 
     def add(self, ruling: Ruling) -> None:
-        """Append the line unless it is there; it is in the file when this returns. MachineError if the disk refuses it."""
+        """Append the line unless it is there; it is in the file when this returns. MachineError
+        if the disk refuses it."""
         place = (ruling.task_id, ruling.sample, ruling.sha256)
         if place in self._written:
             return
@@ -137,7 +152,10 @@ class Ledger:
                 end += len(line) if line.endswith(b"\n") else 0
                 continue
             if broken:
-                raise UserError(f"{self.path}:{broken}: this is not a verdict; --rejudge runs all programs again")
+                raise UserError(
+                    f"{self.path}:{broken}: this is not a verdict; --rejudge runs all programs "
+                    "again"
+                )
             ruling = _parse(line)
             if ruling is None:
                 broken = number
@@ -170,14 +188,22 @@ def _parse(line: bytes) -> Ruling | None:
         isolation = row["isolation"]
         if not isinstance(isolation, dict):
             return None
-        return Ruling(text(row["task_id"]), whole(row["sample"]), text(row["sha256"]), text(row["status"]),
-                      text(row["detail"]), finite(row["seconds"]), {key: text(word) for key, word in isolation.items()})
+        return Ruling(
+            text(row["task_id"]),
+            whole(row["sample"]),
+            text(row["sha256"]),
+            text(row["status"]),
+            text(row["detail"]),
+            finite(row["seconds"]),
+            {key: text(word) for key, word in isolation.items()},
+        )
     except (ValueError, KeyError):
         return None
 
 
 class Executor(NamedTuple):
-    """What runs programs: `run` gives verdicts as they come, by the key each program was given; see sandbox.Sandbox."""
+    """What runs programs: `run` gives verdicts as they come, by the key each program was given;
+    see sandbox.Sandbox."""
 
     run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Judged]]]
     isolation: dict[str, str]
@@ -191,7 +217,8 @@ def judge(
     open_executor: Callable[[], Executor],
     progress: Callable[[int, int], None],
 ) -> dict[Key, Ruling]:
-    """A verdict for each key. What the ledger knows is not run; `open_executor` is called only if something is left to run.
+    """A verdict for each key. What the ledger knows is not run; `open_executor` is called only if
+    something is left to run.
 
     `progress` is told how many keys have their verdict, and how many keys there are.
     """
@@ -211,14 +238,17 @@ def judge(
         for name, verdict, isolation in verdicts:
             detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
             for task_id, sample in waiting[name]:
-                ledger.add(Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation))
+                ledger.add(
+                    Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation)
+                )
             done += len(waiting[name])
             progress(done, total)
     return {key: ledger.rulings[name] for key, name in digests.items()}
 
 
 class Unreadable(NamedTuple):
-    """The verdict on a text that Python cannot even read: a lone surrogate cannot be written to a file."""
+    """The verdict on a text that Python cannot even read: a lone surrogate cannot be written to
+    a file."""
 
     status: str = "failed"
     detail: str = "the program is not valid Unicode"
@@ -228,7 +258,8 @@ class Unreadable(NamedTuple):
 def _run(
     texts: Mapping[str, Program], open_executor: Callable[[], Executor]
 ) -> Generator[tuple[str, Judged, dict[str, str]], None, None]:
-    """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the programs that still run."""
+    """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the
+    programs that still run."""
     runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
     yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
     if runnable:
@@ -248,7 +279,8 @@ def _is_text(text: str) -> bool:
 
 
 def isolation_of(rulings: Iterable[Ruling]) -> dict[str, str] | None:
-    """How the programs were kept in; where verdicts of several machines or settings differ, all their words."""
+    """How the programs were kept in; where verdicts of several machines or settings differ, all
+    their words."""
     words: dict[str, set[str]] = {}
     for ruling in rulings:
         for key, word in ruling.isolation.items():

@@ -1,5 +1,6 @@
-"""MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests. The prompt is the one without
-examples that code models are usually given: text and tests in a docstring, the program follows.
+"""MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests. The
+prompt is the one without examples that code models are usually given: text and tests in a
+docstring, the program follows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _OPTIONAL: Fields = {"test_imports": texts, "test_setup_code": text, "text": tex
 
 
 class Mbpp:
-    """The task "mbpp". Both versions of the data set are read, "full" (`text`, `test_setup_code`) and "sanitized"
-    (`prompt`, `test_imports`)."""
+    """The task "mbpp". Both versions of the data set are read, "full" (`text`,
+    `test_setup_code`) and "sanitized" (`prompt`, `test_imports`)."""
 
     name, executes = "mbpp", True
     defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
@@ -30,8 +31,11 @@ class Mbpp:
 
     def question(self, problem: Problem) -> str:
         tests = "\n".join(problem.fields["test_list"])
-        return (f"{_sentence(problem.fields)} Your code should pass these tests:\n\n```python\n{tests}\n```\n\n"
-                "Answer with the whole code, its imports included, in one block.")
+        return (
+            f"{_sentence(problem.fields)} Your code should pass these tests:\n\n"
+            f"```python\n{tests}\n```\n\n"
+            "Answer with the whole code, its imports included, in one block."
+        )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return code_in(text) if chat else text

@@ -24,10 +24,12 @@ R = TypeVar("R", bound=Ranked)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float | None:
-    """The chance that one of k samples passes, drawn without replacement from `samples` of which `passed` do.
+    """The chance that one of k samples passes, drawn without replacement from `samples` of which
+    `passed` do.
 
-    1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021, arXiv 2107.03374,
-    figure 3). None where there are fewer than k samples: then there is no unbiased estimate.
+    1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021,
+    arXiv 2107.03374, figure 3). None where there are fewer than k samples: then there is no
+    unbiased estimate.
     """
     assert 0 <= passed <= samples
     assert k >= 1
@@ -40,9 +42,11 @@ def pass_at_k(samples: int, passed: int, k: int) -> float | None:
 
 
 def first_ranked(finished: Iterable[R]) -> R | None:
-    """The sample with the highest mean log-probability (Pass@First of arXiv 2404.15778), None if there is no sample.
+    """The sample with the highest mean log-probability (Pass@First of arXiv 2404.15778), None if
+    there is no sample.
 
-    Those without one come last; the lowest sample number wins a tie, whatever the order of the lines is.
+    Those without one come last; the lowest sample number wins a tie, whatever the order of the
+    lines is.
     """
     return max(finished, key=_rank, default=None)
 
@@ -64,7 +68,8 @@ def ratio(part: float | None, whole: float | None) -> float | None:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values lie below, linear between neighbours (numpy's default definition)."""
+    """The value that `share` of the values lie below, linear between neighbours (numpy's default
+    definition)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)
@@ -77,11 +82,17 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     middle = statistics.median(values)
-    return {"mean": math.fsum(values) / len(values), "median": middle, "p90": quantile(values, 0.9), "max": max(values)}
+    return {
+        "mean": math.fsum(values) / len(values),
+        "median": middle,
+        "p90": quantile(values, 0.9),
+        "max": max(values),
+    }
 
 
 def overshoot(values: Sequence[float]) -> dict[str, float] | None:
-    """How late problems were, from each one's seconds beyond the deadline (negative: early); None of nothing.
+    """How late problems were, from each one's seconds beyond the deadline (negative: early); None
+    of nothing.
 
     `share_over` is the fraction of problems that were late at all.
     """

@@ -1,6 +1,8 @@
-"""Outcomes to the report: a dict for JSON, whose keys docs/EVAL.md explains. Fractions are of 1, times in seconds.
+"""Outcomes to the report: a dict for JSON, whose keys docs/EVAL.md explains. Fractions are of 1,
+times in seconds.
 
-It reads no file and runs nothing; the arithmetic is metrics.py's, what a person sees is table.py's.
+It reads no file and runs nothing; the arithmetic is metrics.py's, what a person sees is
+table.py's.
 """
 
 from __future__ import annotations
@@ -52,13 +54,21 @@ def build(
     ks: Sequence[int],
     isolation: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """The report on a file. `problems`: by task_id, the samples of each by number; `known`: how many the data set has."""
-    rows = [_problem(task_id, outcomes, executes, file.budget) for task_id, outcomes in problems.items()]
+    """The report on a file. `problems`: by task_id, the samples of each by number; `known`: how
+    many the data set has."""
+    rows = [
+        _problem(task_id, outcomes, executes, file.budget) for task_id, outcomes in problems.items()
+    ]
     everything = [outcome for outcomes in problems.values() for outcome in outcomes]
     notes = [*file.notes, *_gaps(file, problems, known)]
     ranked = any(outcome.generation.mean_logprob is not None for outcome in everything)
     notes += _unranked(everything) if ranked else [BY_ORDER]
-    document: dict[str, Any] = {"task": task, "file": file.path, "problems": len(rows), "samples": len(everything)}
+    document: dict[str, Any] = {
+        "task": task,
+        "file": file.path,
+        "problems": len(rows),
+        "samples": len(everything),
+    }
     document["finished"] = sum(outcome.generation.finished for outcome in everything)
     document["late"] = sum(outcome.generation.late for outcome in everything)
     document |= _passes(problems, rows, ks, notes) if executes else {"rouge": _rouge(rows)}
@@ -77,7 +87,9 @@ def _first(outcomes: Outcomes) -> Outcome | None:
     return None if first is None else finished[first]
 
 
-def _problem(task_id: str, outcomes: Outcomes, executes: bool, budget: float | None) -> dict[str, Any]:
+def _problem(
+    task_id: str, outcomes: Outcomes, executes: bool, budget: float | None
+) -> dict[str, Any]:
     finished = [outcome for outcome in outcomes if outcome.generation.finished]
     row: dict[str, Any] = {"task_id": task_id, "samples": len(outcomes), "finished": len(finished)}
     row["late"] = sum(outcome.generation.late for outcome in outcomes)
@@ -87,7 +99,9 @@ def _problem(task_id: str, outcomes: Outcomes, executes: bool, budget: float | N
         row["pass_first"] = first is not None and first.passed
         row["pass_all"] = row["passed"] > 0
     else:
-        row["rouge"] = _ratings([outcome.rating for outcome in finished if outcome.rating], first and first.rating)
+        row["rouge"] = _ratings(
+            [outcome.rating for outcome in finished if outcome.rating], first and first.rating
+        )
     ends = _seconds(finished)
     every = _seconds(outcomes)
     row["seconds_to_first"] = min(ends, default=None)
@@ -98,12 +112,15 @@ def _problem(task_id: str, outcomes: Outcomes, executes: bool, budget: float | N
 
 def _seconds(outcomes: Outcomes) -> list[float]:
     """When the samples ended; the line of a prompt that could not be run has no time."""
-    known = [outcome.generation for outcome in outcomes if outcome.generation.finish_reason != "error"]
+    known = [
+        outcome.generation for outcome in outcomes if outcome.generation.finish_reason != "error"
+    ]
     return [generation.seconds for generation in known if generation.seconds is not None]
 
 
 def _ratings(ratings: list[Rating], first: Rating | None) -> dict[str, Rating] | None:
-    """Ratings of the sample ranked first, of the one with the highest ROUGE-L, and the mean; None if none is finished."""
+    """Ratings of the sample ranked first, of the one with the highest ROUGE-L, and the mean;
+    None if none is finished."""
     if not ratings or first is None:
         return None
     best = max(ratings, key=lambda rating: rating["rougeL"])
@@ -112,11 +129,16 @@ def _ratings(ratings: list[Rating], first: Rating | None) -> dict[str, Rating] |
 
 
 def _passes(
-    problems: Mapping[str, Outcomes], rows: list[dict[str, Any]], ks: Sequence[int], notes: list[str]
+    problems: Mapping[str, Outcomes],
+    rows: list[dict[str, Any]],
+    ks: Sequence[int],
+    notes: list[str],
 ) -> dict[str, Any]:
     """Pass@First, Pass@All (arXiv 2404.15778) and pass@k; what is not known goes to the notes."""
     passes: dict[str, Any] = {"pass_first": metrics.mean(row["pass_first"] for row in rows)}
-    passes["pass_first_of_finished"] = metrics.mean(row["pass_first"] for row in rows if row["finished"])
+    passes["pass_first_of_finished"] = metrics.mean(
+        row["pass_first"] for row in rows if row["finished"]
+    )
     passes["pass_all"] = metrics.mean(row["pass_all"] for row in rows)
     passes["pass_at_k"] = {}
     for k in ks:
@@ -125,12 +147,15 @@ def _passes(
         passes["pass_at_k"][str(k)] = metrics.mean(known) if len(known) == len(estimates) else None
         if len(known) < len(estimates):
             few = len(estimates) - len(known)
-            notes.append(f"pass@{k} is not known: {few} of {len(rows)} problems have fewer than {k} samples")
+            notes.append(
+                f"pass@{k} is not known: {few} of {len(rows)} problems have fewer than {k} samples"
+            )
     return passes
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
-    """Unfinished samples count as failed; a prompt that could not be run has one line, however many were asked for."""
+    """Unfinished samples count as failed; a prompt that could not be run has one line, however
+    many were asked for."""
     if all(outcome.generation.finish_reason == "error" for outcome in outcomes):
         return 0.0
     return metrics.pass_at_k(len(outcomes), sum(outcome.passed for outcome in outcomes), k)
@@ -139,22 +164,31 @@ def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
 def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
     """Means over all problems; one without a finished sample counts as 0."""
     nothing = dict.fromkeys(MEASURES, 0.0)
-    chosen = {kind: [(row["rouge"] or {}).get(kind, nothing) for row in rows] for kind in ("first", "best", "mean")}
+    chosen = {
+        kind: [(row["rouge"] or {}).get(kind, nothing) for row in rows]
+        for kind in ("first", "best", "mean")
+    }
     return {
         kind: {name: metrics.mean(rating[name] for rating in ratings) or 0.0 for name in MEASURES}
         for kind, ratings in chosen.items()
     }
 
 
-def _timing(file: GenerationFile, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _timing(
+    file: GenerationFile, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Seconds, tokens and what the drafts gave."""
     generations = [outcome.generation for outcomes in problems.values() for outcome in outcomes]
     tokens = _total(generations, "tokens")
     late = [row["overshoot"] for row in rows if row["overshoot"] is not None]
     accepted = _total(generations, "accepted")
     return {
-        "seconds_to_first": metrics.spread([r["seconds_to_first"] for r in rows if r["seconds_to_first"] is not None]),
-        "seconds_to_last": metrics.spread([r["seconds_to_last"] for r in rows if r["seconds_to_last"] is not None]),
+        "seconds_to_first": metrics.spread(
+            [r["seconds_to_first"] for r in rows if r["seconds_to_first"] is not None]
+        ),
+        "seconds_to_last": metrics.spread(
+            [r["seconds_to_last"] for r in rows if r["seconds_to_last"] is not None]
+        ),
         "tokens": tokens,
         "tokens_per_second": metrics.ratio(tokens, _decoding_seconds(file, problems)),
         "accepted_per_round": metrics.ratio(accepted, _total(generations, "rounds")),
@@ -166,12 +200,17 @@ def _timing(file: GenerationFile, problems: Mapping[str, Outcomes], rows: list[d
 
 def _total(generations: list[Generation], name: str) -> int | None:
     """The sum over the lines that have the figure, None if none has."""
-    known = [value for value in (getattr(generation, name) for generation in generations) if value is not None]
+    known = [
+        value
+        for value in (getattr(generation, name) for generation in generations)
+        if value is not None
+    ]
     return sum(known) if known else None
 
 
 def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) -> float | None:
-    """The whole run's time if the manifest has it; with a budget prompts ran one at a time, so their times add up."""
+    """The whole run's time if the manifest has it; with a budget prompts ran one at a time, so
+    their times add up."""
     if file.total_seconds is not None or file.budget is None:
         return file.total_seconds
     return sum(max(_seconds(outcomes), default=0.0) for outcomes in problems.values())
@@ -184,10 +223,20 @@ def _unranked(everything: Outcomes) -> list[str]:
 
 def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) -> list[str]:
     """What the file does not hold: problems of the data set, samples that the manifest promises."""
-    notes = [] if len(problems) == known else [f"the file has {len(problems)} of the {known} problems"]
+    notes = (
+        [] if len(problems) == known else [f"the file has {len(problems)} of the {known} problems"]
+    )
     n = file.setting("n")
     if isinstance(n, int):
-        whole = (o for o in problems.values() if any(one.generation.finish_reason != "error" for one in o))
+        whole = (
+            o
+            for o in problems.values()
+            if any(one.generation.finish_reason != "error" for one in o)
+        )
         short = sum(len(outcomes) < n for outcomes in whole)
-        notes += [f"{short} problems have fewer samples than the {n} that were asked for"] if short else []
+        notes += (
+            [f"{short} problems have fewer samples than the {n} that were asked for"]
+            if short
+            else []
+        )
     return notes

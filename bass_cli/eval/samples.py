@@ -1,6 +1,8 @@
-"""Generation files read for scoring: those of bass, and those of other tools (`task_id` with `completion` or `solution`).
+"""Generation files read for scoring: those of bass, and those of other tools (`task_id` with
+`completion` or `solution`).
 
-It checks lines and reads the manifest beside the file; which problems there are and what a text is worth is not known here.
+It checks lines and reads the manifest beside the file; which problems there are and what a text
+is worth is not known here.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ _LINE_BYTES = 1 << 26  # of a sample; gzip can make a line a thousand times as l
 
 
 class Generation(NamedTuple):
-    """One line of a generation file. `whole`: the text stands alone, it does not complete the prompt. Seconds are from
-    the prompt's beginning; a figure is None where the file does not have it. A copy counts no tokens and no rounds."""
+    """One line of a generation file. `whole`: the text stands alone, it does not complete the
+    prompt. Seconds are from the prompt's beginning; a figure is None where the file does not
+    have it. A copy counts no tokens and no rounds."""
 
     line: int
     task_id: str
@@ -45,13 +48,15 @@ class Generation(NamedTuple):
 
     @property
     def finished(self) -> bool:
-        """Whether the sample had its end in time; "length" is one, it has all the tokens that it may have."""
+        """Whether the sample had its end in time; "length" is one, it has all the tokens that it
+        may have."""
         return self.finish_reason not in UNFINISHED and not self.late
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationFile:
-    """The lines of a file, at least one, what its manifest says (empty without one) and what a person should know."""
+    """The lines of a file, at least one, what its manifest says (empty without one) and what a
+    person should know."""
 
     path: str
     rows: tuple[Generation, ...]
@@ -74,7 +79,8 @@ class GenerationFile:
 
 
 def read_generations(path: str) -> GenerationFile:
-    """The lines of a .jsonl file, gzipped or not. A broken last line is left out with a note; other faults: UserError."""
+    """The lines of a .jsonl file, gzipped or not. A broken last line is left out with a note;
+    other faults: UserError."""
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
@@ -84,7 +90,10 @@ def read_generations(path: str) -> GenerationFile:
         generation = _read_row(row, place, number, order)
         key = (generation.task_id, generation.sample)
         if key in seen:
-            raise UserError(f'{place}: sample {key[1]} of "{key[0]}" is in the file twice, first in line {seen[key]}')
+            raise UserError(
+                f'{place}: sample {key[1]} of "{key[0]}" is in the file twice, first in line '
+                f"{seen[key]}"
+            )
         seen[key] = number
         rows.append(generation)
     if not rows:
@@ -94,7 +103,10 @@ def read_generations(path: str) -> GenerationFile:
         notes.append("the run that wrote the file did not come to its end")
     file = GenerationFile(path, tuple(rows), manifest, tuple(notes))
     budget = math.inf if file.budget is None else file.budget
-    held = (row._replace(late=row.finished and row.seconds is not None and row.seconds > budget) for row in rows)
+    held = (
+        row._replace(late=row.finished and row.seconds is not None and row.seconds > budget)
+        for row in rows
+    )
     return replace(file, rows=tuple(held))
 
 
@@ -116,7 +128,9 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
                 else:
                     broken = at, value
     except OSError as error:
-        raise UserError(f"{path}: cannot read the generation file: {error.strerror or error}") from None
+        raise UserError(
+            f"{path}: cannot read the generation file: {error.strerror or error}"
+        ) from None
     except (EOFError, zlib.error):
         raise UserError(f"{path}: the gzip file is damaged or cut short") from None
     if broken is not None:
@@ -152,13 +166,16 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     reason = row.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
-    counts: list[Any] = [_figure(row, key, int, place) if row.get("copy_of") is None else 0 for key in COUNTED]
+    counts: list[Any] = [
+        _figure(row, key, int, place) if row.get("copy_of") is None else 0 for key in COUNTED
+    ]
     logprob, seconds = (_figure(row, key, float, place) for key in ("mean_logprob", "seconds"))
     return Generation(number, task_id, int(sample), text, whole, reason, logprob, seconds, *counts)
 
 
 def _task_id(row: dict[str, Any], place: str) -> str:
-    """The line's problem: `task_id`, which bass puts under `meta` if the prompt file had it; or an `id` like "a/1"."""
+    """The line's problem: `task_id`, which bass puts under `meta` if the prompt file had it; or
+    an `id` like "a/1"."""
     meta = row.get("meta")
     value = row.get("task_id", meta.get("task_id") if isinstance(meta, dict) else None)
     if value is None and "/" in str(row.get("id", "")):
@@ -171,11 +188,14 @@ def _task_id(row: dict[str, Any], place: str) -> str:
 
 
 def _text(row: dict[str, Any], place: str) -> tuple[bool, str]:
-    """Whether the text stands alone, and the text; a `solution` goes before a `completion`, as other scorers have it."""
+    """Whether the text stands alone, and the text; a `solution` goes before a `completion`, as
+    other scorers have it."""
     ours = ("text",) if "finish_reason" in row else ()
     key = next((key for key in ("solution", "completion", *ours) if key in row), None)
     if key is None:
-        raise UserError(f'{place}: field "completion" (or "solution"): it is missing{_hint(row, "completion")}')
+        raise UserError(
+            f'{place}: field "completion" (or "solution"): it is missing{_hint(row, "completion")}'
+        )
     if not isinstance(row[key], str):
         raise UserError(f'{place}: field "{key}": it must be a text')
     return key == "solution", row[key]
@@ -192,13 +212,18 @@ def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
     if value is None or (kind is float and type(value) is float and not math.isfinite(value)):
         return None
     try:
-        return whole(value) if kind is int else finite(value, least=0 if key == "seconds" else -math.inf)
+        return (
+            whole(value)
+            if kind is int
+            else finite(value, least=0 if key == "seconds" else -math.inf)
+        )
     except ValueError as error:
         raise UserError(f'{place}: field "{key}": {error}') from None
 
 
 def _read_manifest(path: str) -> dict[str, Any]:
-    """The manifest beside the file, empty where there is none that can be read: a score does not need it."""
+    """The manifest beside the file, empty where there is none that can be read: a score does not
+    need it."""
     try:
         return read_manifest(path)
     except (OSError, ValueError):
@@ -218,7 +243,8 @@ def _number(value: Any) -> float | None:
 
 
 def guess_task(file: GenerationFile) -> str:
-    """The task that the manifest names or that the first `task_id` looks like; UserError if neither tells it."""
+    """The task that the manifest names or that the first `task_id` looks like; UserError if
+    neither tells it."""
     named = file.setting("task")
     if isinstance(named, str):
         return named
@@ -228,15 +254,21 @@ def guess_task(file: GenerationFile) -> str:
     for prefix, task in PREFIXES.items():
         if task_id.startswith(prefix):
             return task
-    reason = f'the task_id "{task_id[:80]}" does not tell the task; give --task {", ".join(TASKS[:-1])} or {TASKS[-1]}'
+    reason = (
+        f'the task_id "{task_id[:80]}" does not tell the task; give --task '
+        f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
+    )
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")
 
 
 def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[Generation]]:
-    """The samples of each problem by number, problems in the order of `known`; UserError at an unknown task_id."""
+    """The samples of each problem by number, problems in the order of `known`; UserError at an
+    unknown task_id."""
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
-        bare = row.task_id.removeprefix("Mbpp/")  # MBPP's own numbers, and as other tools write them
+        bare = row.task_id.removeprefix(
+            "Mbpp/"
+        )  # MBPP's own numbers, and as other tools write them
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
             name = row.task_id[:80]
@@ -244,5 +276,6 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
             hint = f'; did you mean "{close[0]}"?' if close else ""
             raise UserError(f'{file.path}:{row.line}: unknown task_id "{name}"{hint}')
         groups.setdefault(found, []).append(row)
-    return {name: sorted(groups[name], key=lambda row: row.sample) for name in known if name in groups}
-
+    return {
+        name: sorted(groups[name], key=lambda row: row.sample) for name in known if name in groups
+    }

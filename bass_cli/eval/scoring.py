@@ -1,6 +1,8 @@
-"""A generation file and a task to a report: what `bass score` does, and `bass eval` once it has generated.
+"""A generation file and a task to a report: what `bass score` does, and `bass eval` once it has
+generated.
 
-The order of refusals and checks is here; reading, judging and reporting are in files of their own.
+The order of refusals and checks is here; reading, judging and reporting are in files of their
+own.
 """
 
 from __future__ import annotations
@@ -40,19 +42,26 @@ def refuse(task: Task, *, allow_execution: bool) -> None:
     """UserError unless the programs of this task may be run, or it has none."""
     if task.executes and not allow_execution:
         reason = "scoring runs programs that a model wrote"
-        raise UserError(f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this machine")
+        raise UserError(
+            f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this "
+            "machine"
+        )
 
 
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
-    """UserError for an option that says how programs are run or counted, where the task has none."""
+    """UserError for an option that says how programs are run or counted, where the task has
+    none."""
     for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
         if getattr(args, key):
-            raise UserError(f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out")
+            raise UserError(
+                f"--{key} (or BASS_{key.upper()}): {task.name} has no programs to run; leave it out"
+            )
 
 
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
-    """UserError where a report on `samples` (a `sweep`: on the files beside it) could not be written, or would replace
-    anything but an earlier one: a document with a report's keys, on a file of that name."""
+    """UserError where a report on `samples` (a `sweep`: on the files beside it) could not be
+    written, or would replace anything but an earlier one: a document with a report's keys, on a
+    file of that name."""
     if path is None or descriptor_of(path) is not None:
         return
     check_format("--report", path, suffix=".json", written="a report is one JSON document")
@@ -72,7 +81,10 @@ def _is_report(content: bytes, *, name: str, sweep: bool) -> bool:
     if not sweep:
         return Path(str(found["file"])).name == name
     parts = found["reports"] if isinstance(found["reports"], list) else []
-    return all(isinstance(one, dict) and Path(str(one.get("file"))).name.startswith(f"{Path(name).stem}.") for one in parts)
+    return all(
+        isinstance(one, dict) and Path(str(one.get("file"))).name.startswith(f"{Path(name).stem}.")
+        for one in parts
+    )
 
 
 def score_file(
@@ -90,18 +102,32 @@ def score_file(
     verdicts: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also written to `report_path`.
+    """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also
+    written to `report_path`.
 
-    `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept beside the file: after an
-    interruption the same call goes on (`verdicts` names another file for them, which several calls may share);
-    `rejudge` runs all programs again; `overwrite` lets the report replace what is no report on this file; `allow_weak` runs
-    them also where the sandbox keeps them in badly, which else is a MachineError. UserError if execution is needed and not
-    allowed, before the file is read; for any fault of the file; for a task_id that the task does not know.
+    `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept
+    beside the file: after an interruption the same call goes on (`verdicts` names another file
+    for them, which several calls may share); `rejudge` runs all programs again; `overwrite` lets
+    the report replace what is no report on this file; `allow_weak` runs them also where the
+    sandbox keeps them in badly, which else is a MachineError. UserError if execution is needed
+    and not allowed, before the file is read; for any fault of the file; for a task_id that the
+    task does not know.
     """
     refuse(task, allow_execution=allow_execution)
     file = read_generations(path)
-    return score(file, task, ks=ks, workers=workers, timeout=timeout, report_path=report_path, screen=screen,
-                 rejudge=rejudge, allow_weak=allow_weak, verdicts=verdicts, overwrite=overwrite)
+    return score(
+        file,
+        task,
+        ks=ks,
+        workers=workers,
+        timeout=timeout,
+        report_path=report_path,
+        screen=screen,
+        rejudge=rejudge,
+        allow_weak=allow_weak,
+        verdicts=verdicts,
+        overwrite=overwrite,
+    )
 
 
 def score(
@@ -123,44 +149,81 @@ def score(
     problems = by_problem(file, task.problems)
     isolation = None
     if task.executes:
-        rulings = _judge(file, task, problems, workers=workers, timeout=timeout, screen=screen, rejudge=rejudge,
-                          allow_weak=allow_weak, verdicts=verdicts or verdicts_path(file.path))
-        outcomes = {name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()}
+        rulings = _judge(
+            file,
+            task,
+            problems,
+            workers=workers,
+            timeout=timeout,
+            screen=screen,
+            rejudge=rejudge,
+            allow_weak=allow_weak,
+            verdicts=verdicts or verdicts_path(file.path),
+        )
+        outcomes = {
+            name: [_outcome(name, row, rulings) for row in rows] for name, rows in problems.items()
+        }
         isolation = isolation_of(rulings.values())
     else:
         outcomes = _rate(task, problems, screen)
-    document = report.build(file, outcomes, task=task.name, executes=task.executes, known=len(task.problems), ks=ks,
-                            isolation=isolation)
+    document = report.build(
+        file,
+        outcomes,
+        task=task.name,
+        executes=task.executes,
+        known=len(task.problems),
+        ks=ks,
+        isolation=isolation,
+    )
     table.show(document, screen)
     if report_path is not None:
-        check_report(report_path, file.path, overwrite=overwrite)  # again, for judging may have taken hours
+        check_report(
+            report_path, file.path, overwrite=overwrite
+        )  # again, for judging may have taken hours
         write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
     return document
 
 
 def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Outcome:
-    return Outcome(row, rulings[task_id, row.sample].status) if row.finished else report.unjudged(row)
+    return (
+        Outcome(row, rulings[task_id, row.sample].status) if row.finished else report.unjudged(row)
+    )
 
 
 def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, tuple[str, str]]]:
-    """The program of every finished sample; one that was cut off or late is not run, it counts as failed."""
+    """The program of every finished sample; one that was cut off or late is not run, it counts
+    as failed."""
     from bass_cli.eval.tasks import Answer
 
     for name, rows in problems.items():
         for row in rows:
             if row.finished:
-                yield (name, row.sample), task.program(task.problems[name], Answer(row.text, row.whole))
+                yield (
+                    (name, row.sample),
+                    task.program(task.problems[name], Answer(row.text, row.whole)),
+                )
 
 
 def _judge(
-    file: GenerationFile, task: Task, problems: Problems, *, workers: int | None, timeout: float | None,
-    screen: Screen, rejudge: bool, allow_weak: bool, verdicts: str,
+    file: GenerationFile,
+    task: Task,
+    problems: Problems,
+    *,
+    workers: int | None,
+    timeout: float | None,
+    screen: Screen,
+    rejudge: bool,
+    allow_weak: bool,
+    verdicts: str,
 ) -> dict[Key, Ruling]:
-    """A verdict on every finished sample, through the verdict file and, for what is not in it, the sandbox."""
+    """A verdict on every finished sample, through the verdict file and, for what is not in it,
+    the sandbox."""
     from bass_cli.sandbox.programs import Limits
 
     limits = Limits()
-    if timeout is not None:  # processor time has a limit of its own, which must not undo a longer wall clock
+    if (
+        timeout is not None
+    ):  # processor time has a limit of its own, which must not undo a longer wall clock
         cpu_seconds = max(limits.cpu_seconds, math.ceil(timeout / 2))
         limits = limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
     total = sum(row.finished for rows in problems.values() for row in rows)
@@ -170,13 +233,21 @@ def _judge(
         screen.counting("verdicts", total) as progress,
     ):
         if ledger.rulings:
-            screen.note(f"{ledger.path}: going on, {len(ledger.rulings)} programs are judged already")
-        return judge(_programs(task, problems), ledger, limits._asdict(), progress=progress,
-                     open_executor=lambda: _open_sandbox(stack, workers, limits, screen, allow_weak))
+            screen.note(
+                f"{ledger.path}: going on, {len(ledger.rulings)} programs are judged already"
+            )
+        return judge(
+            _programs(task, problems),
+            ledger,
+            limits._asdict(),
+            progress=progress,
+            open_executor=lambda: _open_sandbox(stack, workers, limits, screen, allow_weak),
+        )
 
 
 def check_sandbox(*, allow_weak: bool) -> None:
-    """MachineError where programs cannot be run, or only in a weak sandbox and that is not allowed."""
+    """MachineError where programs cannot be run, or only in a weak sandbox and that is not
+    allowed."""
     from bass_cli.sandbox.programs import Sandbox
 
     with Sandbox(workers=1) as sandbox:
@@ -184,7 +255,9 @@ def check_sandbox(*, allow_weak: bool) -> None:
             sandbox.isolation.refuse_weakness()
 
 
-def _open_sandbox(stack: ExitStack, workers: int | None, limits: Limits, screen: Screen, allow_weak: bool) -> Executor:
+def _open_sandbox(
+    stack: ExitStack, workers: int | None, limits: Limits, screen: Screen, allow_weak: bool
+) -> Executor:
     from bass_cli.sandbox.programs import Sandbox
 
     sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
@@ -202,7 +275,9 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
     done = 0
     with screen.counting("samples rated", total) as progress:
         for name, rows in problems.items():
-            rate = functools.lru_cache(maxsize=None)(functools.partial(task.rate, task.problems[name]))
+            rate = functools.lru_cache(maxsize=None)(
+                functools.partial(task.rate, task.problems[name])
+            )
             outcomes[name] = [
                 Outcome(row, report.RATED, rate(row.text)) if row.finished else report.unjudged(row)
                 for row in rows
@@ -217,13 +292,19 @@ def parse_ks(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
     if bad is not None:
-        raise UserError(f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10')
+        raise UserError(
+            f'--k (or BASS_K): "{bad}" is not a whole number above 0; write it like 1,10'
+        )
     return sorted({int(part) for part in parts})
 
 
 def parse_workers(given: int | None) -> int | None:
-    """The number as it is; UserError below 1, and beyond what a machine's limits of processes and files allow."""
+    """The number as it is; UserError below 1, and beyond what a machine's limits of processes
+    and files allow."""
     if given is not None and not 1 <= given <= _MOST_WORKERS:
-        raise UserError(f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} (got "
-                        f"{shown(given)})")
+        raise UserError(
+            f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "
+            "(got "
+            f"{shown(given)})"
+        )
     return given

@@ -1,5 +1,6 @@
-"""XSum (Narayan et al., arXiv 1808.08745): one sentence that says what an article is about, rated by ROUGE (Lin, 2004) as
-the rouge-score package computes it: F-measures of words, pairs of words and the longest common subsequence, stemmed.
+"""XSum (Narayan et al., arXiv 1808.08745): one sentence that says what an article is about,
+rated by ROUGE (Lin, 2004) as the rouge-score package computes it: F-measures of words, pairs of
+words and the longest common subsequence, stemmed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class Summaries:
         self._scorer: Any = None
 
     def question(self, problem: Problem) -> str:
-        return f"Summarise the following article in one sentence.\n\n{problem.fields['document'].strip()}"
+        return (
+            "Summarise the following article in one "
+            f"sentence.\n\n{problem.fields['document'].strip()}"
+        )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return text.strip()

@@ -1,4 +1,5 @@
-"""The report as a table for a person, in the terms of the BASS paper. Percent here, fractions in JSON."""
+"""The report as a table for a person, in the terms of the BASS paper. Percent here, fractions in
+JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +14,15 @@ SHOWN = 20  # problems; with more of them the lines would push the figures off t
 def show(document: dict[str, Any], screen: Screen) -> None:
     """The figures over all problems, each problem where they are few, then the notes."""
     screen.say(f"{document['task']}: {document['file']}")
-    screen.table(("in all", f"{document['problems']} problems, {document['samples']} samples"), lines(document))
+    screen.table(
+        ("in all", f"{document['problems']} problems, {document['samples']} samples"),
+        lines(document),
+    )
     rows = document["by_problem"]
     if len(rows) <= SHOWN:
         screen.table(("problem", "finished", *_heading(document), "first", "last", "overshoot"), [
-            [row["task_id"], f"{row['finished']} of {row['samples']}", *_worth(row), _time(row["seconds_to_first"]),
+            [row["task_id"], f"{row['finished']} of "
+                             f"{row['samples']}", *_worth(row), _time(row["seconds_to_first"]),
              _time(row["seconds_to_last"]), _time(row["overshoot"])] for row in rows
         ])  # fmt: skip
     for note in document["notes"]:
@@ -30,8 +35,10 @@ def lines(document: dict[str, Any]) -> list[list[str]]:
     shown = _rouge(document) if "rouge" in document else _passes(document)
     answered = sum(row["finished"] > 0 for row in document["by_problem"])
     late = f"; {document['late']} more ended after the deadline" if document["late"] else ""
-    shown.append(["finished", f"{document['finished']} of {document['samples']} samples{' in time' if late else ''}; "
-                              f"{answered} of {document['problems']} problems have one{late}"])  # fmt: skip
+    shown.append(["finished", f"{document['finished']} of {document['samples']} "
+                              f"samples{' in time' if late else ''}; "
+                              f"{answered} of {document['problems']} problems have "
+                              f"one{late}"])  # fmt: skip
     for key, name in (("seconds_to_first", "first sample"), ("seconds_to_last", "last sample")):
         shown += [[name, _spread(document[key])]] if document[key] else []
     shown += [["speed", speed]] if (speed := _speed(document)) else []
@@ -39,27 +46,51 @@ def lines(document: dict[str, Any]) -> list[list[str]]:
         late = document["overshoot"]
         over = f"{_percent(late['share_over'])} of problems over; by median {_time(late['median'])}"
         shown.append(["deadline", f"{_time(document['budget'])}; {over}, p90 {_time(late['p90'])}, "
-                                  f"p99 {_time(late['p99'])}, max {_time(late['max'])}"])  # fmt: skip
-    shown.append(["verdicts", ", ".join(f"{count} {status}" for status, count in document["statuses"].items())])
+                                  f"p99 {_time(late['p99'])}, max "
+                                  f"{_time(late['max'])}"])  # fmt: skip
+    shown.append(
+        [
+            "verdicts",
+            ", ".join(f"{count} {status}" for status, count in document["statuses"].items()),
+        ]
+    )
     if document["isolation"]:
-        shown.append(["isolation", "; ".join(f"{key}: {word}" for key, word in document["isolation"].items())])
+        shown.append(
+            [
+                "isolation",
+                "; ".join(f"{key}: {word}" for key, word in document["isolation"].items()),
+            ]
+        )
     return shown
 
 
 def _passes(document: dict[str, Any]) -> list[list[str]]:
-    ranking = "mean log-probability" if document["ranked_by"] == "mean_logprob" else "order (no log-probabilities)"
+    ranking = (
+        "mean log-probability"
+        if document["ranked_by"] == "mean_logprob"
+        else "order (no log-probabilities)"
+    )
     of_finished = _percent(document["pass_first_of_finished"])
-    shown = [["Pass@First", f"{_percent(document['pass_first'])} (of problems with a finished sample {of_finished}); "
+    shown = [["Pass@First", f"{_percent(document['pass_first'])} (of problems with a finished "
+                            f"sample {of_finished}); "
                             f"ranked by {ranking}"]]  # fmt: skip
     shown.append(["Pass@All", _percent(document["pass_all"])])
     return shown + [[f"pass@{k}", _percent(value)] for k, value in document["pass_at_k"].items()]
 
 
 def _rouge(document: dict[str, Any]) -> list[list[str]]:
-    ranking = "mean log-probability" if document["ranked_by"] == "mean_logprob" else "order (no log-probabilities)"
+    ranking = (
+        "mean log-probability"
+        if document["ranked_by"] == "mean_logprob"
+        else "order (no log-probabilities)"
+    )
     kinds = {"first": f"first, by {ranking}", "best": "best", "mean": "mean"}
     return [
-        ["ROUGE-1/2/L", f"{' / '.join(f'{100 * value:.1f}' for value in document['rouge'][kind].values())} ({words})"]
+        [
+            "ROUGE-1/2/L",
+            f"{' / '.join(f'{100 * value:.1f}' for value in document['rouge'][kind].values())} "
+            f"({words})",
+        ]
         for kind, words in kinds.items()
     ]
 
@@ -71,7 +102,10 @@ def _heading(document: dict[str, Any]) -> tuple[str, ...]:
 def _worth(row: dict[str, Any]) -> list[str]:
     if "passed" in row:
         return [str(row["passed"]), "yes" if row["pass_first"] else "no"]
-    return [f"{100 * row['rouge'][kind]['rougeL']:.1f}" if row["rouge"] else "-" for kind in ("first", "best")]
+    return [
+        f"{100 * row['rouge'][kind]['rougeL']:.1f}" if row["rouge"] else "-"
+        for kind in ("first", "best")
+    ]
 
 
 def _spread(values: dict[str, float]) -> str:

@@ -1,6 +1,8 @@
-"""What an evaluation consists of: problems, how they become prompts, and what scoring makes of an answer.
+"""What an evaluation consists of: problems, how they become prompts, and what scoring makes of an
+answer.
 
-Not here: the tasks themselves (humaneval.py, mbpp.py, summaries.py), generating (cli/evaluate.py), scoring (scoring.py).
+Not here: the tasks themselves (humaneval.py, mbpp.py, summaries.py), generating
+(cli/evaluate.py), scoring (scoring.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Problem(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a model gave. `whole`: a solution that stands alone; otherwise it goes on where the prompt ends."""
+    """What a model gave. `whole`: a solution that stands alone; otherwise it goes on where the
+    prompt ends."""
 
     text: str
     whole: bool
@@ -38,8 +41,9 @@ class Defaults(NamedTuple):
 
 
 class Task(Protocol):
-    """A set of problems and what is due to them. `executes`: scoring runs programs. `problems`: by task_id, in the data
-    set's order. `stops`: strings that end a completion (not a chat answer)."""
+    """A set of problems and what is due to them. `executes`: scoring runs programs. `problems`:
+    by task_id, in the data set's order. `stops`: strings that end a completion (not a chat
+    answer)."""
 
     name: str
     executes: bool
@@ -54,16 +58,17 @@ class Task(Protocol):
         """What a model's text contributes after the data set's own prompt."""
 
     def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
-        """The program with the answer and its tests, each a whole text, so that no answer ends within the tests. It passes
-        if both run to their ends, one after the other in one module."""
+        """The program with the answer and its tests, each a whole text, so that no answer ends
+        within the tests. It passes if both run to their ends, one after the other in one module."""
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Figures of merit, as fractions of 1, where nothing is run."""
 
 
 def load_task(name: str, data: str | None = None) -> Task:
-    """The task of that name, with its problems read from `data` (a file, or hf:NAME[:CONFIG][:SPLIT]) or from where they
-    are by default. UserError for an unknown name and for faults of the data."""
+    """The task of that name, with its problems read from `data` (a file, or
+    hf:NAME[:CONFIG][:SPLIT]) or from where they are by default. UserError for an unknown name
+    and for faults of the data."""
     if name == "humaneval":
         from bass_cli.eval.humaneval import HumanEval
 
@@ -82,19 +87,22 @@ def load_task(name: str, data: str | None = None) -> Task:
 def prompt_format(name: str) -> PromptFormat:
     """The format of that name; UserError if there is none."""
     if name not in get_args(PromptFormat):
-        raise UserError(f'--prompt-format (or BASS_PROMPT_FORMAT): there is no "{name}"; '
-                        f"{nearest(name, get_args(PromptFormat))}")
+        raise UserError(
+            f'--prompt-format (or BASS_PROMPT_FORMAT): there is no "{name}"; '
+            f"{nearest(name, get_args(PromptFormat))}"
+        )
     return cast(PromptFormat, name)
 
 
 def shape_prompt(prompt: str, form: PromptFormat) -> str:
-    """A completion prompt in that format: as it is, or without blanks ("strip") or newlines ("strip-nl") at its ends."""
+    """A completion prompt in that format: as it is, or without blanks ("strip") or newlines
+    ("strip-nl") at its ends."""
     return {"strip": prompt.strip(), "strip-nl": prompt.strip("\n")}.get(form, prompt)
 
 
 def code_in(text: str, name: str | None = None) -> str:
-    """The code of a chat answer: the fenced block that defines `name`, or else the first block; one that was never closed
-    counts too. The text itself if there is no block."""
+    """The code of a chat answer: the fenced block that defines `name`, or else the first block;
+    one that was never closed counts too. The text itself if there is no block."""
     blocks: list[str] = []
     lines: list[str] | None = None
     for line in text.splitlines():

@@ -1,4 +1,5 @@
-"""The PNG file of a chart, for bench and eval: whether it could be drawn and put there, and putting it there.
+"""The PNG file of a chart, for bench and eval: whether it could be drawn and put there, and putting
+it there.
 
 Not here: what is on it (bench/plot.py, eval/chart.py).
 """
@@ -18,15 +19,22 @@ _SIGNATURE = b"tEXtSoftware\0bass"  # how a PNG file says what has drawn it, bef
 
 
 def check(file: str, *, overwrite: bool) -> None:
-    """UserError or MachineError now if `draw` could not work after the measurements, or would replace what is no chart of
-    bass."""
+    """UserError or MachineError now if `draw` could not work after the measurements, or would
+    replace what is no chart of bass."""
     if Path(file).suffix.lower() != ".png":
         raise UserError(f"--plot {file}: the file must end in .png")
     check_place(f"--plot {file}", file)
     if not overwrite:
-        refuse_foreign(f"--plot {file}", file, lambda content: _SIGNATURE in content[:1024], kind="a chart of bass")
+        refuse_foreign(
+            f"--plot {file}",
+            file,
+            lambda content: _SIGNATURE in content[:1024],
+            kind="a chart of bass",
+        )
     if importlib.util.find_spec("matplotlib") is None:
-        raise MachineError("--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'")
+        raise MachineError(
+            "--plot needs matplotlib, which is not installed here: pip install 'bass-cli[plot]'"
+        )
 
 
 def save(figure: Any, file: str) -> None:

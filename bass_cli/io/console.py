@@ -1,4 +1,5 @@
-"""Everything a person sees while bass runs: progress, notes and errors on stderr, results for reading on stdout.
+"""Everything a person sees while bass runs: progress, notes and errors on stderr, results for
+reading on stdout.
 
 How a changing line is shown is in io/progress.py.
 """
@@ -32,10 +33,17 @@ class Sample(Protocol):
 
 
 class Screen:
-    """Progress, messages and results of one command. `quiet` leaves the errors and the results. `document`: stdout gets a
-    JSON document, so what is for reading goes to stderr. Counts the samples of this run."""
+    """Progress, messages and results of one command. `quiet` leaves the errors and the results.
+    `document`: stdout gets a JSON document, so what is for reading goes to stderr. Counts the
+    samples of this run."""
 
-    def __init__(self, quiet: bool = False, *, document: bool = False, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        quiet: bool = False,
+        *,
+        document: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
         self._display = None if quiet else Display(now=now)
         self._reset(None)
@@ -43,26 +51,33 @@ class Screen:
     def _reset(self, total: int | None) -> None:
         self._total = total
         self._began = self._now()
-        self._decoding: float | None = None  # when the first round began: speed leaves the loading out
+        self._decoding: float | None = (
+            None  # when the first round began: speed leaves the loading out
+        )
         self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
         self._estimate, self._live = Estimate(total), True
 
     def phase(self, name: str, *, live: bool = True) -> None:
-        """What is done from now on, until something else is shown. `live`: false if others may write to the terminal."""
+        """What is done from now on, until something else is shown. `live`: false if others may
+        write to the terminal."""
         began = self._now()
         if self._display is not None:
-            self._display.show(lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL)
+            self._display.show(
+                lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL
+            )
 
     def start(self, total: int | None, *, live: bool = True) -> None:
-        """Count anew, and show progress towards `total` samples (None: nobody knows how many) from now on."""
+        """Count anew, and show progress towards `total` samples (None: nobody knows how many)
+        from now on."""
         self._reset(total)
         self._live = live
         self._show_samples()
 
     def round(self, width: int, accepted: int, rows: int, seconds: float) -> None:
-        """One round is over: `accepted` drafts kept over `rows` rows; each row also got one token of the target's."""
+        """One round is over: `accepted` drafts kept over `rows` rows; each row also got one
+        token of the target's."""
         if self._decoding is None:
             self._decoding = self._now() - seconds
             self._estimate.update(0, self._decoding)
@@ -85,7 +100,8 @@ class Screen:
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
-        """Show progress of something other than samples; the function given takes what is done and what there is to do."""
+        """Show progress of something other than samples; the function given takes what is done
+        and what there is to do."""
         began, counted, estimate = self._now(), (0, total), Estimate(total)
 
         def line() -> str:
@@ -117,14 +133,18 @@ class Screen:
     def summary(self, output: str) -> dict[str, Any]:
         """The figures of this run; rates are None where nothing was drafted."""
         seconds = self._now() - self._began
-        decoding = 0.0 if self._decoding is None else self._now() - self._decoding  # loading alone is no decoding
+        decoding = (
+            0.0 if self._decoding is None else self._now() - self._decoding
+        )  # loading alone is no decoding
         return {
             "output": output,
             "samples": self._samples,
             "tokens": self._tokens,
             "seconds": round(seconds, 3),
             "decoding_seconds": round(decoding, 3),
-            "tokens_per_second": round(self._tokens / decoding, 2) if self._tokens and decoding > 0 else None,
+            "tokens_per_second": round(self._tokens / decoding, 2)
+            if self._tokens and decoding > 0
+            else None,
             "accepted_per_round": round(self._accepted / self._rounds, 3) if self._rounds else None,
             "acceptance_rate": round(self._accepted / self._drafted, 4) if self._drafted else None,
             "finish_reasons": dict(sorted(self._reasons.items())),
@@ -135,13 +155,21 @@ class Screen:
         self._stop()
         if summary is None or self._quiet:
             return
-        reasons = ", ".join(f"{count} {reason}" for reason, count in summary["finish_reasons"].items())
-        print(f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}", file=sys.stderr)
+        reasons = ", ".join(
+            f"{count} {reason}" for reason, count in summary["finish_reasons"].items()
+        )
+        print(
+            f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}",
+            file=sys.stderr,
+        )
         speed = f"{summary['tokens']} tokens in {summary['seconds']:.1f} s"
         if summary["tokens_per_second"] is not None:
             speed += f", {summary['tokens_per_second']:.1f} a second once the models were loaded"
         if summary["acceptance_rate"] is not None:
-            speed += f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, {summary['acceptance_rate']:.0%}"
+            speed += (
+                f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, "
+                f"{summary['acceptance_rate']:.0%}"
+            )
         print(speed, file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
@@ -155,8 +183,8 @@ class Screen:
         return sys.stderr if self._document else sys.stdout
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table of what the command is for, on stdout: on a terminal cells that are too long are folded, elsewhere every
-        row is one line."""
+        """A table of what the command is for, on stdout: on a terminal cells that are too long
+        are folded, elsewhere every row is one line."""
         if not self._reader.isatty():
             lines = [columns, *rows]
             widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -176,13 +204,22 @@ class Screen:
         Console(file=self._reader).print(table)
 
     def _figures(self) -> str:
-        seconds = max(self._now() - (self._began if self._decoding is None else self._decoding), 1e-9)
+        seconds = max(
+            self._now() - (self._began if self._decoding is None else self._decoding), 1e-9
+        )
         figures = f"{max(self._live_tokens, self._tokens) / seconds:.0f} tokens/s"
-        return figures + (f", {self._live_accepted / self._live_rows:.2f} accepted a round" if self._live_rows else "")
+        return figures + (
+            f", {self._live_accepted / self._live_rows:.2f} accepted a round"
+            if self._live_rows
+            else ""
+        )
 
     def _sample_line(self) -> str:
         known = f"/{self._total}" if self._total is not None else ""
-        return f"{self._samples}{known} samples, {self._figures()}, {self._times(self._began, self._estimate)}"
+        return (
+            f"{self._samples}{known} samples, {self._figures()}, "
+            f"{self._times(self._began, self._estimate)}"
+        )
 
     def _times(self, began: float, estimate: Estimate) -> str:
         left = estimate.left(self._now())
@@ -191,7 +228,9 @@ class Screen:
 
     def _show_samples(self) -> None:
         if self._display is not None:
-            share = (lambda: None) if not self._total else (lambda: self._samples / (self._total or 1))
+            share = (
+                (lambda: None) if not self._total else (lambda: self._samples / (self._total or 1))
+            )
             self._display.show(self._sample_line, share=share, live=self._live)
 
     def _tick(self) -> None:

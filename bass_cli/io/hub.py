@@ -1,4 +1,5 @@
-"""What it means when the Hugging Face hub does not give something: one sentence on the cause, one on the remedy.
+"""What it means when the Hugging Face hub does not give something: one sentence on the cause, one
+on the remedy.
 
 Not here: asking it, for models (model/sources.py) and for data sets (io/readers.py).
 """
@@ -11,8 +12,8 @@ from bass_cli.errors import MachineError, UserError
 
 
 def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
-    """The error to raise for one of the hub's client, in two lines. `remedy`: how to do without the network. MachineError
-    where no hub could be asked."""
+    """The error to raise for one of the hub's client, in two lines. `remedy`: how to do without
+    the network. MachineError where no hub could be asked."""
     from huggingface_hub import constants, errors
 
     chain = list(_chain(error))
@@ -22,7 +23,10 @@ def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
         kind, remedy = MachineError, f"unset HF_HUB_OFFLINE; or {remedy}"
         cause = f"it is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
     elif _any(chain, errors.GatedRepoError):
-        cause, remedy = "the Hugging Face hub does not give it to everybody", f"accept its terms and {login}; or {remedy}"
+        cause, remedy = (
+            "the Hugging Face hub does not give it to everybody",
+            f"accept its terms and {login}; or {remedy}",
+        )
     elif _any(chain, errors.RepositoryNotFoundError):
         cause = "neither a path that exists nor known to the Hugging Face hub"
         remedy = f"check the name, or {login} if it is private; or {remedy}"
@@ -30,7 +34,9 @@ def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
         kind, reason = MachineError, _line(chain[-1])
         cause = f"it is not on this machine, and the hub cannot be reached ({reason})"
     else:
-        cause = f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
+        cause = (
+            f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
+        )
     return kind(f'"{source}": {cause}\n  {remedy}')
 
 

@@ -1,7 +1,9 @@
-"""One line that says what is going on: live on a terminal, elsewhere printed now and then; and how much time is left.
+"""One line that says what is going on: live on a terminal, elsewhere printed now and then; and how
+much time is left.
 
-Where stderr is no terminal a line comes at least every 30 seconds, also while nothing reports anything (a thread sees to
-that), so that a log tells slow work from a process that hangs. Not here: what the line says (io/console.py).
+Where stderr is no terminal a line comes at least every 30 seconds, also while nothing reports
+anything (a thread sees to that), so that a log tells slow work from a process that hangs. Not
+here: what the line says (io/console.py).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-INTERVAL = 5.0  # seconds between plain lines while something is reported; how long a phase may last before it is named
+# seconds between plain lines while something is reported; how long a phase may last before it is
+# named
+INTERVAL = 5.0
 SILENCE = 30.0  # seconds without a plain line at most
 _BAR = 24  # columns of a terminal; a line that leaves less than a quarter of it has no bar
 _LEAST, _SHARE = 3, 0.02  # what must be done, and of all there is, before the rest is estimated
@@ -22,8 +26,9 @@ Clock = Callable[[], float]
 
 
 class Estimate:
-    """Seconds that the rest takes, if it goes on as before. It never promises that the end is near for long: when nothing
-    has been finished for some time, as much time again is expected, for all that lasts is likely to last."""
+    """Seconds that the rest takes, if it goes on as before. It never promises that the end is
+    near for long: when nothing has been finished for some time, as much time again is expected,
+    for all that lasts is likely to last."""
 
     def __init__(self, total: int | None):
         self._total = total
@@ -31,13 +36,15 @@ class Estimate:
         self._last = (0, 0.0)
 
     def update(self, done: int, now: float) -> None:
-        """So many are done; the first call says how many were done before, and when the work began."""
+        """So many are done; the first call says how many were done before, and when the work
+        began."""
         if self._first is None or done > self._last[0]:
             self._last = (done, now)
         self._first = self._first or self._last
 
     def left(self, now: float) -> float | None:
-        """Seconds; None while there is too little to go by, or if nobody knows how much there is to do."""
+        """Seconds; None while there is too little to go by, or if nobody knows how much there is
+        to do."""
         if self._first is None or self._total is None:
             return None
         done, spent = self._last[0] - self._first[0], self._last[1] - self._first[1]
@@ -60,10 +67,17 @@ class Display:
         self._printed = self._due = 0.0
         self._over: threading.Event | None = None
 
-    def show(self, line: Callable[[], str], *, share: Callable[[], float | None] = lambda: None, live: bool = True,
-             first: float = SILENCE) -> None:
-        """Show `line()` from now on instead of what was shown, with a bar of `share()` (0 to 1) if it is known. `live`:
-        false where others write to the terminal meanwhile; `first`: seconds until a plain line comes by itself."""
+    def show(
+        self,
+        line: Callable[[], str],
+        *,
+        share: Callable[[], float | None] = lambda: None,
+        live: bool = True,
+        first: float = SILENCE,
+    ) -> None:
+        """Show `line()` from now on instead of what was shown, with a bar of `share()` (0 to 1)
+        if it is known. `live`: false where others write to the terminal meanwhile; `first`:
+        seconds until a plain line comes by itself."""
         with self._lock:
             self._line, self._share = line, share
             self._printed, self._due = self._now(), self._now() + first
@@ -151,5 +165,10 @@ def _live(renderable: Callable[[], Any]) -> Any:
     from rich.console import Console
     from rich.live import Live
 
-    return Live(get_renderable=renderable, console=Console(stderr=True), transient=True, refresh_per_second=4,
-                redirect_stdout=sys.stdout.isatty())
+    return Live(
+        get_renderable=renderable,
+        console=Console(stderr=True),
+        transient=True,
+        refresh_per_second=4,
+        redirect_stdout=sys.stdout.isatty(),
+    )

@@ -1,7 +1,8 @@
-"""Where prompts come from: .jsonl, .json, .txt, .parquet, stdin or a Hugging Face dataset, read one at a time.
+"""Where prompts come from: .jsonl, .json, .txt, .parquet, stdin or a Hugging Face dataset, read one
+at a time.
 
-Nothing is tokenised here. `check_prompts` walks a source once before a model is loaded, `read_prompts` streams it
-afterwards; every fault is a UserError that names file, line and field.
+Nothing is tokenised here. `check_prompts` walks a source once before a model is loaded,
+`read_prompts` streams it afterwards; every fault is a UserError that names file, line and field.
 """
 
 from __future__ import annotations
@@ -26,15 +27,23 @@ from bass_cli.io.reading import shown
 IN_MEMORY = 64 * 2**20
 BLOCK = 2**20
 _HINTS = 9  # fields that an error names
-_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a string", list: "a list"}
+_KINDS = {
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+}
 _KINDS |= {dict: "an object", type(None): "null"}
-_DEPTH = 100  # of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python allows
+# of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python
+# allows
+_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta` all other fields. `fault`:
-    why there can be no samples of it, though the file is well formed."""
+    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta`
+    all other fields. `fault`: why there can be no samples of it, though the file is well formed."""
 
     id: str
     text: str | None
@@ -51,7 +60,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that holds prompts and can be read more than once; `spooled` is what stdin brought."""
+    """Something that holds prompts and can be read more than once; `spooled` is what stdin
+    brought."""
 
     name: str
     kind: str
@@ -68,7 +78,8 @@ class Source:
             yield self.spooled
 
     def digest(self) -> str | None:
-        """SHA-256 of the content, in hexadecimal; None for a dataset of the hub, which only has its name."""
+        """SHA-256 of the content, in hexadecimal; None for a dataset of the hub, which only has
+        its name."""
         if self.kind == "hf":
             return None
         with self.open() as stream:
@@ -79,7 +90,8 @@ class Source:
 
 
 def open_source(source: str) -> Source:
-    """The Source that "-", "hf:NAME[:CONFIG][:SPLIT]" or a path stands for; stdin is read to its end here."""
+    """The Source that "-", "hf:NAME[:CONFIG][:SPLIT]" or a path stands for; stdin is read to its
+    end here."""
     if source == "-":
         if sys.stdin is None:
             raise UserError("stdin: it is closed; give a prompt file, or feed standard input")
@@ -92,9 +104,14 @@ def open_source(source: str) -> Source:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
             raise UserError(f"{source}: this is a folder, a prompt file is needed")
-        if not stat.S_ISREG(mode):  # a file is read more than once; a pipe is empty then, and a device may have no end
-            raise UserError(f"{source}: this is a pipe or a device, not a file; give - in its place and feed standard "
-                            f"input: < {source}")
+        if not stat.S_ISREG(
+            mode
+        ):  # a file is read more than once; a pipe is empty then, and a device may have no end
+            raise UserError(
+                f"{source}: this is a pipe or a device, not a file; give - in its place and feed "
+                "standard "
+                f"input: < {source}"
+            )
         path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{source}: there is no such prompt file") from None
@@ -108,8 +125,8 @@ def open_source(source: str) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of prompts that are all valid: how many there are (None: nobody knows), the longest text, and
-    whether any is plain text, not messages."""
+    """What is known of prompts that are all valid: how many there are (None: nobody knows), the
+    longest text, and whether any is plain text, not messages."""
 
     count: int | None
     longest: str
@@ -119,7 +136,9 @@ class Checked:
 def check_prompts(source: Source, *, column: str, limit: int | None) -> Checked:
     """Check every prompt; a hub dataset only has its first row checked."""
     if source.kind == "hf":
-        return Checked(None, "", next(read_prompts(source, column=column, limit=1)).text is not None)
+        return Checked(
+            None, "", next(read_prompts(source, column=column, limit=1)).text is not None
+        )
     return check(read_prompts(source, column=column, limit=limit))
 
 
@@ -127,26 +146,51 @@ def check(prompts: Iterable[Prompt]) -> Checked:
     """What is known of these, all of which are read."""
     count, longest, plain = 0, "", False
     for prompt in prompts:
-        count, longest, plain = count + 1, max(longest, prompt.whole(), key=len), plain or prompt.text is not None
+        count, longest, plain = (
+            count + 1,
+            max(longest, prompt.whole(), key=len),
+            plain or prompt.text is not None,
+        )
     return Checked(count, longest, plain)
 
 
-def read_prompts(source: Source | str, *, column: str = "prompt", limit: int | None = None) -> Iterator[Prompt]:
-    """The prompts in order, at most `limit`; UserError at the first fault, and if there is none at all."""
+def read_prompts(
+    source: Source | str, *, column: str = "prompt", limit: int | None = None
+) -> Iterator[Prompt]:
+    """The prompts in order, at most `limit`; UserError at the first fault, and if there is none
+    at all."""
     opened = open_source(source) if isinstance(source, str) else source
     name = "stdin" if opened.spooled else opened.name
     lines = enumerate(itertools.islice(_records(opened, name, column), limit))
     by_line = opened.kind == "txt"
-    yield from _distinct(name, (_to_prompt(record, str(line - 1 if by_line else index), column, f"{name}:{line}")
-                                for index, (line, record) in lines))
+    yield from _distinct(
+        name,
+        (
+            _to_prompt(record, str(line - 1 if by_line else index), column, f"{name}:{line}")
+            for index, (line, record) in lines
+        ),
+    )
 
 
-def prompts_of(items: Iterable[str | Mapping[str, Any] | Prompt], *, column: str = "prompt") -> Iterator[Prompt]:
-    """The same for what a program has: texts, or mappings like the lines of a file, called by their numbers where they have
-    no id."""
-    yield from _distinct("prompts", (item if isinstance(item, Prompt) else
-                                     _to_prompt({column: item} if isinstance(item, str) else item, str(number), column,
-                                                f"prompts[{number}]") for number, item in enumerate(items)))
+def prompts_of(
+    items: Iterable[str | Mapping[str, Any] | Prompt], *, column: str = "prompt"
+) -> Iterator[Prompt]:
+    """The same for what a program has: texts, or mappings like the lines of a file, called by
+    their numbers where they have no id."""
+    yield from _distinct(
+        "prompts",
+        (
+            item
+            if isinstance(item, Prompt)
+            else _to_prompt(
+                {column: item} if isinstance(item, str) else item,
+                str(number),
+                column,
+                f"prompts[{number}]",
+            )
+            for number, item in enumerate(items)
+        ),
+    )
 
 
 def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -154,7 +198,11 @@ def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     seen: dict[str, str] = {}
     for prompt in prompts:
         if prompt.id in seen:
-            _refuse(prompt.place, "id", f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}')
+            _refuse(
+                prompt.place,
+                "id",
+                f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}',
+            )
         seen[prompt.id] = prompt.place
         yield prompt
     if not seen:
@@ -176,7 +224,9 @@ def _refuse(place: str, field: str, reason: str) -> NoReturn:
 
 def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     if not isinstance(record, dict):
-        raise UserError(f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}')
+        raise UserError(
+            f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}'
+        )
     fields = {key: value for key, value in record.items() if value is not None}
     text = fields.pop(column, None) if column != "messages" else None
     messages = fields.pop("messages", None)
@@ -197,7 +247,11 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
-    fault = None if _is_unicode(identity) else f'{place}: field "id": it holds half of a surrogate pair, which is not text'
+    fault = (
+        None
+        if _is_unicode(identity)
+        else f'{place}: field "id": it holds half of a surrogate pair, which is not text'
+    )
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
         del fields[key]  # it could not be written to the line that says so
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} deep'
@@ -205,7 +259,8 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it is free of halves of surrogate pairs, which JSON can spell and no encoding has bytes for."""
+    """Whether it is free of halves of surrogate pairs, which JSON can spell and no encoding has
+    bytes for."""
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -213,8 +268,12 @@ def _is_deeper(value: Any, most: int) -> bool:
     """Whether lists and objects are nested in each other more than `most` deep."""
     level = [value] if isinstance(value, (list, dict)) else []
     for _ in range(most if level else 0):
-        level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)
-                 if isinstance(inner, (list, dict))]
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (list, dict))
+        ]
     return bool(level)
 
 
@@ -234,9 +293,15 @@ def _check_messages(messages: Any, place: str) -> None:
         _refuse(place, "messages", 'it must be a list of {"role", "content"}')
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
-            _refuse(place, f"messages[{number}]", f'it must be {{"role", "content"}}, not {_kind_of(message)}')
+            _refuse(
+                place,
+                f"messages[{number}]",
+                f'it must be {{"role", "content"}}, not {_kind_of(message)}',
+            )
         for key in ("role", "content"):
-            _check_text(message.get(key), f"messages[{number}].{key}", place, may_be_empty=key == "content")
+            _check_text(
+                message.get(key), f"messages[{number}].{key}", place, may_be_empty=key == "content"
+            )
 
 
 def _spool(stream: IO[bytes]) -> Source:
@@ -245,21 +310,28 @@ def _spool(stream: IO[bytes]) -> Source:
         try:
             spooled.write(block)
         except OSError as error:
-            raise MachineError(f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; set TMPDIR "
-                               "to a folder with room, or give a prompt file") from None
+            raise MachineError(
+                f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; "
+                "set TMPDIR "
+                "to a folder with room, or give a prompt file"
+            ) from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
-        start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
+        start = next(
+            (line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b""
+        )
     return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)
 
 
 def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
-    """Standard input block by block, to its end or just beyond a fault, which its reader will name: what is no text, or has
-    no line ends, may never end."""
+    """Standard input block by block, to its end or just beyond a fault, which its reader will
+    name: what is no text, or has no line ends, may never end."""
     decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
         try:
-            block = stream.read1(BLOCK) if isinstance(stream, io.BufferedReader) else stream.read(BLOCK)
+            block = (
+                stream.read1(BLOCK) if isinstance(stream, io.BufferedReader) else stream.read(BLOCK)
+            )
         except OSError as error:
             raise UserError(f"stdin: cannot read it: {error.strerror}") from None
         if not block:

@@ -1,6 +1,8 @@
-"""The records of a prompt file, format by format: pairs of a line (or row) number and a JSON-like value.
+"""The records of a prompt file, format by format: pairs of a line (or row) number and a JSON-like
+value.
 
-Nothing here knows what a prompt is; that is io/prompts.py. Every reader streams: one record at a time leaves it.
+Nothing here knows what a prompt is; that is io/prompts.py. Every reader streams: one record at a
+time leaves it.
 """
 
 from __future__ import annotations
@@ -18,17 +20,26 @@ from bass_cli.io.hub import refusal
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
 _PATIENCE = 20.0  # seconds in which a hub that can be reached has answered, whatever the line
-LONGEST_LINE = 64 * 2**20  # bytes: a million tokens take some 5 MB, and a line is in memory several times over
-_LONGEST_LIST = 2**30  # bytes of a .json file, which is in memory as a whole, and once more as values
+LONGEST_LINE = (
+    64 * 2**20
+)  # bytes: a million tokens take some 5 MB, and a line is in memory several times over
+_LONGEST_LIST = (
+    2**30
+)  # bytes of a .json file, which is in memory as a whole, and once more as values
 SPLITS = ("train", "validation", "test", "dev")
 
 
-def _text_lines(stream: IO[bytes], name: str, *, longest: int = LONGEST_LINE) -> Iterator[tuple[int, str]]:
-    """Every line with its number, from 1, decoded; a byte-order mark at the start is dropped. UserError at a line of more
-    than `longest` bytes, of which no more are read."""
+def _text_lines(
+    stream: IO[bytes], name: str, *, longest: int = LONGEST_LINE
+) -> Iterator[tuple[int, str]]:
+    """Every line with its number, from 1, decoded; a byte-order mark at the start is dropped.
+    UserError at a line of more than `longest` bytes, of which no more are read."""
     for number, raw in enumerate(iter(functools.partial(stream.readline, longest + 1), b""), 1):
         if len(raw) > longest:
-            raise UserError(f"{name}:{number}: the line has more than {longest >> 20} MB, so it cannot be a prompt")
+            raise UserError(
+                f"{name}:{number}: the line has more than {longest >> 20} MB, so it cannot be a "
+                "prompt"
+            )
         line = raw.removeprefix(BOM) if number == 1 else raw
         try:
             yield number, line.decode("utf-8")
@@ -39,7 +50,9 @@ def _text_lines(stream: IO[bytes], name: str, *, longest: int = LONGEST_LINE) ->
 
 def read_txt(stream: IO[bytes], name: str) -> Records:
     """The lines that are not blank, without their ends."""
-    return ((number, line.rstrip("\r\n")) for number, line in _text_lines(stream, name) if line.strip())
+    return (
+        (number, line.rstrip("\r\n")) for number, line in _text_lines(stream, name) if line.strip()
+    )
 
 
 def _no_constant(word: str) -> NoReturn:
@@ -69,9 +82,14 @@ def read_json(stream: IO[bytes], name: str) -> Records:
     """The items of one JSON list, each with the line on which it starts."""
     content = stream.read(_LONGEST_LIST + 1)
     if len(content) > _LONGEST_LIST:
-        raise UserError(f"{name}:1: a .json file is read as a whole, so it may have {_LONGEST_LIST >> 20} MB; convert it "
-                        "to .jsonl")
-    text = "".join(line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST))
+        raise UserError(
+            f"{name}:1: a .json file is read as a whole, so it may have {_LONGEST_LIST >> 20} MB; "
+            "convert it "
+            "to .jsonl"
+        )
+    text = "".join(
+        line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST)
+    )
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     position, line = _skip_blank(text, 0, 1)
     if text[position : position + 1] != "[":
@@ -88,7 +106,9 @@ def read_json(stream: IO[bytes], name: str) -> Records:
         if text[position : position + 1] == ",":
             position, line = _skip_blank(text, position + 1, line)
         elif text[position : position + 1] != "]":
-            raise UserError(f'{name}:{line}: broken JSON: a "," or the closing "]" of the list is missing')
+            raise UserError(
+                f'{name}:{line}: broken JSON: a "," or the closing "]" of the list is missing'
+            )
     position, line = _skip_blank(text, position + 1, line)
     if position < len(text):
         raise UserError(f"{name}:{line}: broken JSON: something follows the end of the list")
@@ -113,11 +133,14 @@ def read_parquet(stream: IO[bytes], name: str) -> Records:
                 number += 1
                 yield number, _plain(row)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name}:{number + 1}: broken parquet: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{name}:{number + 1}: broken parquet: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def hub_records(source: str) -> Records:
-    """The rows of the dataset that hf:NAME[:CONFIG][:SPLIT] names, streamed; rows are counted from 1."""
+    """The rows of the dataset that hf:NAME[:CONFIG][:SPLIT] names, streamed; rows are counted
+    from 1."""
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
         raise UserError(f"{source}: a dataset is written hf:NAME[:CONFIG][:SPLIT]")
@@ -133,37 +156,54 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
 
     _reach_hub(source, name)
     try:
-        # Versions before 4 would run a data set's own script, and ask standard input whether they may; others raise a
-        # RuntimeError that names it.
-        found = datasets.load_dataset(name, config, split=split, streaming=True, trust_remote_code=False)
-    except (datasets.exceptions.DatasetsError, ValueError, FileNotFoundError, RuntimeError) as error:
+        # Versions before 4 would run a data set's own script, and ask standard input whether
+        # they may; others raise a RuntimeError that names it.
+        found = datasets.load_dataset(
+            name, config, split=split, streaming=True, trust_remote_code=False
+        )
+    except (
+        datasets.exceptions.DatasetsError,
+        ValueError,
+        FileNotFoundError,
+        RuntimeError,
+    ) as error:
         raise UserError(f"{source}: cannot open the dataset: {_first_line(error)}") from None
     except (OSError, ImportError) as error:
         raise refusal(source, error, remedy=_remedy(name)) from None
     if split is not None:
         return found
     if len(found) > 1:
-        raise UserError(f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}")
+        raise UserError(
+            f"{source}: choose a split, as in {source}:{next(iter(found))}; {nearest('', found)}"
+        )
     return next(iter(found.values()))
 
 
 def _reach_hub(source: str, name: str) -> None:
-    """MachineError if there is no way to the hub: its client would try for half a minute, and report every time."""
+    """MachineError if there is no way to the hub: its client would try for half a minute, and
+    report every time."""
     import huggingface_hub
 
     if Path(name).exists():
         return
     try:
         huggingface_hub.dataset_info(name, timeout=_PATIENCE)
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.OfflineModeIsEnabled, ValueError):
+    except (
+        huggingface_hub.errors.HfHubHTTPError,
+        huggingface_hub.errors.OfflineModeIsEnabled,
+        ValueError,
+    ):
         pass  # there is an answer, or a cache has to do; what is wrong then, loading says
     except Exception as error:  # depends on the client that the hub's package uses
         raise refusal(source, ConnectionError(str(error)), remedy=_remedy(name)) from None
 
 
 def _remedy(name: str) -> str:
-    return (f"where there is a network: hf download --repo-type dataset {name} --local-dir FOLDER; then name a .parquet, "
-            ".jsonl or .json file of it here, in place of hf:... (--data in bass eval and bass score)")
+    return (
+        f"where there is a network: hf download --repo-type dataset {name} --local-dir FOLDER; "
+        "then name a .parquet, "
+        ".jsonl or .json file of it here, in place of hf:... (--data in bass eval and bass score)"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,9 @@
-"""What others wrote, read with care: regular files of bounded size, JSON of bounded depth, single values of known types.
+"""What others wrote, read with care: regular files of bounded size, JSON of bounded depth, single
+values of known types.
 
-What is wrong is an OSError or a ValueError whose text says what would be right; file, line and key are known to the caller,
-who makes a UserError of it (or a note). Nothing here waits for a pipe, or takes more memory than a file's size justifies.
+What is wrong is an OSError or a ValueError whose text says what would be right; file, line and
+key are known to the caller, who makes a UserError of it (or a note). Nothing here waits for a
+pipe, or takes more memory than a file's size justifies.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LARGEST = 2**63 - 1  # of a whole number: what a tensor and most other readers of such files can hold
+LARGEST = (
+    2**63 - 1
+)  # of a whole number: what a tensor and most other readers of such files can hold
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, open to read. OSError if it is none: a pipe would be waited for, and a device may have no end."""
+    """The file, open to read. OSError if it is none: a pipe would be waited for, and a device
+    may have no end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -34,7 +39,10 @@ def read_bytes(path: str | Path, most: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} are the most that such a file may have")
+            raise OSError(
+                errno.EFBIG,
+                f"it has {size} bytes, and {most} are the most that such a file may have",
+            )
         return file.read(size)
 
 

@@ -1,8 +1,10 @@
-"""Completions and the file they go to: append-only JSON lines, a manifest beside it, resuming, a torn last line.
+"""Completions and the file they go to: append-only JSON lines, a manifest beside it, resuming, a
+torn last line.
 
-It knows no model and no job: the manifest is a dict whose "results" part is compared, key by key, before a run goes on.
-Nothing in a file is changed before the first new line (or the end of the run): a run that fails early leaves it alone.
-A line is the kernel's when `write` returns, so no kill loses it, and on the disk within SYNC_SECONDS, or at the end.
+It knows no model and no job: the manifest is a dict whose "results" part is compared, key by
+key, before a run goes on. Nothing in a file is changed before the first new line (or the end of
+the run): a run that fails early leaves it alone. A line is the kernel's when `write` returns, so
+no kill loses it, and on the disk within SYNC_SECONDS, or at the end.
 """
 
 from __future__ import annotations
@@ -40,18 +42,37 @@ from bass_cli.io.resume import (
 )
 from bass_cli.io.saving import copy_aside, is_at, present_name, remove_drafts, sync_folder
 
-SYNC_SECONDS = 5.0  # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
+# of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
+SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
-_FORMATS = {".json", ".csv", ".tsv", ".yaml", ".yml", ".xlsx", ".parquet", ".arrow", ".feather", ".gz", ".bz2", ".xz",
-            ".zst", ".lz4", ".zip", ".tar", ".tgz"}  # fmt: skip
+_FORMATS = {
+    ".json",
+    ".csv",
+    ".tsv",
+    ".yaml",
+    ".yml",
+    ".xlsx",
+    ".parquet",
+    ".arrow",
+    ".feather",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".lz4",
+    ".zip",
+    ".tar",
+    ".tgz",
+}
 Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of one prompt; the fields are a result line's, in order. Logs are natural, times in seconds. `copy_of`:
-    the sample whose copy it is. `task_id` and `completion` are an evaluation's: what public scorers read."""
+    """One sample of one prompt; the fields are a result line's, in order. Logs are natural,
+    times in seconds. `copy_of`: the sample whose copy it is. `task_id` and `completion` are an
+    evaluation's: what public scorers read."""
 
     id: str
     sample: int
@@ -76,16 +97,21 @@ class Completion:
     @classmethod
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
         """The one line of a prompt that could not be run."""
-        return cls(prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error)
+        return cls(
+            prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
+        )
 
     def copied(self, sample: int) -> Completion:
         """The same for another sample number: equal in all but the work, which was done once."""
         return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
 
     def to_line(self) -> str:
-        """One line of strict JSON without its end; the fields of _OPTIONAL only where there is something."""
+        """One line of strict JSON without its end; the fields of _OPTIONAL only where there is
+        something."""
         row = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        row = {key: value for key, value in row.items() if value is not None or key not in _OPTIONAL}
+        row = {
+            key: value for key, value in row.items() if value is not None or key not in _OPTIONAL
+        }
         line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
         return line if _is_text(line) else json.dumps(_finite(row), allow_nan=False, default=str)
 
@@ -108,25 +134,41 @@ def _is_text(line: str) -> bool:
 
 
 class Writer:
-    """Appends completions, one write and one flush a line; `done` and `notes` say what was there before."""
+    """Appends completions, one write and one flush a line; `done` and `notes` say what was there
+    before."""
 
     def __init__(
-        self, name: str, stream: IO[bytes], *, manifest: dict[str, Any] | None, past: Past, created: bool,
+        self,
+        name: str,
+        stream: IO[bytes],
+        *,
+        manifest: dict[str, Any] | None,
+        past: Past,
+        created: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self.done, self.totals = name, frozenset(past.done), past.totals
         self.notes: list[str] = []
-        self._stream, self._manifest, self._past, self._created, self._begun = stream, manifest, past, created, False
+        self._stream, self._manifest, self._past, self._created, self._begun = (
+            stream,
+            manifest,
+            past,
+            created,
+            False,
+        )
         self._now, self._synced, self._end, self._gone = now, now(), 0, False
 
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self.close(finished=kind is None)
 
     def write(self, completion: Completion) -> None:
-        """Append one line; it is in the file when this returns. MachineError if the disk refuses it."""
+        """Append one line; it is in the file when this returns. MachineError if the disk refuses
+        it."""
         if not self._begun:
             self._begin()
         line = completion.to_line().encode("utf-8") + b"\n"
@@ -135,40 +177,56 @@ class Writer:
             self._stream.flush()
             if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
                 self._sync()
-        self._past.count(completion.finish_reason, {key: getattr(completion, key) for key in ("copy_of", *COUNTED)})
+        self._past.count(
+            completion.finish_reason,
+            {key: getattr(completion, key) for key in ("copy_of", *COUNTED)},
+        )
         self._end += len(line)
         self.confirm()
 
     def confirm(self) -> None:
-        """MachineError where the file under the output's name is not the one that is written to, or was cut short by
-        somebody else. What was written is saved, and the message says where."""
+        """MachineError where the file under the output's name is not the one that is written to,
+        or was cut short by somebody else. What was written is saved, and the message says where."""
         if self._manifest is None or self._gone:
             return
         size = os.fstat(self._stream.fileno()).st_size
         if is_at(self._stream, self.name):
             if size < self._end:
                 self._gone = True
-                raise MachineError(f"{self.name}: another program cut it short while samples were written to it; give the "
-                                   "same command again, and what is missing is drawn again")
+                raise MachineError(
+                    f"{self.name}: another program cut it short while samples were written to it; "
+                    "give the "
+                    "same command again, and what is missing is drawn again"
+                )
             return
         self._gone = True  # what has this name now is not ours, nor is its manifest
         fault = f"{self.name}: it was deleted, renamed or replaced while samples were written to it"
         try:
-            where = present_name(self._stream) or (str(copy_aside(self._stream, self.name)) if size else None)
+            where = present_name(self._stream) or (
+                str(copy_aside(self._stream, self.name)) if size else None
+            )
             if where is not None and not manifest_path(where).exists():
                 write_manifest(where, self._manifest | {"finished": False, "totals": self.totals})
         except (OSError, MachineError) as error:
-            raise MachineError(f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}") from None
-        saved = "" if where is None else f"; they are in {where}, and the same command with --out {where} goes on"
+            raise MachineError(
+                f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}"
+            ) from None
+        saved = (
+            ""
+            if where is None
+            else f"; they are in {where}, and the same command with --out {where} goes on"
+        )
         raise MachineError(f"{fault}{saved}")
 
     def add_seconds(self, seconds: float) -> None:
-        """What was written since the file was opened took so long to generate; only known for a file if for all of it."""
+        """What was written since the file was opened took so long to generate; only known for a
+        file if for all of it."""
         if self.totals["seconds"] is not None:
             self.totals["seconds"] = round(self.totals["seconds"] + seconds, 3)
 
     def close(self, *, finished: bool) -> None:
-        """Write the manifest with the totals and let go of the file; an output that never began is left as it was."""
+        """Write the manifest with the totals and let go of the file; an output that never began
+        is left as it was."""
         try:
             if finished and not self._begun:
                 self._begin()
@@ -178,7 +236,9 @@ class Writer:
                 with contextlib.suppress(*([] if finished else [MachineError])):
                     with self._refusals():
                         self._sync()
-                    write_manifest(self.name, self._manifest | {"finished": finished, "totals": self.totals})
+                    write_manifest(
+                        self.name, self._manifest | {"finished": finished, "totals": self.totals}
+                    )
         finally:
             with contextlib.suppress(OSError):
                 if self._created and not self._begun and is_at(self._stream, self.name):
@@ -188,8 +248,9 @@ class Writer:
                     self._stream.close()
 
     def _begin(self) -> None:
-        """Cut off what is not to stay, then say in the manifest what the file is going to hold. Each is on the disk before
-        the next begins: old lines never lie under a new manifest, nor new ones under none."""
+        """Cut off what is not to stay, then say in the manifest what the file is going to hold.
+        Each is on the disk before the next begins: old lines never lie under a new manifest, nor
+        new ones under none."""
         self._begun = True
         if self._manifest is None:
             return
@@ -218,17 +279,30 @@ class Writer:
         except BrokenPipeError:
             raise
         except OSError as error:
-            kept = "" if self._manifest is None else "; the lines before are kept, and the same command goes on from there"
-            raise MachineError(f"{self.name}: cannot write the results: {error.strerror}{kept}") from None
+            kept = (
+                ""
+                if self._manifest is None
+                else "; the lines before are kept, and the same command goes on from there"
+            )
+            raise MachineError(
+                f"{self.name}: cannot write the results: {error.strerror}{kept}"
+            ) from None
 
 
-def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = None, overwrite: bool = False,
-                prompt_ids: Callable[[], Collection[str]] | None = None) -> Writer:
+def open_output(
+    path: str,
+    manifest: dict[str, Any],
+    *,
+    resume: bool | None = None,
+    overwrite: bool = False,
+    prompt_ids: Callable[[], Collection[str]] | None = None,
+) -> Writer:
     """Open, check and lock an output; every refusal is a UserError and leaves the file as it was.
 
-    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow), or, where its manifest is
-    damaged and `prompt_ids` are given, if its lines fit. `resume=True` insists on an existing file, `overwrite` starts
-    anew. "-" and names like /dev/stdout are plain streams: no manifest, no resuming.
+    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow),
+    or, where its manifest is damaged and `prompt_ids` are given, if its lines fit. `resume=True`
+    insists on an existing file, `overwrite` starts anew. "-" and names like /dev/stdout are
+    plain streams: no manifest, no resuming.
     """
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
@@ -236,7 +310,9 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
         name = STANDARD_OUTPUT if path == "-" else path
         if resume or overwrite:
             option = "--resume" if resume else "--overwrite"
-            raise UserError(f"{option}: samples go to {name}, where no file is kept; add --out FILE")
+            raise UserError(
+                f"{option}: samples go to {name}, where no file is kept; add --out FILE"
+            )
         return Writer(name, _open_stream(path), manifest=None, past=Past(), created=False)
     target = Path(path)
     check_output_place(path, overwrite=overwrite)
@@ -246,7 +322,9 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     stream = _open_locked(target)
     try:
         fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
-        past, notes = (Past(), []) if fresh else _read_before(stream, path, manifest["results"], prompt_ids)
+        past, notes = (
+            (Past(), []) if fresh else _read_before(stream, path, manifest["results"], prompt_ids)
+        )
         if past.done:
             past.totals["seconds"] = known_seconds(path, past.totals["samples"])
     except BaseException:
@@ -257,8 +335,12 @@ def open_output(path: str, manifest: dict[str, Any], *, resume: bool | None = No
     return writer
 
 
-def _read_before(stream: IO[bytes], path: str, results: dict[str, Any],
-                 prompt_ids: Callable[[], Collection[str]] | None) -> tuple[Past, list[str]]:
+def _read_before(
+    stream: IO[bytes],
+    path: str,
+    results: dict[str, Any],
+    prompt_ids: Callable[[], Collection[str]] | None,
+) -> tuple[Past, list[str]]:
     """What the file holds, with notes; UserError where this run may not go on with it."""
     try:
         growth = check_manifest(path, results)
@@ -266,30 +348,45 @@ def _read_before(stream: IO[bytes], path: str, results: dict[str, Any],
     except DamagedManifestError as damaged:
         marked = is_marked(stream, results)
         if marked is False:
-            raise UserError(f"{damaged}, or another --out: it was begun with other settings") from None
+            raise UserError(
+                f"{damaged}, or another --out: it was begun with other settings"
+            ) from None
         if prompt_ids is None:
             raise
         past = read_past(stream, path, line_check(results, prompt_ids()))
         if not (marked or past.done or past.failed):  # nothing says that this is a file of bass
             raise damaged from None
-        told = ("the file's attributes and lines" if marked else
-                "its lines (prompts, seed, sample numbers, lengths; they do not tell target and sampling)")
-        growth = [f"{manifest_path(path)}: it is damaged and written anew; by {told}, {path} is this command's"]
+        told = (
+            "the file's attributes and lines"
+            if marked
+            else "its lines (prompts, seed, sample numbers, lengths; they do not tell target and "
+            "sampling)"
+        )
+        growth = [
+            f"{manifest_path(path)}: it is damaged and written anew; by {told}, {path} is this "
+            "command's"
+        ]
     return past, growth + past.describe(path)
 
 
 def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
-    """UserError where a name promises a format of its own that is not `suffix`, the format of what is written."""
+    """UserError where a name promises a format of its own that is not `suffix`, the format of
+    what is written."""
     promised = Path(path).suffix.lower()
     if promised in _FORMATS and promised != suffix:
-        raise UserError(f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in {suffix}, and "
-                        "convert the file when it is complete")
+        raise UserError(
+            f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in "
+            f"{suffix}, and "
+            "convert the file when it is complete"
+        )
 
 
 def refuse_shared_files(outputs: Named, inputs: Named) -> None:
-    """UserError where an output is a file that is read too, or two outputs are one file, by whatever links or names.
+    """UserError where an output is a file that is read too, or two outputs are one file, by
+    whatever links or names.
 
-    Nothing is opened. "-" is what standard input or output is connected to. What is no file is shared freely.
+    Nothing is opened. "-" is what standard input or output is connected to. What is no file is
+    shared freely.
     """
     taken: dict[object, str] = {}
     for what, path in inputs:
@@ -304,7 +401,8 @@ def refuse_shared_files(outputs: Named, inputs: Named) -> None:
 
 
 def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
-    """What all names of one file have in common; of a file to be, its path without links; None for what is no file."""
+    """What all names of one file have in common; of a file to be, its path without links; None
+    for what is no file."""
     try:
         status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
     except (OSError, ValueError):
@@ -328,7 +426,8 @@ def _open_stream(path: str) -> IO[bytes]:
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """The file, open to read and append, under an exclusive lock; again if another run replaced it in between."""
+    """The file, open to read and append, under an exclusive lock; again if another run replaced
+    it in between."""
     try:
         while True:
             stream = open(path, "a+b")  # noqa: SIM115 - the Writer closes it

@@ -1,6 +1,8 @@
-"""What an output file holds already and whether a run may go on with it: result lines, torn ends, the manifest.
+"""What an output file holds already and whether a run may go on with it: result lines, torn ends,
+the manifest.
 
-It reads and repairs files; writing results is io/results.py, replacing a file in one step io/saving.py.
+It reads and repairs files; writing results is io/results.py, replacing a file in one step
+io/saving.py.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, w
 from bass_cli.io.saving import replace_file, write_file
 
 GROWING = ("n", "limit")
-ATTRIBUTE = "user.bass.results"  # of the output, where its file system keeps such: what its results depend on
+# of the output, where its file system keeps such: what its results depend on
+ATTRIBUTE = "user.bass.results"
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 # What a result line must have, and what of it may be missing or null
 _FIELDS: dict[str, Callable[[Any], Any]] = {"id": text, "sample": whole, "finish_reason": text}
@@ -37,8 +40,9 @@ def _no_totals() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Past:
-    """What a file held when it was opened: finished samples, where they end, lines of failed prompts, torn bytes, and
-    bytes of lines with a hole, which a power cut leaves where a block was never written.
+    """What a file held when it was opened: finished samples, where they end, lines of failed
+    prompts, torn bytes, and bytes of lines with a hole, which a power cut leaves where a block was
+    never written.
 
     `totals` goes on counting what is written afterwards.
     """
@@ -51,7 +55,8 @@ class Past:
     holes: int = 0
 
     def count(self, reason: str, numbers: dict[str, Any]) -> None:
-        """Add one result line to the totals; a copy is a sample, and its tokens were drawn with another."""
+        """Add one result line to the totals; a copy is a sample, and its tokens were drawn with
+        another."""
         self.totals["samples"] += 1
         self.totals["finish_reasons"][reason] = self.totals["finish_reasons"].get(reason, 0) + 1
         for key in COUNTED if numbers.get("copy_of") is None else ():
@@ -63,7 +68,10 @@ class Past:
         if self.torn:
             notes.append(f"{name}: dropping a torn last line of {self.torn} bytes")
         if self.holes:
-            notes.append(f"{name}: dropping {self.holes} bytes of lines torn by a power cut; their samples are drawn again")
+            notes.append(
+                f"{name}: dropping {self.holes} bytes of lines torn by a power cut; their samples "
+                "are drawn again"
+            )
         if self.failed:
             notes.append(f"{name}: trying {self.failed} failed prompts again")
         return notes
@@ -75,19 +83,21 @@ def manifest_path(output: str) -> Path:
 
 
 def read_manifest(output: str) -> dict[str, Any]:
-    """The manifest beside an output file. OSError if it cannot be read, ValueError if it is none."""
+    """The manifest beside an output file. OSError if it cannot be read, ValueError if it is
+    none."""
     return parse_object(read_bytes(manifest_path(output), _MANIFEST_BYTES))
 
 
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:
-    """Replace the manifest in one step, so that a reader finds the old one or the new one, whole."""
+    """Replace the manifest in one step, so that a reader finds the old one or the new one,
+    whole."""
     path = manifest_path(output)
     write_json(path, manifest, f"{path}: cannot write the manifest")
 
 
 def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
-    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one, and a stream like
-    /dev/stdout is written to. MachineError, beginning with `fault`."""
+    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one,
+    and a stream like /dev/stdout is written to. MachineError, beginning with `fault`."""
     text = json.dumps(document, indent=2, default=str) + "\n"
     try:
         if (number := descriptor_of(path)) is None:
@@ -101,7 +111,8 @@ def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
 
 
 def check_output_place(output: str, *, overwrite: bool) -> None:
-    """UserError where samples or their manifest cannot be written, or would replace something else."""
+    """UserError where samples or their manifest cannot be written, or would replace something
+    else."""
     path = manifest_path(output)
     check_place(output, output)
     check_place(str(path), path)
@@ -128,27 +139,36 @@ class DamagedManifestError(UserError):
 
 
 def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
-    """Notes on what grew since the file was begun; UserError, key by key, if anything that changes results differs."""
+    """Notes on what grew since the file was begun; UserError, key by key, if anything that
+    changes results differs."""
     path = manifest_path(output)
     try:
         before = read_manifest(output).get("results")
         if not isinstance(before, dict):
             raise ValueError
     except (OSError, ValueError):
-        raise DamagedManifestError(f"{path}: the manifest cannot be read; use --overwrite to start anew") from None
+        raise DamagedManifestError(
+            f"{path}: the manifest cannot be read; use --overwrite to start anew"
+        ) from None
     now = json.loads(json.dumps(results, default=str))
     differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     grown = [key for key in differing if key in GROWING and _grows(before.get(key), now.get(key))]
-    bad = [f"\n  {key}: {_show(before, key)} there, {_show(now, key)} now" for key in differing if key not in grown]
+    bad = [
+        f"\n  {key}: {_show(before, key)} there, {_show(now, key)} now"
+        for key in differing
+        if key not in grown
+    ]
     if bad:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
-    return [f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown]
+    return [
+        f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown
+    ]
 
 
 def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
-    """What can be told of a result line without a manifest: whether a run with these settings, over the prompts with the
-    `known` ids, could have written it. Its target and sampling cannot."""
+    """What can be told of a result line without a manifest: whether a run with these settings,
+    over the prompts with the `known` ids, could have written it. Its target and sampling cannot."""
 
     def check(row: dict[str, Any]) -> str | None:
         n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
@@ -159,25 +179,35 @@ def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
             return f"seed: {_show(row, 'seed')} there, {seed} now"
         if n is not None and not 0 <= row["sample"] < n:
             return f"sample: {row['sample']} there, --n {n} now"
-        if reason == "error" and not row.get("prompt_tokens"):  # the line of a prompt that could not be run
+        if reason == "error" and not row.get(
+            "prompt_tokens"
+        ):  # the line of a prompt that could not be run
             return None
         if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
             return f"tokens: {_show(row, 'tokens')} there, --max-new-tokens {most} now"
         if (ids is not None) != bool(results.get("token_ids")):
-            return f"token_ids: {'not given there, given' if ids is None else 'given there, not given'} now"
-        return "budget: one there, none now" if reason == "budget" and results.get("budget") is None else None
+            change = "not given there, given" if ids is None else "given there, not given"
+            return f"token_ids: {change} now"
+        return (
+            "budget: one there, none now"
+            if reason == "budget" and results.get("budget") is None
+            else None
+        )
 
     return check
 
 
 def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
     """Note at the file itself what its lines depend on, where that can be."""
-    with contextlib.suppress(OSError, AttributeError):  # no such attributes in this file system, or on this system
+    with contextlib.suppress(
+        OSError, AttributeError
+    ):  # no such attributes in this file system, or on this system
         os.setxattr(stream.fileno(), ATTRIBUTE, _digest(results))
 
 
 def is_marked(stream: IO[bytes], results: dict[str, Any]) -> bool | None:
-    """Whether the file was begun with these settings (but n and limit); None where nobody noted it."""
+    """Whether the file was begun with these settings (but n and limit); None where nobody noted
+    it."""
     try:
         return os.getxattr(stream.fileno(), ATTRIBUTE) == _digest(results)
     except (OSError, AttributeError):
@@ -186,11 +216,14 @@ def is_marked(stream: IO[bytes], results: dict[str, Any]) -> bool | None:
 
 def _digest(results: dict[str, Any]) -> bytes:
     fixed = {key: value for key, value in results.items() if key not in GROWING}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest().encode()
+    return (
+        hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest().encode()
+    )
 
 
 def known_seconds(output: str, samples: int) -> float | None:
-    """How long the `samples` in a file took to generate; None where its manifest does not know of all of them."""
+    """How long the `samples` in a file took to generate; None where its manifest does not know
+    of all of them."""
     try:
         totals = read_manifest(output)["totals"]
         return finite(totals["seconds"], least=0) if totals["samples"] == samples else None
@@ -206,11 +239,14 @@ def _show(results: dict[str, Any], key: str) -> str:
     if key not in results:
         return "not given"
     value = results[key]
-    return shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
+    return (
+        shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Whole lines from the start as (number, bytes, row); `past.end` follows them, the torn rest is counted."""
+    """Whole lines from the start as (number, bytes, row); `past.end` follows them, the torn rest
+    is counted."""
     stream.seek(0)
     broken = 0
     for number, line in enumerate(stream, 1):
@@ -219,7 +255,10 @@ def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes
             past.holes += len(line)
             continue
         if broken:
-            raise UserError(f"{name}:{broken}: the line is broken, and it is not the last one; mend or remove it")
+            raise UserError(
+                f"{name}:{broken}: the line is broken, and it is not the last one; mend or remove "
+                "it"
+            )
         if row is None:
             broken, past.torn = number, len(line)
             continue
@@ -246,14 +285,17 @@ def _check_row(row: dict[str, Any], place: str) -> None:
 
 
 def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
-    """Read the result lines that are there; UserError at a broken line (but the last), at a sample given twice and at what
-    `check` finds."""
+    """Read the result lines that are there; UserError at a broken line (but the last), at a
+    sample given twice and at what `check` finds."""
     past = Past()
     for number, _, row in _rows(stream, name, past):
         key = (row["id"], row["sample"])
         if check is not None and (fault := check(row)) is not None:
             reason = "the manifest is damaged, and this line was written with other settings"
-            raise UserError(f"{name}:{number}: {reason} ({fault}); use --overwrite to start anew, or another --out")
+            raise UserError(
+                f"{name}:{number}: {reason} ({fault}); use --overwrite to start anew, or another "
+                "--out"
+            )
         if row["finish_reason"] == "error":
             past.failed += 1
             continue
@@ -265,8 +307,8 @@ def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
 
 
 def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
-    """Replace the file in one step by one of its whole lines, without those of failed prompts; the new stream holds its
-    lock."""
+    """Replace the file in one step by one of its whole lines, without those of failed prompts;
+    the new stream holds its lock."""
 
     def copy(fresh: IO[bytes]) -> None:
         for _, line, row in _rows(stream, name, Past()):

@@ -1,7 +1,8 @@
-"""Files that are replaced in one step: after a kill or a power cut a reader finds the old content or the new one, whole.
+"""Files that are replaced in one step: after a kill or a power cut a reader finds the old content
+or the new one, whole.
 
-Files that grow line by line (io/results.py, eval/judging.py) are only looked after here when they lose their name. Not here:
-whether a file may be replaced.
+Files that grow line by line (io/results.py, eval/judging.py) are only looked after here when
+they lose their name. Not here: whether a file may be replaced.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-# What a file system answers that cannot sync a folder; the rename stands, and is as durable there as it can be.
+# What a file system answers that cannot sync a folder; the rename stands, and is as durable
+# there as it can be.
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EBADF}
 
 
 def write_file(path: str | Path, content: bytes) -> None:
-    """Replace the file, or the one that a link names, by one with this content. OSError leaves it as it was."""
+    """Replace the file, or the one that a link names, by one with this content. OSError leaves
+    it as it was."""
     replace_file(path, lambda stream: stream.write(content)).close()
 
 
 def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
-    """The same for what `write` puts into a stream; returns that stream, open to read and append, locked, under its name.
+    """The same for what `write` puts into a stream; returns that stream, open to read and append,
+    locked, under its name.
 
-    The draft lies in the same folder, under a name that nobody can guess and that is opened exclusively, so no link is
-    ever followed there. It is on the disk before it gets the name, and the name before this returns. What a killed process
-    left of doing the same is removed.
+    The draft lies in the same folder, under a name that nobody can guess and that is opened
+    exclusively, so no link is ever followed there. It is on the disk before it gets the name,
+    and the name before this returns. What a killed process left of doing the same is removed.
     """
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():  # a device, say, that came here since the path was checked
+    if (
+        target.exists() and not target.is_file()
+    ):  # a device, say, that came here since the path was checked
         raise OSError(errno.EINVAL, "it is not a regular file", str(target))
     remove_drafts(target)
     draft, stream = _new_draft(target)
@@ -62,7 +68,9 @@ def _new_draft(target: Path) -> tuple[Path, IO[bytes]]:
     while True:
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
         stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
-        with contextlib.suppress(OSError):  # a file system without locks: there nothing that was left is removed either
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: there nothing that was left is removed either
             fcntl.flock(stream, fcntl.LOCK_EX)
         if is_at(stream, draft):  # else it was removed before it was locked
             return draft, stream
@@ -87,7 +95,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(path: str | Path) -> None:
-    """Remove what killed processes left of replacing this file. Who is still doing so holds a lock on its draft."""
+    """Remove what killed processes left of replacing this file. Who is still doing so holds a
+    lock on its draft."""
     target = Path(os.path.realpath(path))
     for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.new"):
         with contextlib.suppress(OSError), open(draft, "rb", opener=_open_here) as stream:
@@ -113,13 +122,16 @@ def present_name(stream: IO[bytes]) -> str | None:
 
 
 def copy_aside(stream: IO[bytes], path: str | Path) -> Path:
-    """A new file beside `path`, or in the temporary folder if that one is gone, with all that the stream's file holds: its
-    name is NAME.saved.jsonl, or has the first .saved-N that is free."""
+    """A new file beside `path`, or in the temporary folder if that one is gone, with all that
+    the stream's file holds: its name is NAME.saved.jsonl, or has the first .saved-N that is
+    free."""
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
         place = Path(tempfile.gettempdir(), place.name)
     for number in itertools.count(1):
-        name = place.with_name(f"{place.stem}.saved{'' if number == 1 else f'-{number}'}{place.suffix}")
+        name = place.with_name(
+            f"{place.stem}.saved{'' if number == 1 else f'-{number}'}{place.suffix}"
+        )
         try:
             copy = open(name, "xb", opener=_open_here)  # noqa: SIM115 - the next statement has it
         except FileExistsError:

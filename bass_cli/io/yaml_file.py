@@ -1,7 +1,8 @@
-"""YAML as a person writes it for a pair: one small document of single values, lists and mappings, each with its line.
+"""YAML as a person writes it for a pair: one small document of single values, lists and mappings,
+each with its line.
 
-Not here: which keys there are (config/job.py). What YAML could do beside, aliases of whole parts, which a few lines turn into
-billions, and any depth, is refused where it stands.
+Not here: which keys there are (config/job.py). What YAML could do beside, aliases of whole
+parts, which a few lines turn into billions, and any depth, is refused where it stands.
 """
 
 from __future__ import annotations
@@ -23,21 +24,28 @@ class BrokenYamlError(ValueError):
 
 
 def parse_yaml(content: bytes) -> tuple[yaml.Node | None, Any]:
-    """The document as nodes, which know their lines, and as a value; BrokenYamlError for anything that is none."""
+    """The document as nodes, which know their lines, and as a value; BrokenYamlError for
+    anything that is none."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BrokenYamlError(content.count(b"\n", 0, error.start) + 1, "the file is not valid UTF-8") from None
+        raise BrokenYamlError(
+            content.count(b"\n", 0, error.start) + 1, "the file is not valid UTF-8"
+        ) from None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         return node, None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         line, code = text.count("\n", 0, error.position) + 1, ord(text[error.position])
-        raise BrokenYamlError(line, f"broken YAML: the character U+{code:04X} is not allowed") from None
+        raise BrokenYamlError(
+            line, f"broken YAML: the character U+{code:04X} is not allowed"
+        ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise BrokenYamlError(mark.line + 1 if mark else 1, f"broken YAML: {error.problem or error.context}") from None
+        raise BrokenYamlError(
+            mark.line + 1 if mark else 1, f"broken YAML: {error.problem or error.context}"
+        ) from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,14 +62,18 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):
-            raise yaml.composer.ComposerError(None, None, "an alias may only stand for a single value", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "an alias may only stand for a single value", mark
+            )
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
         except (ValueError, OverflowError, TypeError, KeyError, IndexError, AttributeError):
-            # What int, float and datetime say of "!!int abc", 2001-99-99 or 6,000 digits, and PyYAML of odd tags
+            # What int, float and datetime say of "!!int abc", 2001-99-99 or 6,000 digits, and
+            # PyYAML of odd tags
             kind = node.tag.rpartition(":")[2]
-            raise yaml.constructor.ConstructorError(None, None, f"this is no value of the type {kind}",
-                                                    node.start_mark) from None
+            raise yaml.constructor.ConstructorError(
+                None, None, f"this is no value of the type {kind}", node.start_mark
+            ) from None

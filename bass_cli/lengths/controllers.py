@@ -1,4 +1,5 @@
-"""Draft-length controllers: they see what past rounds drafted, kept and took, and say how many to draft next."""
+"""Draft-length controllers: they see what past rounds drafted, kept and took, and say how many
+to draft next."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ class Fixed:
 
 
 class Bass:
-    """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when a row keeps all of
-    the drafts, and otherwise shrinks, faster the second time in a row, but never below what some row kept."""
+    """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when
+    a row keeps all of the drafts, and otherwise shrinks, faster the second time in a row, but
+    never below what some row kept."""
 
     exact = True
 
@@ -58,13 +60,15 @@ class Bass:
             self._shrank = 1
 
 
-def make_lengths(length: str | int, *, limit: int, coupling: str, surface: Surface | None = None) -> Lengths:
-    """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or "auto". `surface`: what is
-    known of this pair on this device; a table needs one.
+def make_lengths(
+    length: str | int, *, limit: int, coupling: str, surface: Surface | None = None
+) -> Lengths:
+    """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or
+    "auto". `surface`: what is known of this pair on this device; a table needs one.
 
-    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend on the draft lengths, so
-    there it takes costs from a profile as they are, and a seed still gives the same samples twice; without a profile it
-    is Algorithm 1.
+    "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend
+    on the draft lengths, so there it takes costs from a profile as they are, and a seed still
+    gives the same samples twice; without a profile it is Algorithm 1.
     """
     if isinstance(length, int):
         return Fixed(min(length, limit))

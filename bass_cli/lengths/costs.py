@@ -1,5 +1,5 @@
-"""What a round will take, as a controller knows it: from a profile that is scaled to what rounds really take, or learnt
-from nothing while a job runs.
+"""What a round will take, as a controller knows it: from a profile that is scaled to what rounds
+really take, or learnt from nothing while a job runs.
 
 Not here: the grid itself (round_cost.py), what is decided from it (goodput.py).
 """
@@ -25,8 +25,8 @@ _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for a
 
 
 class Costs(Protocol):
-    """Seconds of rounds by draft length, for the `choices` they were made for (rising, from 0). `free`: the host has the
-    drafts, none is made in a round."""
+    """Seconds of rounds by draft length, for the `choices` they were made for (rising, from 0).
+    `free`: the host has the drafts, none is made in a round."""
 
     free: bool
 
@@ -35,23 +35,26 @@ class Costs(Protocol):
         """Whether there is anything to predict from."""
 
     def line(self, rows: int, context: float | None = None) -> Array:
-        """Seconds of a round of each choice's drafts for each of `rows` rows of this context, [choices]. This is asked
-        before every round, so it may take some microseconds only."""
+        """Seconds of a round of each choice's drafts for each of `rows` rows of this context,
+        [choices]. This is asked before every round, so it may take some microseconds only."""
 
     def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         """A round took so long."""
 
 
 class Profiled:
-    """A surface, and a moving scale of seen over predicted, so that a stale profile or a throttled device is followed: one
-    for all rounds, and a small one for each draft length. `frozen`: neither moves; rounds' times then decide nothing."""
+    """A surface, and a moving scale of seen over predicted, so that a stale profile or a
+    throttled device is followed: one for all rounds, and a small one for each draft length.
+    `frozen`: neither moves; rounds' times then decide nothing."""
 
     known, free = True, False
 
     def __init__(self, surface: Surface, choices: Sequence[int], *, frozen: bool = False):
         self._surface, self._choices, self._frozen = surface, tuple(choices), frozen
         self._scale, self._own = 1.0, numpy.ones(len(choices))
-        self._lines: dict[int, tuple[Array, Array]] = {}  # by rows: seconds at the surface's context, and by token of it
+        self._lines: dict[
+            int, tuple[Array, Array]
+        ] = {}  # by rows: seconds at the surface's context, and by token of it
 
     def line(self, rows: int, context: float | None = None) -> Array:
         return self._scale * self._own * self._unscaled(rows, context)
@@ -68,10 +71,17 @@ class Profiled:
     def _unscaled(self, rows: int, context: float | None) -> Array:
         if rows not in self._lines:
             surface, base = self._surface, self._surface.context
-            here, there = (numpy.array([surface.seconds(rows, k, c) for k in self._choices]) for c in (base, base + 1))
+            here, there = (
+                numpy.array([surface.seconds(rows, k, c) for k in self._choices])
+                for c in (base, base + 1)
+            )
             self._lines[rows] = here, there - here
         here, slope = self._lines[rows]
-        return here if context is None else here + slope * max(context - self._surface.context, -self._surface.context / 2)
+        return (
+            here
+            if context is None
+            else here + slope * max(context - self._surface.context, -self._surface.context / 2)
+        )
 
 
 def nearest(choices: Sequence[int], width: int) -> int:
@@ -84,14 +94,19 @@ class _Seen(NamedTuple):
     times: int
 
 
-_GUESSED = (1.0, 0.03, 0.8)  # of the three weights, before anything was seen, in passes; the last: where a model drafts
+_GUESSED = (
+    1.0,
+    0.03,
+    0.8,
+)  # of the three weights, before anything was seen, in passes; the last: where a model drafts
 _DOUBT = 1e4  # how little that guess weighs against what is seen
 
 
 class Learned:
-    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with forgetting. Where only one
-    width was seen, a guess says what others cost: a fifth of a pass for each draft unless they are `free`, and next to
-    nothing for a row. `start`: what an earlier job has learnt."""
+    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with
+    forgetting. Where only one width was seen, a guess says what others cost: a fifth of a pass
+    for each draft unless they are `free`, and next to nothing for a row. `start`: what an
+    earlier job has learnt."""
 
     def __init__(self, choices: Sequence[int], start: Surface | None = None) -> None:
         self._choices, self.free = numpy.array(choices), False
@@ -116,13 +131,16 @@ class Learned:
         return numpy.maximum(found, max(self._typical / 10, 1e-9))
 
     def predict(self, rows: int, width: int) -> float:
-        """Never less than a tenth of a typical round: a fit may be wrong far from what it has seen."""
+        """Never less than a tenth of a typical round: a fit may be wrong far from what it has
+        seen."""
         found = sum(w * f for w, f in zip(self._weights, _features(rows, width), strict=True))
         return max(found, self._typical / 10, 1e-9)
 
     def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         if self._typical:
-            seconds = min(seconds, 4 * self.predict(rows, width) + self._typical)  # a stumble of the machine
+            seconds = min(
+                seconds, 4 * self.predict(rows, width) + self._typical
+            )  # a stumble of the machine
         features = _features(rows, width)
         if not self._typical:
             self._unit = seconds
@@ -130,33 +148,51 @@ class Learned:
             share = seconds / sum(g * f for g, f in zip(guessed, features, strict=True))
             self._weights = [share * g for g in guessed]
         self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
-        x = tuple(f * self._unit / seconds for f in features)  # so that errors count relative to a round's seconds
+        x = tuple(
+            f * self._unit / seconds for f in features
+        )  # so that errors count relative to a round's seconds
         ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
         scale = _FORGET + sum(a * b for a, b in zip(x, ahead, strict=True))
         wrong = self._unit - sum(w * f for w, f in zip(self._weights, x, strict=True))
         self._weights = [w + a / scale * wrong for w, a in zip(self._weights, ahead, strict=True)]
         forget = _FORGET if max(self._spread[i][i] for i in range(3)) < _DOUBT else 1.0
-        self._spread = [[(self._spread[i][j] - ahead[i] * ahead[j] / scale) / forget for j in range(3)] for i in range(3)]
+        self._spread = [
+            [(self._spread[i][j] - ahead[i] * ahead[j] / scale) / forget for j in range(3)]
+            for i in range(3)
+        ]
         before = self._seen.get((rows, width), _Seen(seconds, 0))
         times = before.times + 1
-        self._seen[rows, width] = _Seen(before.seconds + max(1 / times, _MEMORY) * (seconds - before.seconds), times)
+        self._seen[rows, width] = _Seen(
+            before.seconds + max(1 / times, _MEMORY) * (seconds - before.seconds), times
+        )
 
     def surface(self, *, acceptance: float | None) -> Surface | None:
-        """What was learnt, on a grid of the row counts that were met often; None if there is none. Lengths that were not
-        met are the fit's."""
-        counts = {rows: sum(seen.times for (r, _), seen in self._seen.items() if r == rows) for rows, _ in self._seen}
+        """What was learnt, on a grid of the row counts that were met often; None if there is
+        none. Lengths that were not met are the fit's."""
+        counts = {
+            rows: sum(seen.times for (r, _), seen in self._seen.items() if r == rows)
+            for rows, _ in self._seen
+        }
         widths = self._choices.tolist()
         often = sorted(rows for rows, times in counts.items() if times >= _ENOUGH)
         if not often:
             return None
         drafting = max(self._weights[2], 0.0)
         whole = [[self._best_guess(rows, width) for width in widths] for rows in often]
-        draft = [[min(drafting * width / 4, 0.9 * (seconds - line[0])) if width else 0.0
-                  for width, seconds in zip(widths, line, strict=True)]
-                 for line in ([max(s, line[0]) for s in line] for line in whole)]
-        verify = [[seconds - part for seconds, part in zip(line, parts, strict=True)]
-                  for line, parts in zip(whole, draft, strict=True)]
-        return make_surface(often, widths, verify=verify, draft=draft, acceptance=acceptance, measured=False)
+        draft = [
+            [
+                min(drafting * width / 4, 0.9 * (seconds - line[0])) if width else 0.0
+                for width, seconds in zip(widths, line, strict=True)
+            ]
+            for line in ([max(s, line[0]) for s in line] for line in whole)
+        ]
+        verify = [
+            [seconds - part for seconds, part in zip(line, parts, strict=True)]
+            for line, parts in zip(whole, draft, strict=True)
+        ]
+        return make_surface(
+            often, widths, verify=verify, draft=draft, acceptance=acceptance, measured=False
+        )
 
     def _best_guess(self, rows: int, width: int) -> float:
         seen = self._seen.get((rows, width), _Seen(0.0, 0))

@@ -1,4 +1,5 @@
-"""When to probe whether drafting pays again: ever more rarely, so that it comes back after a bad stretch.
+"""When to probe whether drafting pays again: ever more rarely, so that it comes back after a bad
+stretch.
 
 Not here: how long a probe is, and what it may cost (goodput.py, losses.py).
 """
@@ -6,7 +7,9 @@ Not here: how long a probe is, and what it may cost (goodput.py, losses.py).
 from __future__ import annotations
 
 _PATIENCE = (4, 512)  # plain rounds before a probe: at first, and at most
-_SPARED = 0.005  # share of the time below which fewer probes save nothing worth having: what begins meanwhile is missed
+# share of the time below which fewer probes save nothing worth having: what begins meanwhile is
+# missed
+_SPARED = 0.005
 
 
 class Probing:

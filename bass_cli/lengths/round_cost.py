@@ -1,6 +1,8 @@
-"""What a round takes, by rows, draft length and context: a grid of points, interpolated, and how it is written down.
+"""What a round takes, by rows, draft length and context: a grid of points, interpolated, and how it
+is written down.
 
-Not here: how points are measured or where surfaces are kept (profiling/), what is learnt while a job runs (costs.py).
+Not here: how points are measured or where surfaces are kept (profiling/), what is learnt while a
+job runs (costs.py).
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ Grid = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """Seconds on a grid of `rows` x `widths` (live rows, drafts a row), all rows about `context` tokens long.
+    """Seconds on a grid of `rows` x `widths` (live rows, drafts a row), all rows about `context`
+    tokens long.
 
-    `verify`: the target's pass over width + 1 tokens a row, acceptance, commit and the host's part; `draft`: all draft
-    steps of that width, 0 at width 0. `growth`: seconds that one more token of context adds for each row to the target's
-    pass and to each draft step. `acceptance`: the chance that a draft whose turn came stood while this was measured; None
-    if nobody knows. `measured`: by `bass profile`; what a job has learnt on the side is not.
+    `verify`: the target's pass over width + 1 tokens a row, acceptance, commit and the host's
+    part; `draft`: all draft steps of that width, 0 at width 0. `growth`: seconds that one more
+    token of context adds for each row to the target's pass and to each draft step. `acceptance`:
+    the chance that a draft whose turn came stood while this was measured; None if nobody knows.
+    `measured`: by `bass profile`; what a job has learnt on the side is not.
     """
 
     rows: tuple[int, ...]
@@ -40,7 +44,8 @@ class Surface:
     measured: bool = True
 
     def seconds(self, rows: int, width: int, context: float | None = None) -> float:
-        """A whole round's seconds: `width` drafts for each of `rows` rows of this context (None: the grid's own)."""
+        """A whole round's seconds: `width` drafts for each of `rows` rows of this context (None:
+        the grid's own)."""
         return self.verify_seconds(rows, width, context) + self.draft_seconds(rows, width, context)
 
     def verify_seconds(self, rows: int, width: int, context: float | None = None) -> float:
@@ -49,7 +54,10 @@ class Surface:
 
     def draft_seconds(self, rows: int, width: int, context: float | None = None) -> float:
         """All draft steps of a round."""
-        return self._value(self.draft, rows, width) + self._grown(rows, context) * self.growth[1] * width
+        return (
+            self._value(self.draft, rows, width)
+            + self._grown(rows, context) * self.growth[1] * width
+        )
 
     def digest(self) -> str:
         """Tells this surface from every other."""
@@ -59,22 +67,42 @@ class Surface:
         return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
 
     def _grown(self, rows: int, context: float | None) -> float:
-        """Tokens of context beyond the grid's own, of all rows; fewer may not make a round shorter than half."""
+        """Tokens of context beyond the grid's own, of all rows; fewer may not make a round
+        shorter than half."""
         return 0.0 if context is None else rows * max(context - self.context, -self.context / 2)
 
     def _value(self, grid: Grid, rows: int, width: int) -> float:
-        """Linear between the points and beyond the last ones; a surface with one line knows nothing of other rows."""
+        """Linear between the points and beyond the last ones; a surface with one line knows
+        nothing of other rows."""
         at, share = _between(self.rows, rows)
         left, right = _between(self.widths, width)
         lines = [_blend(line, left, right) for line in grid[at : at + 2]]
         return max(_blend(lines, 0, share), 0.0)
 
 
-def make_surface(rows: Sequence[int], widths: Sequence[int], *, verify: Sequence[Sequence[float]],
-                 draft: Sequence[Sequence[float]], context: float = 0.0, growth: tuple[float, float] = (0.0, 0.0),
-                 acceptance: float | None = None, measured: bool = True) -> Surface:
-    """A Surface of what was measured: more rows or a longer draft never take less time, whatever noise said."""
-    return Surface(tuple(rows), tuple(widths), _rising(verify), _rising(draft), context, growth, acceptance, measured)
+def make_surface(
+    rows: Sequence[int],
+    widths: Sequence[int],
+    *,
+    verify: Sequence[Sequence[float]],
+    draft: Sequence[Sequence[float]],
+    context: float = 0.0,
+    growth: tuple[float, float] = (0.0, 0.0),
+    acceptance: float | None = None,
+    measured: bool = True,
+) -> Surface:
+    """A Surface of what was measured: more rows or a longer draft never take less time, whatever
+    noise said."""
+    return Surface(
+        tuple(rows),
+        tuple(widths),
+        _rising(verify),
+        _rising(draft),
+        context,
+        growth,
+        acceptance,
+        measured,
+    )
 
 
 def read_surface(text: str | bytes) -> Surface:
@@ -96,9 +124,16 @@ def _typed(found: Mapping[str, Any]) -> Surface:
 
     verify, draft = found["growth"]
     acceptance = found["acceptance"]
-    return Surface(tuple(whole(n) for n in found["rows"]), tuple(whole(n) for n in found["widths"]), grid("verify"),
-                   grid("draft"), finite(found["context"]), (finite(verify), finite(draft)),
-                   None if acceptance is None else finite(acceptance), truth(found["measured"]))
+    return Surface(
+        tuple(whole(n) for n in found["rows"]),
+        tuple(whole(n) for n in found["widths"]),
+        grid("verify"),
+        grid("draft"),
+        finite(found["context"]),
+        (finite(verify), finite(draft)),
+        None if acceptance is None else finite(acceptance),
+        truth(found["measured"]),
+    )
 
 
 def _check(surface: Surface) -> None:
@@ -119,8 +154,8 @@ def _check(surface: Surface) -> None:
 
 
 def _between(axis: Sequence[int], value: float) -> tuple[int, float]:
-    """The index of the point at or below a value and the share of the way to the next; beyond the last point it goes on
-    as between the last two; before the first one it stays."""
+    """The index of the point at or below a value and the share of the way to the next; beyond
+    the last point it goes on as between the last two; before the first one it stays."""
     if len(axis) == 1 or value <= axis[0]:
         return 0, 0.0
     at = min(bisect.bisect_right(axis, value), len(axis) - 1) - 1
@@ -128,7 +163,11 @@ def _between(axis: Sequence[int], value: float) -> tuple[int, float]:
 
 
 def _blend(line: Sequence[float], at: int, share: float) -> float:
-    return line[at] if share == 0 or at + 1 == len(line) else line[at] + share * (line[at + 1] - line[at])
+    return (
+        line[at]
+        if share == 0 or at + 1 == len(line)
+        else line[at] + share * (line[at + 1] - line[at])
+    )
 
 
 def _rising(grid: Sequence[Sequence[float]]) -> Grid:
@@ -140,4 +179,6 @@ def _rising(grid: Sequence[Sequence[float]]) -> Grid:
 def _even(line: Sequence[float]) -> list[float]:
     """Halfway between the largest value so far and the smallest one to come, which rises."""
     ahead = reversed(list(itertools.accumulate(reversed(line), min)))
-    return [(high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)]
+    return [
+        (high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)
+    ]

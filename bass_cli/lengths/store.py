@@ -1,7 +1,9 @@
-"""Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the user's cache folder.
+"""Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the
+user's cache folder.
 
-Not here: what is in them (round_cost.py), how they are measured (profiling/measure.py). A file that cannot be read or written
-is never an error: without a profile everything works, only a little slower at first.
+Not here: what is in them (round_cost.py), how they are measured (profiling/measure.py). A file
+that cannot be read or written is never an error: without a profile everything works, only a
+little slower at first.
 """
 
 from __future__ import annotations
@@ -40,11 +42,20 @@ def folder() -> Path:
     return cache_folder() / "profiles"
 
 
-def path_of(*, target: str, draft: str, device: torch.device, dtype: torch.dtype,
-            threads: int | None = None) -> Path:
-    """The file for two models (their fingerprints), a device, a dtype and the versions of now; `threads` as asked for.
-    Coupling and sampling are not in it: they cost nearly the same. Nor is who else computes here just now."""
-    identity = [_device_name(device, threads), target, draft, str(dtype), __version__, torch.__version__]
+def path_of(
+    *, target: str, draft: str, device: torch.device, dtype: torch.dtype, threads: int | None = None
+) -> Path:
+    """The file for two models (their fingerprints), a device, a dtype and the versions of now;
+    `threads` as asked for. Coupling and sampling are not in it: they cost nearly the same. Nor
+    is who else computes here just now."""
+    identity = [
+        _device_name(device, threads),
+        target,
+        draft,
+        str(dtype),
+        __version__,
+        torch.__version__,
+    ]
     return folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
 
 
@@ -71,8 +82,8 @@ def save_surface(path: Path, surface: Surface, note: Note) -> bool:
 
 
 def keep_learnt(path: Path | None, lengths: Lengths) -> None:
-    """At the end of a job: what its controller has learnt is kept for the next one, which begins from it. A measured
-    profile stays as it is."""
+    """At the end of a job: what its controller has learnt is kept for the next one, which begins
+    from it. A measured profile stays as it is."""
     learnt = lengths.learned() if isinstance(lengths, Remembers) else None
     if learnt is not None and path is not None:
         save_surface(path, learnt, lambda note: None)

@@ -1,4 +1,5 @@
-"""A table from batch size to draft length (Su et al., arXiv 2310.18813), made from a profile, alone or as a cap."""
+"""A table from batch size to draft length (Su et al., arXiv 2310.18813), made from a profile,
+alone or as a cap."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ _CHOICES = tuple(range(65))
 
 
 class Table:
-    """For each number of live rows the length that was best when the profile was made, 0 included. It depends on nothing
-    else, so it may gate either coupling."""
+    """For each number of live rows the length that was best when the profile was made, 0
+    included. It depends on nothing else, so it may gate either coupling."""
 
     exact = False
 
@@ -30,7 +31,9 @@ class Table:
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         if rows not in self._best:
             known = self._surface.acceptance
-            self._best[rows] = best_length(self._surface, rows, _ACCEPTANCE if known is None else known, self._lengths)
+            self._best[rows] = best_length(
+                self._surface, rows, _ACCEPTANCE if known is None else known, self._lengths
+            )
         return self._best[rows]
 
     def observe(self, done: Round) -> None:
@@ -38,8 +41,8 @@ class Table:
 
 
 class Capped:
-    """The length of a controller that only sees rounds, but never more than a table's. A round that was cut teaches it what
-    it can see of it."""
+    """The length of a controller that only sees rounds, but never more than a table's. A round
+    that was cut teaches it what it can see of it."""
 
     def __init__(self, inner: Lengths, table: Table):
         self._inner, self._table, self.exact = inner, table, inner.exact
@@ -52,7 +55,9 @@ class Capped:
 
 
 def best_length(surface: Surface, rows: int, acceptance: float, lengths: Sequence[int]) -> int:
-    """The draft length of fewest seconds a token, where each draft whose turn comes stands with this chance."""
+    """The draft length of fewest seconds a token, where each draft whose turn comes stands with
+    this chance."""
+
     def seconds(k: int) -> float:
         return surface.seconds(rows, k) / sum(acceptance**i for i in range(k + 1))
 

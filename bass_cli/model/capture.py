@@ -1,5 +1,5 @@
-"""One function as a CUDA graph: captured, then replayed. Not here: what is captured and when (engine/graphs.py for rounds,
-model/prefill.py for prompts)."""
+"""One function as a CUDA graph: captured, then replayed. Not here: what is captured and when
+(engine/graphs.py for rounds, model/prefill.py for prompts)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # from a warm function to what runs it again
+Recorder = Callable[
+    [Callable[[], None]], Callable[[], None]
+]  # from a warm function to what runs it again
 
 
 def capture(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
@@ -25,7 +27,8 @@ def capture(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
 
 
 def recorder(device: torch.device) -> Recorder | None:
-    """Captures functions that run one after the other, in one memory pool; None where there are no graphs."""
+    """Captures functions that run one after the other, in one memory pool; None where there are
+    no graphs."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -34,7 +37,8 @@ def recorder(device: torch.device) -> Recorder | None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A graph of some dead loop that happens to be freed while another is captured ends the process."""
+    """A graph of some dead loop that happens to be freed while another is captured ends the
+    process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be wrong is found here.
+"""Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be
+wrong is found here.
 
 Not here: finding it (sources.py), file formats (tensor_files.py), loading it (weights.py).
 """
@@ -31,10 +32,13 @@ from bass_cli.model.tensor_files import (
     read_torch,
 )
 
-_CONFIG_BYTES = 1 << 24  # the most that a config may have; the largest index of shards has a few megabytes
+_CONFIG_BYTES = (
+    1 << 24
+)  # the most that a config may have; the largest index of shards has a few megabytes
 _FACTORS = 1 << 16  # more rotary factors than any head has dimensions
 _NAMED = 5  # tensors that an error names
-# The single file of each format, else its index, else all that look like shards; the first format there is wins.
+# The single file of each format, else its index, else all that look like shards; the first
+# format there is wins.
 _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
     ("model.safetensors", "*.safetensors", read_safetensors),
     ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
@@ -60,7 +64,8 @@ class Checkpoint:
     pieces: tuple[Piece, ...]
 
     def fingerprint(self) -> str:
-        """A digest of the spec, the layout of the files and samples of their content; not of their place on disk."""
+        """A digest of the spec, the layout of the files and samples of their content; not of
+        their place on disk."""
         plain = replace(self.spec, biases=frozenset())  # a set has no fixed order
         digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
         for path in sorted({piece.entry.file for piece in self.pieces}):
@@ -74,7 +79,8 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a folder (config.json and weights) or a .gguf file by headers alone; UserError names the fault."""
+    """Read and check a folder (config.json and weights) or a .gguf file by headers alone;
+    UserError names the fault."""
     if path.is_dir():
         return _open_folder(path)
     if path.suffix != ".gguf":
@@ -83,15 +89,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
     factors = None
     if (stored := entries.get(ROPE_FACTORS)) is not None:
         if stored.dtype != "F32" or len(stored.shape) != 1 or stored.shape[0] > _FACTORS:
-            raise UserError(f'{path}: tensor "{ROPE_FACTORS}": a row of numbers of type F32 is needed, not '
-                            f"{list(stored.shape)} of type {stored.dtype}")
+            raise UserError(
+                f'{path}: tensor "{ROPE_FACTORS}": a row of numbers of type F32 is needed, not '
+                f"{list(stored.shape)} of type {stored.dtype}"
+            )
         with path.open("rb", buffering=0) as file:
             factors = tuple(next(parts(file, stored))[1].tolist())
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
     pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_config.IGNORED)
-    eos = [id_ for kind in ("eos", "eot") for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)]
+    eos = [
+        id_
+        for kind in ("eos", "eot")
+        for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)
+    ]
     return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces)
 
 
@@ -105,7 +117,9 @@ def _open_folder(path: Path) -> Checkpoint:
     pieces = _assign(spec, families.slots(spec, family.tensors), entries, path, families.IGNORED)
     generation = path / "generation_config.json"
     eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
-    return Checkpoint(path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces)
+    return Checkpoint(
+        path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -122,7 +136,9 @@ def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
     value = values.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(item) is int for item in listed):
-        raise UserError(f'{place}: key "{key}": a token id or a list of them is needed, not {shown(value)}')
+        raise UserError(
+            f'{place}: key "{key}": a token id or a list of them is needed, not {shown(value)}'
+        )
     return tuple(dict.fromkeys(listed))
 
 
@@ -136,7 +152,11 @@ def _entries(folder: Path) -> dict[str, Entry]:
             listed = _weight_map(index)
             files = [folder / name for name in sorted(set(listed.values()))]
         else:
-            files = [file for file in sorted(folder.glob(pattern)) if not file.name.startswith(_OTHER_NAMES)]
+            files = [
+                file
+                for file in sorted(folder.glob(pattern))
+                if not file.name.startswith(_OTHER_NAMES)
+            ]
         entries = {name: entry for file in files for name, entry in read(file).items()}
         if missing := [name for name in listed if name not in entries]:
             raise UserError(f"{index}: {_few(missing)} not in the files that it names")
@@ -151,12 +171,16 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
     for name in listed.values():
         if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
-            raise UserError(f'{index}: key "weight_map": the name of a file beside it is needed, not {shown(name)}')
+            raise UserError(
+                f'{index}: key "weight_map": the name of a file beside it is needed, not '
+                f"{shown(name)}"
+            )
     return listed
 
 
 def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
-    """Whether there is a head with other content than the embedding: then it is not tied, whatever the config says."""
+    """Whether there is a head with other content than the embedding: then it is not tied,
+    whatever the config says."""
     names = {ours: f"{theirs}.weight" for theirs, ours, _ in family.tensors}
     head, embed = entries.get(names["head"]), entries.get(names["embed"])
     if head is None or embed is None or head[0::3] == embed[0::3]:
@@ -169,20 +193,32 @@ def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
 
 
 def _assign(
-    spec: Spec, slots: Mapping[str, Slot], entries: Mapping[str, Entry], path: Path, ignored: tuple[str, ...]
+    spec: Spec,
+    slots: Mapping[str, Slot],
+    entries: Mapping[str, Entry],
+    path: Path,
+    ignored: tuple[str, ...],
 ) -> tuple[Piece, ...]:
     """Pair every stored tensor with its slot, both ways in full, shapes and types checked."""
-    wanted = {name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")}
+    wanted = {
+        name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")
+    }
     if missing := [name for name in wanted if name not in entries]:
         raise UserError(f"{path}: {_few(missing)} missing")
-    known = {name: entry for name, entry in entries.items() if not any(re.search(p, name) for p in ignored)}
+    known = {
+        name: entry
+        for name, entry in entries.items()
+        if not any(re.search(p, name) for p in ignored)
+    }
     if extra := [name for name in known if name not in slots]:
         raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
     shapes = parameters(spec)
     for name, slot in wanted.items():
         entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
         if entry.shape != shape:
-            raise UserError(f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}')
+            raise UserError(
+                f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}'
+            )
         if entry.dtype not in DTYPES and entry.dtype not in QUANTISED:
             raise UserError(
                 f'{entry.file}: tensor "{name}" has the unsupported type {entry.dtype}; '

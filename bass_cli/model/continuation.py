@@ -1,4 +1,5 @@
-"""What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what ends a row (scheduler.py)."""
+"""What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what
+ends a row (scheduler.py)."""
 
 from __future__ import annotations
 
@@ -10,17 +11,20 @@ from bass_cli.model.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
 _CUT = "\ufffd"  # what stands in a text for bytes that are no character
-_MARGIN = 16  # characters of left context, where a piece of text decodes otherwise than in the middle of a text
+# characters of left context, where a piece of text decodes otherwise than in the middle of a text
+_MARGIN = 16
 
 
 class Continuation:
-    """Decodes what follows a prompt as it reads there. A SentencePiece decoder drops the space at the beginning of a text,
-    where its encoder has put one; a completion begins in the middle of a text, and its first space is its own.
+    """Decodes what follows a prompt as it reads there. A SentencePiece decoder drops the space at
+    the beginning of a text, where its encoder has put one; a completion begins in the middle of a
+    text, and its first space is its own.
 
-    One id of the prompt stands for all of it, since to the left a decoder only looks at whether anything is there, and at
-    the bytes of the same run. It is the last one that has a text to itself: no special token (those are left out before
-    decoding) and no byte (half a character after it would spoil the run, the prompt's part of it too). Where a prompt has
-    none, the completion is where the text begins.
+    One id of the prompt stands for all of it, since to the left a decoder only looks at whether
+    anything is there, and at the bytes of the same run. It is the last one that has a text to
+    itself: no special token (those are left out before decoding) and no byte (half a character
+    after it would spoil the run, the prompt's part of it too). Where a prompt has none, the
+    completion is where the text begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -30,8 +34,9 @@ class Continuation:
         self._width = len(tokenizer.decode(self._before))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids after the prompt, special tokens left out, spaces as they are. Half a character of single bytes
-        at its end is U+FFFD, and what stands before it in the same run is readable all the same."""
+        """Text of the ids after the prompt, special tokens left out, spaces as they are. Half a
+        character of single bytes at its end is U+FFFD, and what stands before it in the same run
+        is readable all the same."""
         text = self._after(ids)
         if text.endswith(_CUT):
             for end in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
@@ -50,30 +55,36 @@ class Continuation:
     def _has_text(self, id_: int) -> bool:
         if self._is_byte(id_):
             return False
-        twice = self._tokenizer.decode([id_, id_])  # a lone space is dropped, the second of two is not
+        twice = self._tokenizer.decode(
+            [id_, id_]
+        )  # a lone space is dropped, the second of two is not
         return bool(twice) and _CUT not in twice
 
 
 class Stop(NamedTuple):
-    """Where a stop string ended a row: the text before it, and how many generated tokens are kept, the one that
-    completes it included."""
+    """Where a stop string ended a row: the text before it, and how many generated tokens are
+    kept, the one that completes it included."""
 
     text: str
     tokens: int
 
 
 class StopDetector:
-    """Watches one row's generated ids for stop strings, whatever the blocks in which they come. `text`: what decodes them.
+    """Watches one row's generated ids for stop strings, whatever the blocks in which they come.
+    `text`: what decodes them.
 
-    The first token whose arrival makes a stop string appear in the decoded text ends the row. Only a tail of the ids
-    is decoded each time; when it shows a stop string, the whole is decoded to be sure and to cut.
+    The first token whose arrival makes a stop string appear in the decoded text ends the row.
+    Only a tail of the ids is decoded each time; when it shows a stop string, the whole is
+    decoded to be sure and to cut.
     """
 
     def __init__(self, text: Continuation | Tokenizer, stops: Sequence[str]):
         assert stops
         assert all(stops)
         self._text, self._stops = text, tuple(stops)
-        self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must show of what came before
+        self._needed = (
+            max(map(len, stops)) + _MARGIN
+        )  # characters that the tail must show of what came before
         self._ids: list[int] = []
         self._tail = 0  # where the tail begins
 
@@ -82,7 +93,8 @@ class StopDetector:
         seen = len(self._ids)
         self._ids += ids
         text = self._text.decode(self._ids[self._tail :])
-        # A cut character shows as U+FFFD and may hide what stood there a token ago: then every id is looked at alone.
+        # A cut character shows as U+FFFD and may hide what stood there a token ago: then every
+        # id is looked at alone.
         if _CUT in text or any(stop in text for stop in self._stops):
             for end in range(seen + 1, len(self._ids) + 1):
                 found = self._look(end)
@@ -100,8 +112,9 @@ class StopDetector:
         return Stop(whole[: min(places)], end) if places else None
 
     def _shorten(self, text: str) -> None:
-        """Move the tail's beginning on once half of it would do, but not into a character: half of one at its beginning
-        would hide a whole run of bytes. A character has four bytes at most."""
+        """Move the tail's beginning on once half of it would do, but not into a character: half
+        of one at its beginning would hide a whole run of bytes. A character has four bytes at
+        most."""
         if len(text) > 4 * self._needed:
             middle = (self._tail + len(self._ids)) // 2
             for start in range(middle, middle + 4):

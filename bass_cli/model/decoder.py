@@ -1,7 +1,9 @@
-"""Spec and the one decoder for all families: a Spec says how the blocks differ, the weights say the rest.
+"""Spec and the one decoder for all families: a Spec says how the blocks differ, the weights say the
+rest.
 
-Not here: how a checkpoint names its tensors (families.py), how they get here (weights.py), where keys and values
-live (kv_cache.py). Rotary embedding is always the half-split kind; interleaved checkpoints are reordered at load.
+Not here: how a checkpoint names its tensors (families.py), how they get here (weights.py), where
+keys and values live (kv_cache.py). Rotary embedding is always the half-split kind; interleaved
+checkpoints are reordered at load.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 class Rope(NamedTuple):
     """Rotary position embedding of the first `size` dimensions of a head (arXiv 2104.09864).
 
-    `factors` ([size / 2], or None) divide the inverse frequencies: every published scaling that does not depend on
-    the length (linear, Llama 3) comes down to them.
+    `factors` ([size / 2], or None) divide the inverse frequencies: every published scaling that
+    does not depend on the length (linear, Llama 3) comes down to them.
     """
 
     theta: float
@@ -36,8 +38,9 @@ class Rope(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Normalisation: kind "rms" or "layer" (with bias); `qk` also norms each head's q and k; `sandwich` also norms
-    what attention and feed-forward return, before it joins the residual stream (Gemma 3)."""
+    """Normalisation: kind "rms" or "layer" (with bias); `qk` also norms each head's q and k;
+    `sandwich` also norms what attention and feed-forward return, before it joins the residual
+    stream (Gemma 3)."""
 
     kind: str
     eps: float
@@ -49,9 +52,10 @@ class Norm(NamedTuple):
 class Spec:
     """The shape of a decoder-only transformer, and everything in which the known families differ.
 
-    `windows` has one entry a layer: the number of most recent positions (itself included) a query sees, 0 for all.
-    `rope` None means learned absolute positions. `local_rope`, if any, serves the layers with a window.
-    `biases` names the linear maps that have one: of "qkv", "o", "up", "down", "head".
+    `windows` has one entry a layer: the number of most recent positions (itself included) a
+    query sees, 0 for all. `rope` None means learned absolute positions. `local_rope`, if any,
+    serves the layers with a window. `biases` names the linear maps that have one: of "qkv", "o",
+    "up", "down", "head".
     """
 
     family: str
@@ -70,28 +74,38 @@ class Spec:
     windows: tuple[int, ...]
     query_scale: float
     local_rope: Rope | None = None
-    parallel: bool = False  # attention and feed-forward read the same norm and are added together (GPT-J)
+    parallel: bool = (
+        False  # attention and feed-forward read the same norm and are added together (GPT-J)
+    )
     embed_scale: float = 1.0
     biases: frozenset[str] = frozenset()
     tied: bool = False  # the head is the embedding
 
 
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of every tensor the decoder needs; `head.weight` is listed also when it is tied.
+    """Names and shapes of every tensor the decoder needs; `head.weight` is listed also when it is
+    tied.
 
     qkv stacks q, k, v by rows; a gated `up` stacks gate, then up.
     """
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     up = (2 if spec.gated else 1) * spec.inner
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab, spec.width), "head.weight": (spec.vocab, spec.width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed.weight": (spec.vocab, spec.width),
+        "head.weight": (spec.vocab, spec.width),
+    }
     if spec.rope is None:
         shapes["positions.weight"] = (spec.context, spec.width)
     if "head" in spec.biases:
         shapes["head.bias"] = (spec.vocab,)
     norms = {"norm": spec.width}
     for i in range(spec.layers):
-        maps = {"qkv": (query + 2 * key, spec.width), "o": (spec.width, query),
-                "up": (up, spec.width), "down": (spec.width, spec.inner)}
+        maps = {
+            "qkv": (query + 2 * key, spec.width),
+            "o": (spec.width, query),
+            "up": (up, spec.width),
+            "down": (spec.width, spec.inner),
+        }
         for name, shape in maps.items():
             shapes[f"layers.{i}.{name}.weight"] = shape
             if name in spec.biases:
@@ -102,7 +116,10 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
         if spec.norm.sandwich:
             norms |= {f"layers.{i}.post1": spec.width, f"layers.{i}.post2": spec.width}
         if spec.norm.qk:
-            shapes |= {f"layers.{i}.q_norm.weight": (spec.head_size,), f"layers.{i}.k_norm.weight": (spec.head_size,)}
+            shapes |= {
+                f"layers.{i}.q_norm.weight": (spec.head_size,),
+                f"layers.{i}.k_norm.weight": (spec.head_size,),
+            }
     for name, size in norms.items():
         shapes[f"{name}.weight"] = (size,)
         if spec.norm.kind == "layer":
@@ -111,17 +128,19 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of `parameters` has in a decoder of `dtype`: norms stay float32, in which they are computed.
-    (In bfloat16 1 + w, which Gemma's norms multiply by, would keep 8 bits of the sum.)"""
+    """The dtype that a tensor of `parameters` has in a decoder of `dtype`: norms stay float32,
+    in which they are computed. (In bfloat16 1 + w, which Gemma's norms multiply by, would keep 8
+    bits of the sum.)"""
     return torch.float32 if name.split(".")[-2] in _NORMS else dtype
 
 
 class Decoder:
     """A decoder-only transformer over fused weights; holds no state of any sequence.
 
-    `weights` maps the names of `parameters(spec)` to tensors of their `stored_dtype` on one device; the decoder takes the
-    dict over, and replaces matrices in it by packed ones where that is faster. `vocab` cuts the head to the first ids
-    (those the tokenizer knows: a checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
+    `weights` maps the names of `parameters(spec)` to tensors of their `stored_dtype` on one
+    device; the decoder takes the dict over, and replaces matrices in it by packed ones where
+    that is faster. `vocab` cuts the head to the first ids (those the tokenizer knows: a
+    checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
     """
 
     def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None):
@@ -132,11 +151,16 @@ class Decoder:
         embed = weights["embed.weight"]
         self.device, self.dtype = embed.device, embed.dtype
         bias = weights.pop("head.bias", None)
-        self._head = (ops.pack(weights.pop("head.weight")[: self.vocab]), None if bias is None else bias[: self.vocab])
+        self._head = (
+            ops.pack(weights.pop("head.weight")[: self.vocab]),
+            None if bias is None else bias[: self.vocab],
+        )
         for name in weights:
             if name.endswith(_MATRICES):
                 weights[name] = ops.pack(weights[name])
-        self._frequencies = tuple(_inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope))
+        self._frequencies = tuple(
+            _inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
+        )
 
     @property
     def context(self) -> int:
@@ -144,24 +168,31 @@ class Decoder:
         return self.spec.context
 
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
-        """The same weights with only these layers run: the others are skipped (self-speculation)."""
+        """The same weights with only these layers run: the others are skipped
+        (self-speculation)."""
         other = copy.copy(self)
         other.layers = tuple(layers)
         return other
 
     def forward(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
-        """Run tokens [B, W] int64 at `step.positions` [B, W]; writes their keys and values into the cache of `step`.
+        """Run tokens [B, W] int64 at `step.positions` [B, W]; writes their keys and values into the
+        cache of `step`.
 
-        Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last` positions of each row (all by
-        default), or None for last = 0 (prefill: only the cache is wanted).
+        Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last`
+        positions of each row (all by default), or None for last = 0 (prefill: only the cache is
+        wanted).
         """
         normed = self._normed(tokens, step, last)
         return None if normed is None else ops.linear(normed, *self._head)
 
     def _normed(self, tokens: Tensor, step: Pass, last: int | None) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
-        if self._frequencies[0] is not None and fused_decode.serves(self.spec, tokens, self._weights["embed.weight"], step):
-            normed = fused_decode.run(self.spec, self._weights, self.layers, self._frequencies[0], tokens, step)
+        if self._frequencies[0] is not None and fused_decode.serves(
+            self.spec, tokens, self._weights["embed.weight"], step
+        ):
+            normed = fused_decode.run(
+                self.spec, self._weights, self.layers, self._frequencies[0], tokens, step
+            )
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
         residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
         if self.spec.rope is None:
@@ -177,35 +208,64 @@ class Decoder:
             residual = residual[:, -last:]
         return self._norm("norm", residual)
 
-    def _block(self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple) -> Tensor:
-        """The residual stream [B, W, width] after layer i with cache layer `slot`; keys go to `slots` [B, W]."""
+    def _block(
+        self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple
+    ) -> Tensor:
+        """The residual stream [B, W, width] after layer i with cache layer `slot`; keys go to
+        `slots` [B, W]."""
         spec, at = self.spec, f"layers.{i}."
         window, own = spec.windows[i], step.own(slot)
         q = ops.project(
-            residual, self._affine(at + "norm1"), self._affine(at + "qkv"),
-            angles[1 if window and spec.local_rope else 0], slots, own, heads=spec.heads, eps=spec.norm.eps,
+            residual,
+            self._affine(at + "norm1"),
+            self._affine(at + "qkv"),
+            angles[1 if window and spec.local_rope else 0],
+            slots,
+            own,
+            heads=spec.heads,
+            eps=spec.norm.eps,
             kind=spec.norm.kind,
-            norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"]) if spec.norm.qk else None)
-        mixed = ops.attention(q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window)
+            norms=(self._weights[at + "q_norm.weight"], self._weights[at + "k_norm.weight"])
+            if spec.norm.qk
+            else None,
+        )
+        mixed = ops.attention(
+            q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window
+        )
         if spec.norm.sandwich:
-            residual = residual + self._norm(at + "post1", ops.linear(mixed, *self._affine(at + "o")))
-            return residual + self._norm(at + "post2", ops.linear(self._up(at, residual), *self._affine(at + "down")))
+            residual = residual + self._norm(
+                at + "post1", ops.linear(mixed, *self._affine(at + "o"))
+            )
+            return residual + self._norm(
+                at + "post2", ops.linear(self._up(at, residual), *self._affine(at + "down"))
+            )
         inner = self._up(at, residual) if spec.parallel else None
         residual = ops.linear_add(mixed, *self._affine(at + "o"), residual)
-        return ops.linear_add(self._up(at, residual) if inner is None else inner, *self._affine(at + "down"), residual)
+        return ops.linear_add(
+            self._up(at, residual) if inner is None else inner, *self._affine(at + "down"), residual
+        )
 
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """The feed-forward's inner values [B, W, inner] from the residual stream."""
         spec = self.spec
         norm = self._affine(at + ("norm1" if spec.parallel else "norm2"))
-        return ops.norm_up(residual, norm, self._affine(at + "up"), eps=spec.norm.eps, kind=spec.norm.kind,
-                           activation=spec.activation, gated=spec.gated)
+        return ops.norm_up(
+            residual,
+            norm,
+            self._affine(at + "up"),
+            eps=spec.norm.eps,
+            kind=spec.norm.kind,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
 
     def _affine(self, name: str) -> tuple[Tensor, Tensor | None]:
         return self._weights[name + ".weight"], self._weights.get(name + ".bias")
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return ops.norm(None, x, *self._affine(name), eps=self.spec.norm.eps, kind=self.spec.norm.kind)[0]
+        return ops.norm(
+            None, x, *self._affine(name), eps=self.spec.norm.eps, kind=self.spec.norm.kind
+        )[0]
 
 
 def _inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:

@@ -1,7 +1,9 @@
-"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and one span per row.
+"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and one
+span per row.
 
-A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a key goes and who may
-see it; nothing is erased when drafts are rejected. Not here: which tokens are fed (runner.py), attention (kernels).
+A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a
+key goes and who may see it; nothing is erased when drafts are rejected. Not here: which tokens
+are fed (runner.py), attention (kernels).
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ from bass_cli.model.prefix_groups import TeamTable
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Segments
 
-ARENA = {"cpu": 1024, "cuda": 8192}  # positions that the prompt store starts with; it doubles as needed
-_TEAMED = 1024  # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
-
+ARENA = {
+    "cpu": 1024,
+    "cuda": 8192,
+}  # positions that the prompt store starts with; it doubles as needed
+# the length from which a prompt is read once for several rows: shorter ones are not worth a merge
+_TEAMED = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A prompt's place in the store: `size` positions from `start` on, of which rows see the first `length`; the rows that
-    read it, and whether new rows may still come."""
+    """A prompt's place in the store: `size` positions from `start` on, of which rows see the
+    first `length`; the rows that read it, and whether new rows may still come."""
 
     start: int
     length: int
@@ -40,7 +45,9 @@ class Pass(NamedTuple):
     positions: Tensor  # [B, W] int64
     segments: Segments
     store: KVCache
-    prefill: slice | None  # None: the first B rows; otherwise this part of the prompt store is the one row's own
+    prefill: (
+        slice | None
+    )  # None: the first B rows; otherwise this part of the prompt store is the one row's own
 
     def slots(self) -> Tensor:
         """Where the keys and values of its tokens go in the rows' own spans, [B, W] int64."""
@@ -53,7 +60,9 @@ class Pass(NamedTuple):
         if self.prefill is None:
             rows = self.positions.shape[0]
             return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
-        return self.store.prompt_keys[layer][None, :, self.prefill], self.store.prompt_values[layer][None, :, self.prefill]
+        return self.store.prompt_keys[layer][None, :, self.prefill], self.store.prompt_values[
+            layer
+        ][None, :, self.prefill]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt store, [K, T, D] each."""
@@ -61,27 +70,45 @@ class Pass(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they share.
+    """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they
+    share.
 
-    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span, D] a layer, all of them
-    views of one block [layers, 2, rows, K, span, D], so that a row moves in one copy; `prompt_keys`, `prompt_values`:
-    [K, T, D] a layer, T growing; `version` changes when they move to another address, and when the first rows share a long
-    prompt (passes are launched otherwise then). A prompt span that no row reads and that is closed is free again. Rows that
-    are not live are at base 0.
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K,
+    span, D] a layer, all of them views of one block [layers, 2, rows, K, span, D], so that a row
+    moves in one copy; `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing; `version`
+    changes when they move to another address, and when the first rows share a long prompt
+    (passes are launched otherwise then). A prompt span that no row reads and that is closed is
+    free again. Rows that are not live are at base 0.
     """
 
-    def __init__(self, *, layers: int, kv_heads: int, head_size: int, rows: int, span: int, dtype: torch.dtype,
-                 device: torch.device):
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_size: int,
+        rows: int,
+        span: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         def zeros(*shape: int) -> list[Tensor]:
             return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
 
-        self._own = torch.zeros(layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device)
+        self._own = torch.zeros(
+            layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device
+        )
         self.own_keys, self.own_values = list(self._own[:, 0]), list(self._own[:, 1])
         arena = ARENA.get(device.type, 1024)
-        self.prompt_keys, self.prompt_values = zeros(kv_heads, arena, head_size), zeros(kv_heads, arena, head_size)
+        self.prompt_keys, self.prompt_values = (
+            zeros(kv_heads, arena, head_size),
+            zeros(kv_heads, arena, head_size),
+        )
         self.span = span
         self.version = 0
-        self._places = torch.zeros(2, rows, dtype=torch.int64, device=device)  # together, so that one operation sets both
+        self._places = torch.zeros(
+            2, rows, dtype=torch.int64, device=device
+        )  # together, so that one operation sets both
         self._base, self._start = self._places
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
@@ -90,8 +117,8 @@ class KVCache:
         self._sharing = False
 
     def reserve(self, length: int, size: int | None = None) -> Span:
-        """A free span for a prompt of `length` positions, growing the store if there is none; `size` positions, if given,
-        so that padded passes fit."""
+        """A free span for a prompt of `length` positions, growing the store if there is none;
+        `size` positions, if given, so that padded passes fit."""
         size = max(length, size or 0)
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
@@ -154,8 +181,9 @@ class KVCache:
         return self._base[:rows]
 
     def decode(self, positions: Tensor, ends: Sequence[int] | None) -> Pass:
-        """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on the host; None if the
-        host is not to take part (a captured graph): the kernels then go by what is on the device alone."""
+        """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on
+        the host; None if the host is not to take part (a captured graph): the kernels then go by
+        what is on the device alone."""
         rows = len(positions)
         assert not any(self._of_row[rows:]), "a pass takes all rows"
         groups: tuple[Group, ...] | None = None
@@ -168,11 +196,13 @@ class KVCache:
         base = self._base[:rows]
         teams = self._teams.of(rows) if self._sharing else None
         segments = Segments(positions, base, self._start[:rows], groups, extent, teams)
-        # A row may be fed positions of its prompt again to catch up; those keys stand in the prompt span already.
+        # A row may be fed positions of its prompt again to catch up; those keys stand in the
+        # prompt span already.
         return Pass(positions, segments, self, None)
 
     def fill(self, span: Span, first: int, width: int) -> Pass:
-        """A pass of one row that writes positions [first, first + width) of a prompt into its span."""
+        """A pass of one row that writes positions [first, first + width) of a prompt into its
+        span."""
         device = self._base.device
         positions = torch.arange(first, first + width, device=device)[None]
         none = torch.zeros(1, dtype=torch.int64, device=device)
@@ -180,10 +210,13 @@ class KVCache:
         return Pass(positions, segments, self, slice(span.start, span.start + span.length))
 
     def fill_anywhere(self, place: Tensor, width: int) -> Pass:
-        """The same for the span that starts at place[0] and positions from place[1] on, which only the device knows
-        (place [2] int64), so that it can be captured. Queries see their prompt as rows do, up to themselves."""
+        """The same for the span that starts at place[0] and positions from place[1] on, which
+        only the device knows (place [2] int64), so that it can be captured. Queries see their
+        prompt as rows do, up to themselves."""
         positions = (place[1] + torch.arange(width, device=place.device))[None]
-        return Pass(positions, Segments(positions, place[1:] + width, place[:1], (), 0), self, slice(None))
+        return Pass(
+            positions, Segments(positions, place[1:] + width, place[:1], (), 0), self, slice(None)
+        )
 
     @property
     def positions(self) -> int:
@@ -197,7 +230,11 @@ class KVCache:
 
     def _regroup(self) -> None:
         self._groups = None
-        shared = [sorted(span.rows) for span in self._spans if len(span.rows) > 1 and span.length >= _TEAMED]
+        shared = [
+            sorted(span.rows)
+            for span in self._spans
+            if len(span.rows) > 1 and span.length >= _TEAMED
+        ]
         if shared or self._sharing:
             self._teams.update(shared)
         if shared and not self._sharing:
@@ -212,9 +249,14 @@ class KVCache:
         have = self.prompt_keys[0].shape[1]
         if needed <= have:
             return
-        size = next((size for size in (2 * have, needed) if size >= needed and self._fits(size - have)), None)
+        size = next(
+            (size for size in (2 * have, needed) if size >= needed and self._fits(size - have)),
+            None,
+        )
         if size is None:
-            raise MemoryError(f"prompts need {needed} positions of the store, and it cannot grow from {have}")
+            raise MemoryError(
+                f"prompts need {needed} positions of the store, and it cannot grow from {have}"
+            )
         self.version += 1
         for store in (self.prompt_keys, self.prompt_values):
             for layer, old in enumerate(store):
@@ -222,16 +264,23 @@ class KVCache:
                 store[layer][:, :have] = old
 
     def _fits(self, positions: int) -> bool:
-        """Whether the prompt store can have so many positions more; for a moment one of its tensors is there twice."""
+        """Whether the prompt store can have so many positions more; for a moment one of its
+        tensors is there twice."""
         keys = self.prompt_keys[0]
-        more = keys[:, :1].numel() * keys.element_size() * (2 * len(self.prompt_keys) * positions + keys.shape[1])
+        more = (
+            keys[:, :1].numel()
+            * keys.element_size()
+            * (2 * len(self.prompt_keys) * positions + keys.shape[1])
+        )
         return more <= free_memory(keys.device)
 
     def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
         if self._groups is None:
             device = self._base.device
             live = [span for span in self._spans if span.rows and span.length]
-            self._groups = tuple(Group(s.start, s.length, _rows_index(sorted(s.rows), device)) for s in live)
+            self._groups = tuple(
+                Group(s.start, s.length, _rows_index(sorted(s.rows), device)) for s in live
+            )
         return self._groups
 
 

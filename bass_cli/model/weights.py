@@ -1,7 +1,8 @@
-"""Loading: a checkpoint's tensors into the decoder's fused ones on the device, a few megabytes at a time.
+"""Loading: a checkpoint's tensors into the decoder's fused ones on the device, a few megabytes at a
+time.
 
-The host never holds more than the model and one part of a tensor. Not here: what is read and where it belongs, which
-is settled when the checkpoint is opened (checkpoint.py).
+The host never holds more than the model and one part of a tensor. Not here: what is read and
+where it belongs, which is settled when the checkpoint is opened (checkpoint.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _WORKERS = 4  # threads that read and dequantise
 
 
 def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """All of `parameters(spec)` on the device in their `stored_dtype`; a tied head is the embedding itself."""
+    """All of `parameters(spec)` on the device in their `stored_dtype`; a tied head is the
+    embedding itself."""
     spec = checkpoint.spec
     weights = {
         name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
@@ -54,13 +56,18 @@ def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec) -> None:
         if not slot.how and target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype:
             read_into(file, entry, 0, target)
             return
-        order = _ORDERS[slot.how](spec, entry.shape[0]).to(target.device) if slot.how in _ORDERS else None
+        order = (
+            _ORDERS[slot.how](spec, entry.shape[0]).to(target.device)
+            if slot.how in _ORDERS
+            else None
+        )
         for first, part in parts(file, entry):
             _place(target, part, first, slot.how, order)
 
 
 def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | None) -> None:
-    """Write stored rows from `first` on, transformed; `order` says which rows of the target they become."""
+    """Write stored rows from `first` on, transformed; `order` says which rows of the target they
+    become."""
     last = first + len(part)
     if order is not None:
         target.index_copy_(0, order[first:last], part.to(target.device, target.dtype))
@@ -73,7 +80,8 @@ def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | N
 
 
 def _deinterleave(spec: Spec, rows: int) -> Tensor:
-    """For each stored row of q or k the row it becomes: in every head, even rotary dimensions come first."""
+    """For each stored row of q or k the row it becomes: in every head, even rotary dimensions
+    come first."""
     assert spec.rope is not None
     place = torch.arange(spec.head_size)
     turning = place[: spec.rope.size]
@@ -82,7 +90,8 @@ def _deinterleave(spec: Spec, rows: int) -> Tensor:
 
 
 def _codegen(spec: Spec, rows: int) -> Tensor:
-    """The same for CodeGen's fused rows: blocks of q, v, k (the order is theirs) become q, k, v, q and k reordered."""
+    """The same for CodeGen's fused rows: blocks of q, v, k (the order is theirs) become q, k, v,
+    q and k reordered."""
     width = rows // 3
     turned = _deinterleave(spec, width)
     q, v, k = (part * width for part in (0, 2, 1))
@@ -90,4 +99,7 @@ def _codegen(spec: Spec, rows: int) -> Tensor:
     return fused.view(3, CODEGEN_BLOCKS, -1).transpose(0, 1).flatten()
 
 
-_ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {"deinterleave": _deinterleave, "codegen": _codegen}
+_ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
+    "deinterleave": _deinterleave,
+    "codegen": _codegen,
+}

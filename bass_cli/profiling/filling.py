@@ -1,4 +1,5 @@
-"""Fills a cost surface where time did not suffice to measure it, and tells the draft's part from the target's.
+"""Fills a cost surface where time did not suffice to measure it, and tells the draft's part from
+the target's.
 
 Not here: the measuring (measure.py).
 """
@@ -13,9 +14,12 @@ import numpy
 Point = tuple[int, int]  # rows, width
 
 
-def filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]) -> list[list[float]]:
-    """All points: those that were measured, and the others by a fit to them (a pass, and some for each row and token), off
-    by as much as the fit is off at the nearest widths and then at the nearest rows."""
+def filled(
+    points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]
+) -> list[list[float]]:
+    """All points: those that were measured, and the others by a fit to them (a pass, and some
+    for each row and token), off by as much as the fit is off at the nearest widths and then at
+    the nearest rows."""
     assert points, "not even one round was measured"
     places = numpy.array(list(points))
     seconds = numpy.array(list(points.values()))
@@ -23,15 +27,28 @@ def filled(points: dict[Point, float], rows: Sequence[int], widths: Sequence[int
     def features(count: numpy.ndarray, width: numpy.ndarray) -> numpy.ndarray:
         return numpy.stack((numpy.ones(len(count)), count, count * width), 1)
 
-    weights, *_ = numpy.linalg.lstsq(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None)
+    weights, *_ = numpy.linalg.lstsq(
+        features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None
+    )
     grid = numpy.array(list(itertools.product(rows, widths)))
     fitted = (features(*grid.T) @ weights).reshape(len(rows), len(widths))
-    off = {(count, width): points[count, width] - float(fitted[i, j]) for i, count in enumerate(rows)
-           for j, width in enumerate(widths) if (count, width) in points}
+    off = {
+        (count, width): points[count, width] - float(fitted[i, j])
+        for i, count in enumerate(rows)
+        for j, width in enumerate(widths)
+        if (count, width) in points
+    }
     seen = sorted({count for count, _ in off})
-    lines = [_between(widths, {width: value for (c, width), value in off.items() if c == count}) for count in seen]
-    columns = [_between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)]
-    found: list[list[float]] = numpy.maximum(fitted + numpy.array(columns).T, seconds.min()).tolist()
+    lines = [
+        _between(widths, {width: value for (c, width), value in off.items() if c == count})
+        for count in seen
+    ]
+    columns = [
+        _between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)
+    ]
+    found: list[list[float]] = numpy.maximum(
+        fitted + numpy.array(columns).T, seconds.min()
+    ).tolist()
     return found
 
 
@@ -42,10 +59,14 @@ def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:
     return found
 
 
-def drafting(whole: dict[Point, float], verify: dict[Point, float], rows: Sequence[int],
-              widths: Sequence[int]) -> list[list[float]]:
-    """What real rounds took beyond the target's part, as a line through one or two lengths; numbers of rows that were not
-    measured lie between."""
+def drafting(
+    whole: dict[Point, float],
+    verify: dict[Point, float],
+    rows: Sequence[int],
+    widths: Sequence[int],
+) -> list[list[float]]:
+    """What real rounds took beyond the target's part, as a line through one or two lengths;
+    numbers of rows that were not measured lie between."""
     known: dict[int, dict[int, float]] = {}
     for (count, width), seconds in whole.items():
         if (count, width) in verify:
@@ -53,12 +74,19 @@ def drafting(whole: dict[Point, float], verify: dict[Point, float], rows: Sequen
     if not known:
         return [[0.0] * len(widths) for _ in rows]
     lines = {count: _steps(line, widths) for count, line in known.items()}
-    columns = [_between(rows, {count: line[place] for count, line in lines.items()}) for place in range(len(widths))]
+    columns = [
+        _between(rows, {count: line[place] for count, line in lines.items()})
+        for place in range(len(widths))
+    ]
     return [list(line) for line in zip(*columns, strict=True)]
 
 
 def _steps(known: dict[int, float], widths: Sequence[int]) -> list[float]:
     """Seconds of so many draft steps, from those of some."""
     most, least = max(known), min(known)
-    step = known[most] / most if most == least else max((known[most] - known[least]) / (most - least), 0.0)
+    step = (
+        known[most] / most
+        if most == least
+        else max((known[most] - known[least]) / (most - least), 0.0)
+    )
     return [max(known[most] + (width - most) * step, 0.0) if width else 0.0 for width in widths]

@@ -1,8 +1,10 @@
-"""Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA, within a time limit.
+"""Measures a pair's cost surface on its own loop: rounds as they will be run, captured on CUDA,
+within a time limit.
 
-The target's part is measured with drafts that are made up, the draft's is what a real round takes beyond that. What the
-time does not suffice for is filled in from what is near. Not here: where the surface is kept (lengths/store.py), what is
-shown (cli/profile.py), the filling in (filling.py).
+The target's part is measured with drafts that are made up, the draft's is what a real round
+takes beyond that. What the time does not suffice for is filled in from what is near. Not here:
+where the surface is kept (lengths/store.py), what is shown (cli/profile.py), the filling in
+(filling.py).
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class MadeUp(NoDrafter):
 
 @dataclass(slots=True, eq=False)
 class _Bench:
-    """What is measured with: `deadline` by `now`; `kept` of `trials` drafts of the real drafter's stood."""
+    """What is measured with: `deadline` by `now`; `kept` of `trials` drafts of the real
+    drafter's stood."""
 
     real: Loop
     made_up: Loop
@@ -57,8 +60,8 @@ class _Bench:
     opened: set[str] = field(default_factory=set)
 
     def seconds(self, loop: Loop, rows: int, width: int) -> float | None:
-        """A round's seconds, the least of some (the others met something else on the machine); None if the drafter proposed
-        fewer, or the time is up."""
+        """A round's seconds, the least of some (the others met something else on the machine);
+        None if the drafter proposed fewer, or the time is up."""
         if self.now() > self.deadline:
             return None
         self._fill(loop, rows)
@@ -82,7 +85,9 @@ class _Bench:
             if done.width != width or not done.steady:
                 continue
             last = min(loop.batch.rooms()) <= width + 1
-            if number or done.seconds > _SLOW or last:  # the first one warms up, where that costs little
+            if (
+                number or done.seconds > _SLOW or last
+            ):  # the first one warms up, where that costs little
                 found.append(done.seconds)
             if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
                 break
@@ -107,10 +112,15 @@ class _Bench:
         """Whether what runs here is compiled first."""
         return self.real.graphs is not None and self.real.graphs.enabled
 
-    def compile(self, rows: Sequence[int], widths: Sequence[int], steps: Sequence[int],
-                note: Callable[[str], None]) -> None:
-        """Compile all that will be measured, reading a prompt included, with a row that is then given up. Where that fails,
-        kernels are compiled as they are met."""
+    def compile(
+        self,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        steps: Sequence[int],
+        note: Callable[[str], None],
+    ) -> None:
+        """Compile all that will be measured, reading a prompt included, with a row that is then
+        given up. Where that fails, kernels are compiled as they are met."""
         real, key, tokens = self.real, "profile", self.prompts[0]
 
         def work() -> None:
@@ -128,8 +138,13 @@ class _Bench:
             try:
                 real.graphs.compile([work])
             except Exception as error:
-                note(f"kernels will be compiled one by one, since together they could not be: {error}")
-            self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)  # half the time is for measuring
+                note(
+                    "kernels will be compiled one by one, since together they could not be: "
+                    f"{error}"
+                )
+            self.deadline += max(
+                self.now() - began - (self.deadline - began) / 2, 0.0
+            )  # half the time is for measuring
 
     def close(self) -> None:
         for key in self.opened:
@@ -137,16 +152,35 @@ class _Bench:
         self.opened.clear()
 
 
-def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], coupling: str, limit: float,
-            longest: int = WIDTHS[-1], context: int | None = None, tokens: int = TOKENS, samples: int = _SAMPLES,
-            now: Callable[[], float] = time.perf_counter, note: Callable[[str], None] = lambda text: None) -> Surface:
-    """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's. `prompts`: token ids, all
-    of about one length; `context`: what the model can take, for a second measurement at a longer one. `limit`: seconds;
-    the most telling points come first. `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note`
-    takes a line if not all could be measured."""
+def measure(
+    loop: Loop,
+    prompts: Sequence[Sequence[int]],
+    *,
+    rows: Sequence[int],
+    coupling: str,
+    limit: float,
+    longest: int = WIDTHS[-1],
+    context: int | None = None,
+    tokens: int = TOKENS,
+    samples: int = _SAMPLES,
+    now: Callable[[], float] = time.perf_counter,
+    note: Callable[[str], None] = lambda text: None,
+) -> Surface:
+    """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's.
+    `prompts`: token ids, all of about one length; `context`: what the model can take, for a
+    second measurement at a longer one. `limit`: seconds; the most telling points come first.
+    `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note` takes a
+    line if not all could be measured."""
     began = now()
-    made_up = Loop(batch=loop.batch, target=loop.target, drafter=MadeUp(), lengths=Fixed(0), coupling=coupling,
-                   clock=Clock(now), graphs=Graphs(loop.batch.device))
+    made_up = Loop(
+        batch=loop.batch,
+        target=loop.target,
+        drafter=MadeUp(),
+        lengths=Fixed(0),
+        coupling=coupling,
+        clock=Clock(now),
+        graphs=Graphs(loop.batch.device),
+    )
     bench = _Bench(loop, made_up, prompts, now, began + limit, tokens=tokens, samples=samples)
     rows = sorted(set(rows))
     widths = [width for width in WIDTHS if width <= longest]
@@ -160,25 +194,61 @@ def measure(loop: Loop, prompts: Sequence[Sequence[int]], *, rows: Sequence[int]
         if found is not None:
             (whole if part == "draft" else verify)[count, width] = found
     base = statistics.fmean(map(len, prompts))
-    growth = (0.0, 0.0) if context is None else _growth(bench, rows, verify, whole, context=context, base=base)
+    growth = (
+        (0.0, 0.0)
+        if context is None
+        else _growth(bench, rows, verify, whole, context=context, base=base)
+    )
     bench.close()
     if len(verify) + len(whole) < len(order) and loop.drafter.on_device:
-        again = "; once all kernels have been compiled here, the same command measures more" if bench.compiles else ""
-        note(f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the others estimated{again}")
-    acceptance = bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
-    return make_surface(rows, widths, verify=filled(verify, rows, widths), draft=drafting(whole, verify, rows, widths),
-                        context=base + tokens / 10, growth=growth, acceptance=acceptance)
+        again = (
+            "; once all kernels have been compiled here, the same command measures more"
+            if bench.compiles
+            else ""
+        )
+        note(
+            f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the "
+            f"others estimated{again}"
+        )
+    acceptance = (
+        bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
+    )
+    return make_surface(
+        rows,
+        widths,
+        verify=filled(verify, rows, widths),
+        draft=drafting(whole, verify, rows, widths),
+        context=base + tokens / 10,
+        growth=growth,
+        acceptance=acceptance,
+    )
 
 
-def _order(rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]) -> list[tuple[str, int, int]]:
-    """What to measure, the most telling first: for the largest number of rows, the smallest, then the others a plain round,
-    one with drafts, the same without drafting; after that whatever else there is."""
+def _order(
+    rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]
+) -> list[tuple[str, int, int]]:
+    """What to measure, the most telling first: for the largest number of rows, the smallest,
+    then the others a plain round, one with drafts, the same without drafting; after that
+    whatever else there is."""
     counts = _coarse_first(rows)
-    first = [("verify", 0), *(("draft", step) for step in steps[:1]), *(("verify", step) for step in steps[:1])]
-    ends = [("verify", widths[-1]), *((part, step) for step in steps[1:] for part in ("draft", "verify"))]
-    near = [(part, count, width) for phase in (first, ends) for count in counts for part, width in phase]
+    first = [
+        ("verify", 0),
+        *(("draft", step) for step in steps[:1]),
+        *(("verify", step) for step in steps[:1]),
+    ]
+    ends = [
+        ("verify", widths[-1]),
+        *((part, step) for step in steps[1:] for part in ("draft", "verify")),
+    ]
+    near = [
+        (part, count, width) for phase in (first, ends) for count in counts for part, width in phase
+    ]
     # What lies between matters most for many rows, where passes get longer in steps.
-    return list(dict.fromkeys(near + [("verify", count, width) for count in reversed(rows) for width in widths]))
+    return list(
+        dict.fromkeys(
+            near + [("verify", count, width) for count in reversed(rows) for width in widths]
+        )
+    )
 
 
 def _coarse_first(values: Sequence[int]) -> list[int]:
@@ -192,9 +262,17 @@ def _coarse_first(values: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _growth(bench: _Bench, rows: Sequence[int], verify: dict[Point, float], whole: dict[Point, float], *, context: int,
-            base: float) -> tuple[float, float]:
-    """Seconds that a further token of context adds for a row: to the target's pass, to a draft step."""
+def _growth(
+    bench: _Bench,
+    rows: Sequence[int],
+    verify: dict[Point, float],
+    whole: dict[Point, float],
+    *,
+    context: int,
+    base: float,
+) -> tuple[float, float]:
+    """Seconds that a further token of context adds for a row: to the target's pass, to a draft
+    step."""
     short, longer = bench.prompts, min(_LONGER * int(base), context - TOKENS - WIDTHS[-1] - 1)
     count = min(rows[-1], _SAMPLES)
     if longer < 2 * base or (count, 0) not in verify:
@@ -205,6 +283,8 @@ def _growth(bench: _Bench, rows: Sequence[int], verify: dict[Point, float], whol
     if plain is not None:
         added[0] = max(plain - verify[count, 0], 0.0) / (count * (longer - base))
         if drafted is not None and (count, 4) in whole:
-            added[1] = max(drafted - whole[count, 4] - (plain - verify[count, 0]), 0.0) / (4 * count * (longer - base))
+            added[1] = max(drafted - whole[count, 4] - (plain - verify[count, 0]), 0.0) / (
+                4 * count * (longer - base)
+            )
     bench.prompts = short
     return added[0], added[1]

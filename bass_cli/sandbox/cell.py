@@ -1,6 +1,8 @@
-"""One warden from outside: a fresh interpreter is started, gets its order, is waited for, and can be called off.
+"""One warden from outside: a fresh interpreter is started, gets its order, is waited for, and can
+be called off.
 
-What happens inside is jail/; who decides about layers and workers is isolation.py and programs.py.
+What happens inside is jail/; who decides about layers and workers is isolation.py and
+programs.py.
 """
 
 from __future__ import annotations
@@ -18,19 +20,30 @@ from typing import NamedTuple
 from bass_cli.sandbox.jail.descendants import kill_tree
 from bass_cli.sandbox.jail.order import Order
 
-# Not -I: it would ignore PYTHONHASHSEED. The effect is the same: no user folder (-s), no variable but these, and the
-# folder of the command (the first of the path) replaced. No start-up files either (-S): installed packages are found
-# through the path in the order, which costs less than half the time.
-START = ("-s", "-S", "-c", "import sys; sys.path.pop(0); sys.path.append({!r}); from jail.warden import main; main()")
-# One thread for numeric libraries, which else reserve memory for every core. Hashes are fixed: the order of a set is the
-# same in every run, and so is the verdict.
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "LC_CTYPE": "C.UTF-8"}
+# Not -I: it would ignore PYTHONHASHSEED. The effect is the same: no user folder (-s), no
+# variable but these, and the folder of the command (the first of the path) replaced. No start-up
+# files either (-S): installed packages are found through the path in the order, which costs less
+# than half the time.
+START = (
+    "-s",
+    "-S",
+    "-c",
+    "import sys; sys.path.pop(0); sys.path.append({!r}); from jail.warden import main; main()",
+)
+# One thread for numeric libraries, which else reserve memory for every core. Hashes are fixed:
+# the order of a set is the same in every run, and so is the verdict.
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "LC_CTYPE": "C.UTF-8",
+}
 GRACE = 30.0  # seconds beyond a program's own after which the warden itself is taken for stuck
 
 
 class Report(NamedTuple):
-    """What a warden says at the end; `status` is also "refused" (detail "LAYER: reason"), "lost" (it said nothing) or
-    "starved" (timed out, after it had waited for a processor, or may have)."""
+    """What a warden says at the end; `status` is also "refused" (detail "LAYER: reason"), "lost"
+    (it said nothing) or "starved" (timed out, after it had waited for a processor, or may have)."""
 
     status: str
     detail: str
@@ -51,8 +64,8 @@ class Cell:
         self._cancelled = False
 
     def run(self, order: Order) -> Report:
-        """Run one order to its end; when this returns, every process of it is dead (or just dying, if the warden itself was
-        stuck and had to be killed, with what is below it)."""
+        """Run one order to its end; when this returns, every process of it is dead (or just
+        dying, if the warden itself was stuck and had to be killed, with what is below it)."""
         inlet, outlet = os.pipe()
         os.set_blocking(outlet, False)
         with self._lock:
@@ -60,9 +73,15 @@ class Cell:
         command = [sys.executable, *START[:-1], START[-1].format(str(Path(__file__).parent))]
         try:
             warden = subprocess.Popen(
-                command, stdin=inlet, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, cwd="/",
-                start_new_session=True, bufsize=0,
-            )  # fmt: skip
+                command,
+                stdin=inlet,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,
+                bufsize=0,
+            )
         except BaseException:
             self._close()
             raise
@@ -75,14 +94,17 @@ class Cell:
                 self._send(marshal.dumps(dict(order)))
                 assert warden.stdout
                 most = order["output_bytes"] + WORDS_BYTES
-                data = _read(warden.stdout.fileno(), time.monotonic() + order["seconds"] + GRACE, most)
+                data = _read(
+                    warden.stdout.fileno(), time.monotonic() + order["seconds"] + GRACE, most
+                )
             finally:
                 self._close()
                 self._end(warden)
         return _parse(data)
 
     def cancel(self) -> None:
-        """Have the program killed: its warden ends as soon as nobody holds the other end of its orders."""
+        """Have the program killed: its warden ends as soon as nobody holds the other end of its
+        orders."""
         self._cancelled = True
         self._close()
 
@@ -145,7 +167,8 @@ class Crew:
 
 
 def _read(descriptor: int, deadline: float, most: int) -> bytes:
-    """What is written until all have closed the pipe, or until the deadline; nothing if it is more than `most` bytes."""
+    """What is written until all have closed the pipe, or until the deadline; nothing if it is
+    more than `most` bytes."""
     data = b""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

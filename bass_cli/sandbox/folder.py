@@ -1,4 +1,5 @@
-"""A work folder on disk, for systems where a program cannot have one in memory; removed whatever the program did to it."""
+"""A work folder on disk, for systems where a program cannot have one in memory; removed whatever
+the program did to it."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ def work_folder(owner: tuple[int, int]) -> Iterator[str]:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder whose depth, names and permissions somebody hostile has chosen; nothing may be running in it.
+    """Remove a folder whose depth, names and permissions somebody hostile has chosen; nothing may
+    be running in it.
 
-    Folders are moved aside before they are emptied, so no path gets long and nothing recurses. Links are removed, never
-    followed. What the system refuses to remove stays.
+    Folders are moved aside before they are emptied, so no path gets long and nothing recurses.
+    Links are removed, never followed. What the system refuses to remove stays.
     """
     aside = Path(tempfile.mkdtemp(prefix="bass-removed-", dir=top.parent))
     waiting, number = [top], 0

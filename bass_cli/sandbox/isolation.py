@@ -1,4 +1,5 @@
-"""Which layers of isolation this system allows, found by trying them on an empty program, and what they keep out.
+"""Which layers of isolation this system allows, found by trying them on an empty program, and what
+they keep out.
 
 Nothing here runs a program of anybody else's; that is programs.py.
 """
@@ -21,35 +22,64 @@ from bass_cli.sandbox.cell import Report
 from bass_cli.sandbox.jail import landlock
 
 LAYERS = ("user", "pid", "mount", "network", "ipc", "uid", "landlock", "seccomp")
-SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/nix/store", "/etc/ld.so.cache", "/etc/localtime",
-          "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")  # fmt: skip
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/lib32",
+    "/bin",
+    "/sbin",
+    "/nix/store",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/etc/alternatives",
+    "/etc/passwd",
+    "/etc/group",
+    "/etc/nsswitch.conf",
+)
 NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
-DYNAMIC_USERS = range(61184, 65520)  # what systemd sets aside for users that exist only while something runs
+DYNAMIC_USERS = range(
+    61184, 65520
+)  # what systemd sets aside for users that exist only while something runs
 NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
 ACCEPT = "--allow-weak-sandbox"
 
 
 class Isolation(NamedTuple):
-    """How a program is kept from the network, from files and from processes; "none" where it is not."""
+    """How a program is kept from the network, from files and from processes; "none" where it is
+    not."""
 
     network: str
     files: str
     processes: str
 
     def weaknesses(self) -> list[str]:
-        """A plain sentence for each thing beside themselves that programs can reach here, and the layers that are missing:
-        each of them alone would keep programs from it."""
+        """A plain sentence for each thing beside themselves that programs can reach here, and
+        the layers that are missing: each of them alone would keep programs from it."""
         notes = []
         if self.network == NONE or self.network.endswith("only"):
             what = "the network" if self.network == NONE else "the network except over TCP"
-            notes.append(f"programs can reach {what}: this system allows neither network namespaces nor seccomp")
+            notes.append(
+                f"programs can reach {what}: this system allows neither network namespaces nor "
+                "seccomp"
+            )
         if self.files == NONE:
-            notes.append("programs can read and write what this user can: no mount namespaces, no Landlock, no other user")
+            notes.append(
+                "programs can read and write what this user can: no mount namespaces, no "
+                "Landlock, no other user"
+            )
         elif "mount" not in self.files and "Landlock" not in self.files:
-            notes.append("programs can read files that all users can read, and write where all users can: no mount "
-                         "namespaces, no Landlock")
+            notes.append(
+                "programs can read files that all users can read, and write where all users can: "
+                "no mount "
+                "namespaces, no Landlock"
+            )
         if self.processes.removesuffix(AS_ROOT) in (NONE, SCOPES):
-            what = "signal, limit and inspect" if self.processes.removesuffix(AS_ROOT) == NONE else "limit and slow"
+            what = (
+                "signal, limit and inspect"
+                if self.processes.removesuffix(AS_ROOT) == NONE
+                else "limit and slow"
+            )
             missing = "no process namespaces, no seccomp, no other user"
             notes.append(f"programs can {what} this user's processes, bass among them: {missing}")
         return notes
@@ -58,13 +88,20 @@ class Isolation(NamedTuple):
         """The weaknesses, and what a user should know beside them."""
         notes = self.weaknesses()
         if self.processes.endswith(AS_ROOT):
-            notes.append("programs run as root, though without its privileges: no other user can read this Python")
+            notes.append(
+                "programs run as root, though without its privileges: no other user can read this "
+                "Python"
+            )
         return notes
 
     def refuse_weakness(self) -> None:
-        """MachineError if there is a weakness; it says what is missing, and which flag accepts that."""
+        """MachineError if there is a weakness; it says what is missing, and which flag accepts
+        that."""
         if found := self.weaknesses():
-            remedy = f"Use a system that has what is missing, or add {ACCEPT} to run the programs all the same"
+            remedy = (
+                f"Use a system that has what is missing, or add {ACCEPT} to run the "
+                "programs all the same"
+            )
             raise MachineError(f"the sandbox is weak here: {'; '.join(found)}. {remedy}")
 
 
@@ -77,7 +114,10 @@ def describe(layers: Iterable[str]) -> Isolation:
         "files": {"mount": "mount namespace", "landlock": "Landlock", "uid": "a user of its own"},
         "processes": {"pid": "process namespace", "seccomp": "seccomp", "uid": "a user of its own"},
     }
-    found = {what: [word for layer, word in words.items() if layer in held] for what, words in ways.items()}
+    found = {
+        what: [word for layer, word in words.items() if layer in held]
+        for what, words in ways.items()
+    }
     if version >= landlock.NETWORK_SINCE and not found["network"]:
         found["network"] = ["Landlock, TCP only"]
     if version >= landlock.SCOPES_SINCE:
@@ -88,11 +128,14 @@ def describe(layers: Iterable[str]) -> Isolation:
     return Isolation(**named)
 
 
-def find_layers(attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[str] | None = None) -> tuple[str, ...]:
-    """The layers that hold together here. `attempt` runs an empty program in some layers and returns the report.
+def find_layers(
+    attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[str] | None = None
+) -> tuple[str, ...]:
+    """The layers that hold together here. `attempt` runs an empty program in some layers and
+    returns the report.
 
-    A warden that is refused a layer names it; that layer is left out and the rest tried again. Root needs no user
-    namespace, but in a container it may be the only way to the others.
+    A warden that is refused a layer names it; that layer is left out and the rest tried again.
+    Root needs no user namespace, but in a container it may be the only way to the others.
     """
     if sys.platform != "linux":
         return _settle(attempt, ())
@@ -108,22 +151,32 @@ def find_layers(attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[s
     return other if len(other) > len(layers) else layers
 
 
-def _settle(attempt: Callable[[tuple[str, ...]], Report], layers: tuple[str, ...]) -> tuple[str, ...]:
+def _settle(
+    attempt: Callable[[tuple[str, ...]], Report], layers: tuple[str, ...]
+) -> tuple[str, ...]:
     while True:
         report = attempt(layers)
         if report.status == "passed":
             return layers
         refused = report.detail.partition(":")[0]
         if report.status != "refused" or refused not in layers:
-            raise MachineError(f"programs cannot be run on this system: {report.status}, {report.detail}")
+            raise MachineError(
+                f"programs cannot be run on this system: {report.status}, {report.detail}"
+            )
         layers = tuple(layer for layer in layers if layer != refused)
 
 
 def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
-    """sys.path of a fresh isolated interpreter, and what must be visible for it: (place, real path), parents first."""
-    code = "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, sys.exec_prefix]]))"
+    """sys.path of a fresh isolated interpreter, and what must be visible for it: (place, real
+    path), parents first."""
+    code = (
+        "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, "
+        "sys.exec_prefix]]))"
+    )
     try:
-        done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True)
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", code], capture_output=True, text=True, env={}, check=True
+        )
         path, prefixes = json.loads(done.stdout.splitlines()[-1])
     except (OSError, ValueError, IndexError, subprocess.CalledProcessError) as error:
         reason = f"{sys.executable} does not start without its environment variables ({error})"
@@ -138,7 +191,8 @@ def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def choose_users(count: int) -> list[int]:
-    """`count` numbers of users that do not exist and own no process, for programs run by root: one for each worker."""
+    """`count` numbers of users that do not exist and own no process, for programs run by root:
+    one for each worker."""
     known = {entry.pw_uid for entry in pwd.getpwall()}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError):  # a process that has ended meanwhile

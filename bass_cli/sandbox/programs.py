@@ -1,7 +1,8 @@
-"""The sandbox for programs that a language model wrote: each in an interpreter of its own, with limits and a verdict.
+"""The sandbox for programs that a language model wrote: each in an interpreter of its own, with
+limits and a verdict.
 
-What holds a program is in jail/, which layers this system allows in isolation.py. docs/SANDBOX.md says what is kept out
-and what is not. Nothing here knows a benchmark.
+What holds a program is in jail/, which layers this system allows in isolation.py.
+docs/SANDBOX.md says what is kept out and what is not. Nothing here knows a benchmark.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from bass_cli.sandbox.jail.order import Order, Program
 
 K = TypeVar("K")
 ATTEMPTS = 3  # for a warden that could not start, which says nothing about the program
-LOSSES = 2  # of a warden while a program ran, the second without company: then it is the program's doing
+LOSSES = (
+    2  # of a warden while a program ran, the second without company: then it is the program's doing
+)
 
 
 class Limits(NamedTuple):
-    """What one program may use. Memory is for each of its processes, processor time for all together; `seconds` is
-    wall-clock time.
+    """What one program may use. Memory is for each of its processes, processor time for all
+    together; `seconds` is wall-clock time.
 
-    The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a pass into a failure.
+    The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a
+    pass into a failure.
     """
 
     seconds: float = 10.0
@@ -41,16 +45,20 @@ class Limits(NamedTuple):
     open_files: int = 64
     file_bytes: int = 16 << 20  # one file
     folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
-    output_bytes: int = 64 << 10  # what is kept of standard output and error; the rest is read and dropped
+    output_bytes: int = (
+        64 << 10
+    )  # what is kept of standard output and error; the rest is read and dropped
 
 
 DEFAULT_LIMITS = Limits()
 
 
 class Ending(NamedTuple):
-    """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory" (Python said so).
+    """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory"
+    (Python said so).
 
-    `detail` is one line about it, written in part by the program; `output` is the start of what it printed.
+    `detail` is one line about it, written in part by the program; `output` is the start of what
+    it printed.
     """
 
     status: str
@@ -64,7 +72,8 @@ class Ending(NamedTuple):
 
 
 class _Turns:
-    """Programs run together, or one runs alone: who asks for that is waited for by those who come later."""
+    """Programs run together, or one runs alone: who asks for that is waited for by those who
+    come later."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -101,11 +110,16 @@ class _Turns:
 class Sandbox:
     """Runs programs, `workers` at a time (default: one for each core this process may use).
 
-    Raises MachineError if the system cannot run programs at all. `layers` is for tests: use no others than these.
+    Raises MachineError if the system cannot run programs at all. `layers` is for tests: use no
+    others than these.
     """
 
     def __init__(
-        self, *, workers: int | None = None, limits: Limits = DEFAULT_LIMITS, layers: Iterable[str] | None = None
+        self,
+        *,
+        workers: int | None = None,
+        limits: Limits = DEFAULT_LIMITS,
+        layers: Iterable[str] | None = None,
     ) -> None:
         self._limits = limits
         self._workers = workers or available_cores()
@@ -127,10 +141,12 @@ class Sandbox:
             crew.dismiss()
 
     def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Ending]]:
-        """The verdict of each (key, program), as they finish. Programs are read as workers come free.
+        """The verdict of each (key, program), as they finish. Programs are read as workers come
+        free.
 
-        A program passes if all its text runs to its end without an exception. Closing the iterator, or any exception,
-        kills what is running. MachineError if a program cannot be started, which says nothing about the program.
+        A program passes if all its text runs to its end without an exception. Closing the
+        iterator, or any exception, kills what is running. MachineError if a program cannot be
+        started, which says nothing about the program.
         """
         waiting: dict[Future[Ending], K] = {}
         source = iter(programs)
@@ -140,7 +156,9 @@ class Sandbox:
             while True:
                 for key, program in source:
                     waiting[pool.submit(self._judge, crew, program)] = key
-                    if len(waiting) >= 2 * self._workers:  # so that none waits for the reader of this iterator
+                    if (
+                        len(waiting) >= 2 * self._workers
+                    ):  # so that none waits for the reader of this iterator
                         break
                 if not waiting:
                     return
@@ -156,23 +174,33 @@ class Sandbox:
             self._crews.discard(crew)
 
     def _judge(self, crew: Crew, program: Program) -> Ending:
-        """A warden that could not start, or was lost, is followed by another while no other program runs: whatever a
-        program has done to it, or to another's, then costs that program alone its verdict. A program that the wall clock
-        ended while it waited for a processor ("starved") runs once more like that too."""
+        """A warden that could not start, or was lost, is followed by another while no other
+        program runs: whatever a program has done to it, or to another's, then costs that program
+        alone its verdict. A program that the wall clock ended while it waited for a processor
+        ("starved") runs once more like that too."""
         losses = 0
         for attempt in range(ATTEMPTS):
             with self._turns.alone() if attempt else self._turns.together():
                 report = self._try(crew, program, self.layers)
             losses += report.status == "lost"
             hindered = report.status == "starved" and self._workers > 1 and not attempt
-            if crew.dismissed or losses == LOSSES or not (hindered or report.status in ("refused", "lost")):
+            if (
+                crew.dismissed
+                or losses == LOSSES
+                or not (hindered or report.status in ("refused", "lost"))
+            ):
                 break
         if report.status == "refused" and not crew.dismissed:
-            raise MachineError(f"a program could not be run, for a reason that is not the program's: {report.detail}")
+            raise MachineError(
+                "a program could not be run, for a reason that is not the program's: "
+                f"{report.detail}"
+            )
         if report.status == "lost":
             return Ending("failed", f"{report.detail}, also when it ran alone", report.seconds)
         status = "timed out" if report.status == "starved" else report.status
-        return Ending(status, report.detail, report.seconds, report.output.decode("utf-8", "replace"))
+        return Ending(
+            status, report.detail, report.seconds, report.output.decode("utf-8", "replace")
+        )
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(Crew(), "", layers)
@@ -181,14 +209,24 @@ class Sandbox:
         user = self._users.get()
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
-            with contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder:
+            with (
+                contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder
+            ):
                 return crew.run(self._order(program, layers, owner, folder))
         finally:
             self._users.put(user)
 
-    def _order(self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None) -> Order:
+    def _order(
+        self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None
+    ) -> Order:
         texts = (program, "") if isinstance(program, str) else program
-        about = {"texts": texts, "layers": layers, "path": self._path, "places": self._places, "folder": folder}
+        about = {
+            "texts": texts,
+            "layers": layers,
+            "path": self._path,
+            "places": self._places,
+            "folder": folder,
+        }
         limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
         return cast(Order, about | {"owner": owner} | limits)
 

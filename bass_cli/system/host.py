@@ -1,7 +1,8 @@
-"""What the operating system gives a process: whether it is one that bass runs on, memory, a place for caches.
+"""What the operating system gives a process: whether it is one that bass runs on, memory, a place
+for caches.
 
-Nothing heavy is imported before a function needs it. Not here: what a job takes (footprint.py), what `bass doctor` shows
-(cli/doctor.py).
+Nothing heavy is imported before a function needs it. Not here: what a job takes (footprint.py),
+what `bass doctor` shows (cli/doctor.py).
 """
 
 from __future__ import annotations
@@ -19,14 +20,26 @@ if TYPE_CHECKING:
 
 SUPPORTED = ("linux", "darwin")
 _NEEDED = ("fcntl", "pwd", "resource")  # locks on output files, users and limits of the sandbox
-# What torch, CUDA's libraries, Python and the C library say when memory is refused. Not all of them have a type for it.
-_REFUSALS = ("out of memory", "out_of_memory", "can't allocate memory", "cannot allocate memory", "alloc_failed",
-             "allocation_failed", "bad_alloc", "not enough memory")
-_UNLIMITED = 1 << 60  # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
+# What torch, CUDA's libraries, Python and the C library say when memory is refused. Not all of
+# them have a type for it.
+_REFUSALS = (
+    "out of memory",
+    "out_of_memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "alloc_failed",
+    "allocation_failed",
+    "bad_alloc",
+    "not enough memory",
+)
+_UNLIMITED = (
+    1 << 60
+)  # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
 
 
 class HostMemory(NamedTuple):
-    """Bytes of the machine, or less where a control group allows less: in all, and that can still be taken."""
+    """Bytes of the machine, or less where a control group allows less: in all, and that can
+    still be taken."""
 
     total: int
     free: int
@@ -38,7 +51,10 @@ def unsupported() -> str | None:
     if sys.platform in SUPPORTED and not missing:
         return None
     lacks = f"; {', '.join(missing)} of Python's library cannot be imported" if missing else ""
-    return f"bass runs on Linux and macOS, and this system is {sys.platform}{lacks} (on Windows, use WSL)"
+    return (
+        f"bass runs on Linux and macOS, and this system is {sys.platform}{lacks} (on Windows, "
+        "use WSL)"
+    )
 
 
 def _is_there(name: str) -> bool:
@@ -50,8 +66,9 @@ def _is_there(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where bass keeps what it can make again: $XDG_CACHE_HOME/bass or ~/.cache/bass; for a user without a home, a folder
-    of that user's among the temporary files. It need not be there or writable."""
+    """Where bass keeps what it can make again: $XDG_CACHE_HOME/bass or ~/.cache/bass; for a user
+    without a home, a folder of that user's among the temporary files. It need not be there or
+    writable."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(given or Path.home() / ".cache") / "bass"
@@ -60,7 +77,8 @@ def cache_folder() -> Path:
 
 
 def temporary_folder() -> Path:
-    """The folder for temporary files: TMPDIR or the system's; a path that is not there if none of them can be written."""
+    """The folder for temporary files: TMPDIR or the system's; a path that is not there if none
+    of them can be written."""
     try:
         return Path(tempfile.gettempdir())
     except FileNotFoundError:
@@ -68,7 +86,8 @@ def temporary_folder() -> Path:
 
 
 def give_kernels_a_cache() -> None:
-    """See to it that Triton can keep the kernels that it compiles, which it does in the user's home, or fails."""
+    """See to it that Triton can keep the kernels that it compiles, which it does in the user's
+    home, or fails."""
     if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
         return
     home = Path(os.path.expanduser("~"))
@@ -84,7 +103,8 @@ def is_writable(folder: Path) -> bool:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The memory of this machine. What files were read into counts as free. `root`: where /proc and /sys lie, for tests."""
+    """The memory of this machine. What files were read into counts as free. `root`: where /proc
+    and /sys lie, for tests."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     figures = _figures(root / "proc/meminfo")
     total = figures.get("MemTotal", total >> 10) << 10
@@ -120,11 +140,14 @@ def is_refused_memory(error: BaseException) -> bool:
     """Whether an exception says that memory was asked for and not given, on whatever device."""
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(words in str(error).lower() for words in _REFUSALS)
+    return isinstance(error, (RuntimeError, OSError)) and any(
+        words in str(error).lower() for words in _REFUSALS
+    )
 
 
 def _figures(path: Path) -> dict[str, int]:
-    """The numbers in lines like "MemTotal:  123 kB" or "inactive_file 123"; none if the file cannot be read."""
+    """The numbers in lines like "MemTotal:  123 kB" or "inactive_file 123"; none if the file
+    cannot be read."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
     except OSError:
@@ -133,19 +156,28 @@ def _figures(path: Path) -> dict[str, int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and what is left of it, for each control group of this process that limits memory (both versions). What files
-    were read into and not touched lately is given back when memory is short, so it is left."""
+    """Limit and what is left of it, for each control group of this process that limits memory
+    (both versions). What files were read into and not touched lately is given back when memory
+    is short, so it is left."""
     for folder, version in control_groups(root, "memory"):
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if version == 1
+            else ("memory.max", "memory.current")
+        )
         limit, used = (_number(folder / file) for file in names)
         if limit is not None and used is not None and limit < _UNLIMITED:
             stat = _figures(folder / "memory.stat")
-            yield limit, limit - used + stat.get("total_inactive_file", stat.get("inactive_file", 0))
+            yield (
+                limit,
+                limit - used + stat.get("total_inactive_file", stat.get("inactive_file", 0)),
+            )
 
 
 def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's control groups that may limit "cpu" or "memory", with the version (1 or 2). A group's
-    limit holds for those within it, so those around it come too; in a container its own folder may be out of sight."""
+    """The folders of this process's control groups that may limit "cpu" or "memory", with the
+    version (1 or 2). A group's limit holds for those within it, so those around it come too; in
+    a container its own folder may be out of sight."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -155,7 +187,11 @@ def control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             continue
         base = root / "sys/fs/cgroup" / (controller if controllers else "")
         place = base / name.lstrip("/")
-        yield from ((folder, 1 if controllers else 2) for folder in (place, *place.parents) if folder.is_relative_to(base))
+        yield from (
+            (folder, 1 if controllers else 2)
+            for folder in (place, *place.parents)
+            if folder.is_relative_to(base)
+        )
 
 
 def _number(path: Path) -> int | None:

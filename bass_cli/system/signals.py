@@ -1,6 +1,8 @@
-"""What signals mean to the command: Ctrl-C and SIGTERM interrupt it, and a reader of its output that has gone ends it.
+"""What signals mean to the command: Ctrl-C and SIGTERM interrupt it, and a reader of its output
+that has gone ends it.
 
-The first module of the console script, so it imports nothing slow. Not here: what a command says at its end (cli/exit_codes.py).
+The first module of the console script, so it imports nothing slow. Not here: what a command says
+at its end (cli/exit_codes.py).
 """
 
 from __future__ import annotations
@@ -21,8 +23,11 @@ _PIPE = getattr(signal, "SIGPIPE", None)  # not on every system
 
 
 def at_start() -> None:
-    """While there is nothing to put in order, Ctrl-C and a reader that has gone end the process at once and quietly."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where the parent has it ignored
+    """While there is nothing to put in order, Ctrl-C and a reader that has gone end the process
+    at once and quietly."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # not where the parent has it ignored
         signal.signal(signal.SIGINT, lambda *_: _leave())
     if _PIPE is not None:
         signal.signal(_PIPE, signal.SIG_DFL)
@@ -30,10 +35,12 @@ def at_start() -> None:
 
 @contextlib.contextmanager
 def in_command(say: Callable[[], None]) -> Iterator[None]:
-    """While it lasts, SIGINT and SIGTERM raise KeyboardInterrupt, and a reader that has gone BrokenPipeError.
+    """While it lasts, SIGINT and SIGTERM raise KeyboardInterrupt, and a reader that has gone
+    BrokenPipeError.
 
-    An exception in the middle of an import may be swallowed or turned into another: there, the process says what it has to
-    with `say` and ends at once. Afterwards everything is as before. In other threads than the main one nothing changes.
+    An exception in the middle of an import may be swallowed or turned into another: there, the
+    process says what it has to with `say` and ends at once. Afterwards everything is as before.
+    In other threads than the main one nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,7 +1,9 @@
-"""How many threads a CPU computes with, and how they wait for each other, so that a job shares a machine with others.
+"""How many threads a CPU computes with, and how they wait for each other, so that a job shares a
+machine with others.
 
-A thread that waits by spinning keeps its core from the one it waits for as soon as cores are shared: a job then takes ten
-times its time, not twice. OpenMP reads how to wait when torch is loaded, so torch is not imported here before that is set.
+A thread that waits by spinning keeps its core from the one it waits for as soon as cores are
+shared: a job then takes ten times its time, not twice. OpenMP reads how to wait when torch is
+loaded, so torch is not imported here before that is set.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ from bass_cli.system.host import control_groups
 Note = Callable[[str], None]
 _ROOT = Path("/")
 _MOST = 1024
-_SAMPLE = 0.2  # seconds of looking at idle cores before a job; they are counted in hundredths of a second
+_SAMPLE = (
+    0.2  # seconds of looking at idle cores before a job; they are counted in hundredths of a second
+)
 _INTERVAL = 2.0  # seconds between two looks while a job runs
-# On free cores a short spin saves waking a thread hundreds of times a round (on 2 virtual cores rounds take 1.6 times as
-# long without any); at the usual 300,000 turns, some milliseconds, company costs a factor of ten.
+# On free cores a short spin saves waking a thread hundreds of times a round (on 2 virtual cores
+# rounds take 1.6 times as long without any); at the usual 300,000 turns, some milliseconds,
+# company costs a factor of ten.
 _FREE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 _SHARED = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Cores(NamedTuple):
-    """Physical cores that this process may use, each as its CPUs; `most` threads of them at once; `limits`: what holds
-    them down, in words."""
+    """Physical cores that this process may use, each as its CPUs; `most` threads of them at
+    once; `limits`: what holds them down, in words."""
 
     cores: tuple[tuple[int, ...], ...]
     most: int
@@ -36,8 +41,8 @@ class Cores(NamedTuple):
 
 
 class Threads(NamedTuple):
-    """How many threads, `why` in words, whether they were asked for (`fixed`), and whether others use the cores too
-    (`shared`), so that threads should wait asleep."""
+    """How many threads, `why` in words, whether they were asked for (`fixed`), and whether
+    others use the cores too (`shared`), so that threads should wait asleep."""
 
     number: int
     why: str
@@ -56,16 +61,24 @@ def usable_cores(root: Path = _ROOT) -> Cores:
     quota = _quota(root)
     most = len(groups) if quota is None else max(1, min(len(groups), int(quota)))
     limits = [f"affinity allows {len(allowed)} of {there} CPUs"] if len(allowed) < there else []
-    limits += [f"the control group allows {quota:g} CPUs"] if quota is not None and quota < len(groups) else []
+    limits += (
+        [f"the control group allows {quota:g} CPUs"]
+        if quota is not None and quota < len(groups)
+        else []
+    )
     return Cores(tuple(map(tuple, groups.values())), most, "; ".join(limits))
 
 
 def _quota(root: Path) -> float | None:
-    """CPUs' worth of time that the control group and those around it allow, None for no limit. Versions 1 and 2."""
+    """CPUs' worth of time that the control group and those around it allow, None for no limit.
+    Versions 1 and 2."""
     found = []
     for folder, version in control_groups(root, "cpu"):
-        texts = (_read(folder / "cpu.max").split() if version == 2 else
-                 [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")])
+        texts = (
+            _read(folder / "cpu.max").split()
+            if version == 2
+            else [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        )
         if len(texts) == 2 and all(text.isdigit() for text in texts):  # no limit is "max", or -1
             found.append(int(texts[0]) / int(texts[1]))
     return min(found, default=None)
@@ -79,20 +92,25 @@ def _read(file: Path) -> str:
 
 
 class Idle:
-    """How many of these cores are free, from one look at the system's counters to the next; None where it has none."""
+    """How many of these cores are free, from one look at the system's counters to the next; None
+    where it has none."""
 
     def __init__(self, cores: Cores, root: Path = _ROOT):
         self._cores, self._file = cores.cores, root / "proc/stat"
         self._before = self._counters()
 
     def free(self) -> float | None:
-        """Cores without work since the look before this; a core is as free as the busier of the CPUs that share it."""
+        """Cores without work since the look before this; a core is as free as the busier of the
+        CPUs that share it."""
         before, self._before = self._before, self._counters()
         found = 0.0
         for core in self._cores:
             shares = []
             for cpu in core:
-                (idle, whole), (idle_then, whole_then) = self._before.get(cpu, (0, 0)), before.get(cpu, (0, 0))
+                (idle, whole), (idle_then, whole_then) = (
+                    self._before.get(cpu, (0, 0)),
+                    before.get(cpu, (0, 0)),
+                )
                 if whole <= whole_then:
                     return None
                 shares.append((idle - idle_then) / (whole - whole_then))
@@ -109,13 +127,16 @@ class Idle:
 
 
 def fitting(free: float, most: int) -> int:
-    """As many threads as cores are free, or all there could be where that is less than half of them: on a machine that is
-    busy all over every thread has its share."""
+    """As many threads as cores are free, or all there could be where that is less than half of
+    them: on a machine that is busy all over every thread has its share."""
     return most if free < most / 2 else max(1, min(most, int(free + 0.5)))
 
 
-def asked_for(wanted: int | None, environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """The number that was asked for, by --threads or else by OMP_NUM_THREADS, and by which of them; None if by none."""
+def asked_for(
+    wanted: int | None, environment: Mapping[str, str] = os.environ
+) -> tuple[int, str] | None:
+    """The number that was asked for, by --threads or else by OMP_NUM_THREADS, and by which of
+    them; None if by none."""
     if wanted is not None:
         return wanted, "--threads (or BASS_THREADS)"
     given = re.match(r"\s*(\d{1,5})", environment.get("OMP_NUM_THREADS", ""))
@@ -128,9 +149,15 @@ def most_threads(wanted: int | None = None) -> int:
     return usable_cores().most if asked is None else asked[0]
 
 
-def choose(wanted: int | None, *, environment: Mapping[str, str] = os.environ, root: Path = _ROOT,
-           sleep: Callable[[float], None] = time.sleep) -> tuple[Threads, dict[str, str]]:
-    """The threads for a job that begins now, and the variables that say how they wait; none if some are set already."""
+def choose(
+    wanted: int | None,
+    *,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = _ROOT,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[Threads, dict[str, str]]:
+    """The threads for a job that begins now, and the variables that say how they wait; none if
+    some are set already."""
     cores, asked = usable_cores(root), asked_for(wanted, environment)
     if asked is not None and asked[0] == 1:
         return Threads(1, asked[1], True, False), {}
@@ -144,19 +171,26 @@ def choose(wanted: int | None, *, environment: Mapping[str, str] = os.environ, r
     shared = (cores.most if asked is None else count) > int(free + 0.5)
     reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
     reasons += [cores.limits] if cores.limits else []
-    reasons += ["waiting threads sleep at once" if shared else "waiting threads spin briefly, then sleep"]
+    reasons += [
+        "waiting threads sleep at once" if shared else "waiting threads spin briefly, then sleep"
+    ]
     why = "; ".join(reasons if asked is None else [asked[1], *reasons])
     kept = any(name in environment for name in (*_FREE, *_SHARED))
-    return Threads(count, why, asked is not None, shared), {} if kept else _SHARED if shared else _FREE
+    return Threads(
+        count, why, asked is not None, shared
+    ), {} if kept else _SHARED if shared else _FREE
 
 
 def settle(wanted: int | None, note: Note) -> Threads:
-    """Choose, before torch is loaded, and load it so. UserError for a bad number; a line to `note` if others leave fewer
-    cores than there are."""
+    """Choose, before torch is loaded, and load it so. UserError for a bad number; a line to
+    `note` if others leave fewer cores than there are."""
     if wanted is not None and not 1 <= wanted <= _MOST:
         from bass_cli.errors import UserError
 
-        raise UserError(f"--threads (or BASS_THREADS): it should be a whole number from 1 to {_MOST} (got {wanted})")
+        raise UserError(
+            f"--threads (or BASS_THREADS): it should be a whole number from 1 to {_MOST} (got "
+            f"{wanted})"
+        )
     chosen, waiting = choose(wanted)
     os.environ.update(waiting)
 
@@ -169,18 +203,26 @@ def settle(wanted: int | None, note: Note) -> Threads:
 
 
 class Company:
-    """Follows, while a job runs, how many cores others leave to it, unless the number of threads was asked for: more of
-    them when others go, and fewer when they come to threads that wait awake."""
+    """Follows, while a job runs, how many cores others leave to it, unless the number of threads
+    was asked for: more of them when others go, and fewer when they come to threads that wait
+    awake."""
 
-    def __init__(self, wanted: int | None, *, now: Callable[[], float] = time.monotonic,
-                 used: Callable[[], float] = time.process_time, root: Path = _ROOT):
+    def __init__(
+        self,
+        wanted: int | None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+        root: Path = _ROOT,
+    ):
         self._fixed, self._now, self._used = asked_for(wanted) is not None, now, used
         self._asleep = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
         self._cores = usable_cores(root)
         self._idle, self._then, self._used_then = Idle(self._cores, root), now(), used()
 
     def look(self) -> None:
-        """After a round: every other second, as many threads as cores were idle or ours since the last look."""
+        """After a round: every other second, as many threads as cores were idle or ours since
+        the last look."""
         elapsed = self._now() - self._then
         if self._fixed or elapsed < _INTERVAL:
             return
@@ -190,6 +232,8 @@ class Company:
             import torch
 
             most, before = self._cores.most, torch.get_num_threads()
-            count = max(before if self._asleep else -(-most // 2), min(most, int(free + ours + 0.5)))
+            count = max(
+                before if self._asleep else -(-most // 2), min(most, int(free + ours + 0.5))
+            )
             if count != before:
                 torch.set_num_threads(count)

@@ -1,8 +1,9 @@
-"""The ops by name. Each is defined in plain torch (noise, reference, sampling, acceptance); some also have a Triton form,
-which CUDA tensors take and which must give the same results.
+"""The ops by name. Each is defined in plain torch (noise, reference, sampling, acceptance); some
+also have a Triton form, which CUDA tensors take and which must give the same results.
 
-Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row, V vocabulary, H query
-heads, K key/value heads, D head size, S slots of a row's own span, T positions of the prompt store.
+Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row,
+V vocabulary, H query heads, K key/value heads, D head size, S slots of a row's own span, T
+positions of the prompt store.
 """
 
 from . import acceptance, reference, sampling
@@ -26,8 +27,41 @@ draft_sample = by_device(acceptance.draft_sample, "bass_kernels.rejection")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
-    "BONUS", "COLDEST", "DRAFT", "RESIDUAL", "SCHEDULES", "SHARED", "TEST", "Group", "Law", "Segments", "Teams",
-    "accept_maximal", "accept_shared", "activation", "attention", "attention_schedule", "bits", "draft_sample", "draw",
-    "embed", "gumbel", "has_triton", "kind_for", "linear", "linear_add", "log_probability", "norm", "norm_up", "pack",
-    "process", "project", "rejection_sample", "rope_write", "sample", "sample_scored", "uniform", "use",
+    "BONUS",
+    "COLDEST",
+    "DRAFT",
+    "RESIDUAL",
+    "SCHEDULES",
+    "SHARED",
+    "TEST",
+    "Group",
+    "Law",
+    "Segments",
+    "Teams",
+    "accept_maximal",
+    "accept_shared",
+    "activation",
+    "attention",
+    "attention_schedule",
+    "bits",
+    "draft_sample",
+    "draw",
+    "embed",
+    "gumbel",
+    "has_triton",
+    "kind_for",
+    "linear",
+    "linear_add",
+    "log_probability",
+    "norm",
+    "norm_up",
+    "pack",
+    "process",
+    "project",
+    "rejection_sample",
+    "rope_write",
+    "sample",
+    "sample_scored",
+    "uniform",
+    "use",
 ]

@@ -1,4 +1,5 @@
-"""Compiling Triton kernels ahead of their first launch, many at a time: one by one they take seconds each."""
+"""Compiling Triton kernels ahead of their first launch, many at a time: one by one they take
+seconds each."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _LAUNCH = triton.JITFunction.run
 
 
 def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
-    """Compile what these would launch, and launch none of it; everything else that they do is done, with whatever stands
-    where kernels would have written."""
+    """Compile what these would launch, and launch none of it; everything else that they do is
+    done, with whatever stands where kernels would have written."""
     if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.5
         return
     with contextlib.ExitStack() as stack:
@@ -38,7 +39,9 @@ def _trait(parameter: Any, argument: Any) -> object:
 
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
-    seen = set()  # Triton may take a millisecond to find out that a kernel is being compiled already
+    seen = (
+        set()
+    )  # Triton may take a millisecond to find out that a kernel is being compiled already
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launch = kernel, tuple(map(_trait, kernel.params, arguments)), tuple(options.items())

@@ -1,9 +1,11 @@
-"""Triton: a token from logits by temperature, top-k, top-p and shared noise, without a sort. Definition: sampling.py.
+"""Triton: a token from logits by temperature, top-k, top-p and shared noise, without a sort.
+Definition: sampling.py.
 
-A first pass over the vocabulary finds the mass and the best score (logit / T + noise). The best token is the answer if
-it is kept: if what lies above its logit has less than top_p of the mass, and fewer than top_k tokens. Otherwise nothing
-as small as it is kept, and the best score among the larger logits is next. That is the argmax over the kept tokens, ties
-with the last one included, and with top_p 0.95 it takes 1.05 looks on average.
+A first pass over the vocabulary finds the mass and the best score (logit / T + noise). The best
+token is the answer if it is kept: if what lies above its logit has less than top_p of the mass,
+and fewer than top_k tokens. Otherwise nothing as small as it is kept, and the best score among
+the larger logits is next. That is the argmax over the kept tokens, ties with the last one
+included, and with top_p 0.95 it takes 1.05 looks on average.
 """
 
 import torch
@@ -16,18 +18,37 @@ from .vocabulary import LOWEST, best_above, better, everything, law, mass_above,
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
-_LOOKS = (0, 1, 2, 1)  # everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
-_FIELDS = 8  # of a chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count above
+_LOOKS = (
+    0,
+    1,
+    2,
+    1,
+)  # everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
+# of a chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count above
+_FIELDS = 8
 # and of a row: candidate, its scaled logit, the row's state, mass, peak, raw mass
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+) -> Tensor:
     """As sampling.sample, without asking the host anything."""
     return sample_scored(logits, temperature, top_k, top_p, keys, positions)[0]
 
 
-def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor,
-                  positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample_scored(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
     """As sampling.sample_scored, without asking the host anything."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
@@ -35,7 +56,17 @@ def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     found = torch.empty(rows, chunks + 1, _FIELDS, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     scores = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    given = (logits, temperature, top_k, top_p, keys.contiguous(), positions.contiguous(), found, tokens, scores)
+    given = (
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        keys.contiguous(),
+        positions.contiguous(),
+        found,
+        tokens,
+        scores,
+    )
     shape = {"BLOCK": _BLOCK, "FIELDS": _FIELDS, "num_warps": 4}
     spread = {"CHUNK": _CHUNK, "CHUNKS": triton.next_power_of_2(chunks), **shape}
     arrived = counters(logits.device, rows)
@@ -52,9 +83,25 @@ def _within(above, count, top_k, top_p, mass):
 
 
 @triton.jit
-def _look(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_ptr, found_ptr, token_ptr, score_ptr,
-          arrived_ptr, vocab, chunks, LOOK: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
-          FIELDS: tl.constexpr):
+def _look(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    key_ptr,
+    position_ptr,
+    found_ptr,
+    token_ptr,
+    score_ptr,
+    arrived_ptr,
+    vocab,
+    chunks,
+    LOOK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
@@ -65,11 +112,24 @@ def _look(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_p
     if LOOK == 2:
         due = tl.load(state + 2) == 2
     if due:
-        temperature, divisor, key_0, key_1, position = law(row, temperature_ptr, key_ptr, position_ptr)
+        temperature, divisor, key_0, key_1, position = law(
+            row, temperature_ptr, key_ptr, position_ptr
+        )
         start, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
-                logits_ptr, row, start, end, vocab, temperature, divisor, key_0, key_1, position, BLOCK)
+                logits_ptr,
+                row,
+                start,
+                end,
+                vocab,
+                temperature,
+                divisor,
+                key_0,
+                key_1,
+                position,
+                BLOCK,
+            )
             tl.store(at + 4, peak)
             tl.store(at + 5, raw_mass)
         else:
@@ -77,12 +137,15 @@ def _look(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_p
             if tl.load(at + 4) <= x:  # nothing here is above
                 end = start
         if LOOK == 1:
-            mass, count = mass_above(logits_ptr, row, start, end, vocab, divisor, x, tl.load(state + 4), BLOCK)
+            mass, count = mass_above(
+                logits_ptr, row, start, end, vocab, divisor, x, tl.load(state + 4), BLOCK
+            )
             tl.store(at + 6, count)
         else:
             if LOOK == 2:
-                score, token, best_x = best_above(logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x,
-                                                  BLOCK)
+                score, token, best_x = best_above(
+                    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK
+                )
             tl.store(at, score)
             tl.store(at + 1, token.to(tl.float32))
             tl.store(at + 2, best_x)
@@ -91,17 +154,48 @@ def _look(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_p
         tl.debug_barrier()
         if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
             tl.store(arrived_ptr + row, 0)
-            _conclude(logits_ptr, row, vocab, found_ptr + row * (chunks + 1) * FIELDS, state, token_ptr, score_ptr, chunks,
-                      temperature, divisor, tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), LOOK, CHUNKS, FIELDS)
+            _conclude(
+                logits_ptr,
+                row,
+                vocab,
+                found_ptr + row * (chunks + 1) * FIELDS,
+                state,
+                token_ptr,
+                score_ptr,
+                chunks,
+                temperature,
+                divisor,
+                tl.load(top_k_ptr + row),
+                tl.load(top_p_ptr + row),
+                LOOK,
+                CHUNKS,
+                FIELDS,
+            )
 
 
 @triton.jit
-def _conclude(logits_ptr, row, vocab, at, state, token_ptr, score_ptr, chunks, temperature, divisor, top_k, top_p,
-              LOOK: tl.constexpr, CHUNKS: tl.constexpr, FIELDS: tl.constexpr):
-    """After all looks at a row: its candidate, or whether the candidate is kept, and then its token and score.
+def _conclude(
+    logits_ptr,
+    row,
+    vocab,
+    at,
+    state,
+    token_ptr,
+    score_ptr,
+    chunks,
+    temperature,
+    divisor,
+    top_k,
+    top_p,
+    LOOK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """After all looks at a row: its candidate, or whether the candidate is kept, and then its token
+    and score.
 
-    A row's state is 0 while its candidate must be checked, 1 when it is kept, 2 when it is not, and 3 where top_p is of
-    the mass of the top_k, which is left to _decide.
+    A row's state is 0 while its candidate must be checked, 1 when it is kept, 2 when it is not,
+    and 3 where top_p is of the mass of the top_k, which is left to _decide.
     """
     chunk = tl.arange(0, CHUNKS)
     here, inside = at + chunk * FIELDS, chunk < chunks
@@ -117,7 +211,10 @@ def _conclude(logits_ptr, row, vocab, at, state, token_ptr, score_ptr, chunks, t
     if LOOK == 0:
         peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
-        mass = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak), 0)
+        mass = tl.sum(
+            tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak),
+            0,
+        )
         raws = tl.load(here + 5, mask=inside, other=0.0, cache_modifier=".cg")
         raw_mass = tl.sum(raws * tl.exp((peaks - peak) * divisor), 0)
         tl.store(state + 3, mass)
@@ -146,8 +243,21 @@ def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, sc
 
 
 @triton.jit
-def _decide(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position_ptr, found_ptr, token_ptr, score_ptr,
-            vocab, chunks, BLOCK: tl.constexpr, FIELDS: tl.constexpr):
+def _decide(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    key_ptr,
+    position_ptr,
+    found_ptr,
+    token_ptr,
+    score_ptr,
+    vocab,
+    chunks,
+    BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
     """What no look has settled: one program a row goes on until it is."""
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
@@ -155,12 +265,16 @@ def _decide(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, key_ptr, position
     if now != 1:
         token, x = tl.load(state).to(tl.int32), tl.load(state + 1)
         mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
-        _temperature, divisor, key_0, key_1, position = law(row, temperature_ptr, key_ptr, position_ptr)
+        _temperature, divisor, key_0, key_1, position = law(
+            row, temperature_ptr, key_ptr, position_ptr
+        )
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)
         above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
         while (_within(above, count, top_k, top_p, mass) | (count == 0)) == 0:
-            _score, token, x = best_above(logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, BLOCK)
+            _score, token, x = best_above(
+                logits_ptr, row, 0, vocab, vocab, divisor, key_0, key_1, position, x, BLOCK
+            )
             above, count = mass_above(logits_ptr, row, 0, vocab, vocab, divisor, x, peak, BLOCK)
         _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, score_ptr)

@@ -14,7 +14,8 @@ MOST_TOKENS = 16
 
 
 class Cut(NamedTuple):
-    """`columns` a tile in a block of `block`; the depth in `splits`, `deep` of it at a time, by `warps` in `stages`."""
+    """`columns` a tile in a block of `block`; the depth in `splits`, `deep` of it at a time, by
+    `warps` in `stages`."""
 
     columns: int
     block: int
@@ -42,17 +43,24 @@ class Cut(NamedTuple):
                 return
 
 
-def cut_for(lines: int, depth: int, weight: Tensor, *, pair: bool = False, split: bool = False) -> Cut:
-    """The cut for a weight's dtype and device: the one that measured best on an H200, or as much of it as fits."""
+def cut_for(
+    lines: int, depth: int, weight: Tensor, *, pair: bool = False, split: bool = False
+) -> Cut:
+    """The cut for a weight's dtype and device: the one that measured best on an H200, or as much
+    of it as fits."""
     lots = MOST_TOKENS + (2 if pair else 1) * 32  # lines of both matrices that a program holds
     lot = lots * weight.element_size()
-    return fitting(_measured(lines, depth, weight, pair=pair, split=split).smaller(),
-                   lambda cut: lot * cut.deep * (cut.stages - 1) + SPARE, card(weight.device).shared)
+    return fitting(
+        _measured(lines, depth, weight, pair=pair, split=split).smaller(),
+        lambda cut: lot * cut.deep * (cut.stages - 1) + SPARE,
+        card(weight.device).shared,
+    )
 
 
 def _measured(lines: int, depth: int, weight: Tensor, *, pair: bool, split: bool) -> Cut:
-    """At most 32 columns a program, dealt out evenly. Where sums may be completed later (`split`), the depth is split too:
-    every program has to read all of the tokens' input to its part of the depth."""
+    """At most 32 columns a program, dealt out evenly. Where sums may be completed later
+    (`split`), the depth is split too: every program has to read all of the tokens' input to its
+    part of the depth."""
     if split:
         return Cut(32, 32, max(1, min(4, depth // 128)), 128, 4, 5)
     programs = processors(weight.device) * (2 if pair else 1)

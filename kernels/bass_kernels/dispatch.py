@@ -1,4 +1,5 @@
-"""Which form of an op runs: Triton on CUDA tensors, plain torch elsewhere; `use` overrides it, for tests and benchmarks."""
+"""Which form of an op runs: Triton on CUDA tensors, plain torch elsewhere; `use` overrides it,
+for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,17 +19,18 @@ _too_large: set[str] = set()  # ops of which it was said that they do not fit th
 
 
 def use(kind: str | None) -> None:
-    """Run every op as "triton" or "reference" from now on; None: by the device. Triton on CPU tensors needs its
-    interpreter (TRITON_INTERPRET=1 before the first such op)."""
+    """Run every op as "triton" or "reference" from now on; None: by the device. Triton on CPU
+    tensors needs its interpreter (TRITON_INTERPRET=1 before the first such op)."""
     global _override
     assert kind in ("triton", "reference", None)
     _override = kind
 
 
 def attention_schedule(name: str) -> None:
-    """How the Triton attention runs rows of unequal length from now on: "ragged", one launch, every row its own length, a
-    shared prompt read once; or one of the two schedules of BASS (arXiv 2404.15778, section 3.1), "pad", one launch, every
-    row as long as the longest of the batch; "split", one launch a row, each its own length. The results are the same."""
+    """How the Triton attention runs rows of unequal length from now on: "ragged", one launch,
+    every row its own length, a shared prompt read once; or one of the two schedules of BASS
+    (arXiv 2404.15778, section 3.1), "pad", one launch, every row as long as the longest of the
+    batch; "split", one launch a row, each its own length. The results are the same."""
     global _schedule
     assert name in SCHEDULES
     _schedule = name
@@ -52,8 +54,8 @@ def kind_for(tensor: Tensor) -> str:
 
 
 def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:
-    """An op that is `reference`, or the function of that name in the Triton `module`, by its first tensor; `reference` too,
-    with one warning, where a launch does not fit the device."""
+    """An op that is `reference`, or the function of that name in the Triton `module`, by its
+    first tensor; `reference` too, with one warning, where a launch does not fit the device."""
 
     @functools.wraps(reference)
     def op(*arguments: Any, **options: Any) -> Any:
@@ -75,4 +77,6 @@ def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:
 def _warn(name: str, error: Exception) -> None:
     if name not in _too_large:
         _too_large.add(name)
-        logging.getLogger("bass").warning("%s does not fit this device and is done without a kernel: %s", name, error)
+        logging.getLogger("bass").warning(
+            "%s does not fit this device and is done without a kernel: %s", name, error
+        )

@@ -1,5 +1,5 @@
-"""Linear maps with what stands around them in a transformer block: the library's products and the other ops, or one launch
-of skinny.py where that is faster."""
+"""Linear maps with what stands around them in a transformer block: the library's products and
+the other ops, or one launch of skinny.py where that is faster."""
 
 from __future__ import annotations
 
@@ -15,17 +15,47 @@ _rope_write = dispatch.by_device(reference.rope_write, "bass_kernels.pointwise")
 Affine = tuple[Tensor, Tensor | None]  # weight and bias
 
 
-def project(residual: Tensor, norm: Affine, qkv: Affine, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
-            own: tuple[Tensor, Tensor], *, heads: int, norms: tuple[Tensor, Tensor] | None, eps: float,
-            kind: str) -> Tensor:
-    """Norm of the residual stream [B, W, K], the product to queries, keys and values, and `rope_write`: q [B, W, H, D]."""
-    return _rope_write(linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv), angles, slots, own, heads=heads,
-                       norms=norms, eps=eps)
+def project(
+    residual: Tensor,
+    norm: Affine,
+    qkv: Affine,
+    angles: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    own: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    kind: str,
+) -> Tensor:
+    """Norm of the residual stream [B, W, K], the product to queries, keys and values, and
+    `rope_write`: q [B, W, H, D]."""
+    return _rope_write(
+        linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *qkv),
+        angles,
+        slots,
+        own,
+        heads=heads,
+        norms=norms,
+        eps=eps,
+    )
 
 
-def norm_up(residual: Tensor, norm: Affine, up: Affine, *, eps: float, kind: str, activation: str, gated: bool) -> Tensor:
-    """Norm of the residual stream [..., K], the product with `up` and its activation: [..., inner]."""
-    return _activation(linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *up), activation, gated=gated)
+def norm_up(
+    residual: Tensor,
+    norm: Affine,
+    up: Affine,
+    *,
+    eps: float,
+    kind: str,
+    activation: str,
+    gated: bool,
+) -> Tensor:
+    """Norm of the residual stream [..., K], the product with `up` and its activation: [...,
+    inner]."""
+    return _activation(
+        linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *up), activation, gated=gated
+    )
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Linear maps: x W^T + b, with weights laid out once for the device where that pays.
 
-On a CPU in float32, oneDNN's packed layout reads a weight matrix two to three times as fast as the plain layout when x
-has few rows, which is what decoding is made of. Elsewhere weights stay as they are.
+On a CPU in float32, oneDNN's packed layout reads a weight matrix two to three times as fast as
+the plain layout when x has few rows, which is what decoding is made of. Elsewhere weights stay
+as they are.
 """
 
 import functools
@@ -13,8 +14,13 @@ from .dispatch import kind_for
 
 
 def pack(weight: Tensor) -> Tensor:
-    """The weight [N, K] in the layout that `linear` reads fastest on its device: opaque, or the same tensor."""
-    here = weight.device.type == "cpu" and weight.dtype == torch.float32 and kind_for(weight) == "reference"
+    """The weight [N, K] in the layout that `linear` reads fastest on its device: opaque, or the
+    same tensor."""
+    here = (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and kind_for(weight) == "reference"
+    )
     if not here or not _packing_works():
         return weight
     return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -35,6 +41,8 @@ def _packing_works() -> bool:
     weight, x = torch.arange(12.0).view(4, 3), torch.arange(6.0).view(2, 3)
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight)
-        return torch.allclose(torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), x @ weight.T)
+        return torch.allclose(
+            torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), x @ weight.T
+        )
     except (AttributeError, RuntimeError, NotImplementedError):
         return False

@@ -1,51 +1,79 @@
-"""Counter-based noise: the same numbers for the same counters on every device, whatever the batch looks like.
+"""Counter-based noise: the same numbers for the same counters on every device, whatever the batch
+looks like.
 
-Philox4x32-10 (Salmon et al., SC 2011). A row has a 64-bit key; a number is addressed by (token, position, origin,
-stream): word `token % 4` of the block with counter (token // 4, position, origin, stream). Different streams and
-origins are independent. Integers are exact; the two logarithms of `gumbel` may differ in the last place by device.
+Philox4x32-10 (Salmon et al., SC 2011). A row has a 64-bit key; a number is addressed by (token,
+position, origin, stream): word `token % 4` of the block with counter (token // 4, position,
+origin, stream). Different streams and origins are independent. Integers are exact; the two
+logarithms of `gumbel` may differ in the last place by device.
 """
 
 import torch
 from torch import Tensor
 
 SHARED, DRAFT, TEST, RESIDUAL, BONUS = range(5)
-"""The streams: shared coupling; under maximal coupling the draft's draws, the acceptance test, the residual draw and
-the bonus draw. No two purposes may ever share one."""
+"""The streams: shared coupling; under maximal coupling the draft's draws, the acceptance test, the
+residual draw and the bonus draw. No two purposes may ever share one."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10: four words of 32 random bits for each counter; all tensors int64 holding unsigned 32-bit values,
-    of shapes that broadcast together."""
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """Philox4x32-10: four words of 32 random bits for each counter; all tensors int64 holding
+    unsigned 32-bit values, of shapes that broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The product of two 32-bit words wraps modulo 2^64 in int64; both halves come out right after masking.
+        # The product of two 32-bit words wraps modulo 2^64 in int64; both halves come out right
+        # after masking.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = ((p1 >> 32) & _MASK) ^ c1 ^ k0, p1 & _MASK, ((p0 >> 32) & _MASK) ^ c3 ^ k1, p0 & _MASK
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
+            p1 & _MASK,
+            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
+            p0 & _MASK,
+        )
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 
 
-def bits(keys: Tensor, positions: Tensor, tokens: Tensor, *, stream: Tensor | int,
-         origin: Tensor | int = 0) -> Tensor:
-    """32 random bits in int64 for each entry. keys [N, 2], positions, stream and origin [N] belong to the N entries of
-    tokens [N]; all int64."""
+def bits(
+    keys: Tensor,
+    positions: Tensor,
+    tokens: Tensor,
+    *,
+    stream: Tensor | int,
+    origin: Tensor | int = 0,
+) -> Tensor:
+    """32 random bits in int64 for each entry. keys [N, 2], positions, stream and origin [N]
+    belong to the N entries of tokens [N]; all int64."""
     zero = torch.zeros_like(tokens)
-    words = philox((tokens >> 2, positions & _MASK, zero + origin, zero + stream), (keys[:, 0], keys[:, 1]))
+    words = philox(
+        (tokens >> 2, positions & _MASK, zero + origin, zero + stream), (keys[:, 0], keys[:, 1])
+    )
     word = tokens & 3
-    return torch.where(word < 2, torch.where(word == 0, words[0], words[1]), torch.where(word == 2, words[2], words[3]))
+    return torch.where(
+        word < 2,
+        torch.where(word == 0, words[0], words[1]),
+        torch.where(word == 2, words[2], words[3]),
+    )
 
 
-def bits_all(keys: Tensor, positions: Tensor, vocab: int, *, stream: int, origin: Tensor | int = 0) -> Tensor:
-    """32 random bits for every token of every row, [N, vocab] int64: `bits` at a quarter of its work."""
+def bits_all(
+    keys: Tensor, positions: Tensor, vocab: int, *, stream: int, origin: Tensor | int = 0
+) -> Tensor:
+    """32 random bits for every token of every row, [N, vocab] int64: `bits` at a quarter of its
+    work."""
     blocks = torch.arange((vocab + 3) // 4, device=keys.device)
     zero = torch.zeros_like(positions)[:, None]
     start = origin[:, None] if isinstance(origin, Tensor) else zero + origin
-    words = philox((blocks[None, :], (positions & _MASK)[:, None], start, zero + stream), (keys[:, :1], keys[:, 1:]))
+    words = philox(
+        (blocks[None, :], (positions & _MASK)[:, None], start, zero + stream),
+        (keys[:, :1], keys[:, 1:]),
+    )
     return torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(1)[:, :vocab]
 
 
@@ -57,7 +85,8 @@ def uniform(random: Tensor) -> Tensor:
 def gumbel(random: Tensor) -> Tensor:
     """32 random bits (int64) to standard Gumbel noise, float32, always finite.
 
-    -log(-log1p(-v)) with v = (bits + 1/2) / 2^32 keeps full precision where it matters: large values come from small v.
+    -log(-log1p(-v)) with v = (bits + 1/2) / 2^32 keeps full precision where it matters: large
+    values come from small v.
     """
     v = ((random.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))

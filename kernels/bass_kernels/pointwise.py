@@ -1,4 +1,5 @@
-"""Triton: residual + norm, rope with the write into the cache, gated activation. Definitions: reference.py."""
+"""Triton: residual + norm, rope with the write into the cache, gated activation. Definitions:
+reference.py."""
 
 import torch
 import triton
@@ -13,13 +14,24 @@ def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
     size = weight.shape[1]
     out = weight.new_empty(*tokens.shape, size)
     rounded = torch.tensor(scale, dtype=weight.dtype).item()
-    _embed[(tokens.numel(), triton.cdiv(size, 1024))](tokens.contiguous(), weight, out, size, len(weight) - 1, rounded,
-                                                      SCALED=scale != 1.0, BLOCK=1024, num_warps=4)
+    _embed[(tokens.numel(), triton.cdiv(size, 1024))](
+        tokens.contiguous(),
+        weight,
+        out,
+        size,
+        len(weight) - 1,
+        rounded,
+        SCALED=scale != 1.0,
+        BLOCK=1024,
+        num_warps=4,
+    )
     return out
 
 
 @triton.jit
-def _embed(tokens_ptr, weight_ptr, out_ptr, size, last, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
+def _embed(
+    tokens_ptr, weight_ptr, out_ptr, size, last, scale, SCALED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.minimum(tl.load(tokens_ptr + row), last)
@@ -29,8 +41,15 @@ def _embed(tokens_ptr, weight_ptr, out_ptr, size, last, scale, SCALED: tl.conste
     tl.store(out_ptr + row * size + at, value, mask=at < size)
 
 
-def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
-         kind: str) -> tuple[Tensor, Tensor]:
+def norm(
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
     """As reference.norm; one program a row."""
     residual = residual.contiguous()
     size = residual.shape[-1]
@@ -38,15 +57,38 @@ def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None
     total = residual if x is None else torch.empty_like(residual)
     block = triton.next_power_of_2(size)
     _norm[(residual.numel() // size,)](
-        residual if x is None else x.contiguous(), residual, weight, weight if bias is None else bias, normed, total, eps,
-        size, ADD=x is not None, LAYER=kind == "layer", BIAS=bias is not None, BLOCK=block,
-        num_warps=min(16, max(1, block // 512)))
+        residual if x is None else x.contiguous(),
+        residual,
+        weight,
+        weight if bias is None else bias,
+        normed,
+        total,
+        eps,
+        size,
+        ADD=x is not None,
+        LAYER=kind == "layer",
+        BIAS=bias is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+    )
     return normed, total
 
 
 @triton.jit
-def _norm(x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, total_ptr, eps, size,
-          ADD: tl.constexpr, LAYER: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    normed_ptr,
+    total_ptr,
+    eps,
+    size,
+    ADD: tl.constexpr,
+    LAYER: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * size
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -71,8 +113,9 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
     size = x.shape[-1] // 2 if gated else x.shape[-1]
     out = x.new_empty(*x.shape[:-1], size)
     block = min(1024, triton.next_power_of_2(size))
-    _activation[(out.numel() // size, triton.cdiv(size, block))](x, out, size, KIND=KINDS[kind], GATED=gated, BLOCK=block,
-                                                                 num_warps=4)
+    _activation[(out.numel() // size, triton.cdiv(size, block))](
+        x, out, size, KIND=KINDS[kind], GATED=gated, BLOCK=block, num_warps=4
+    )
     return out
 
 
@@ -105,8 +148,16 @@ def _activation(x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, B
     tl.store(out_ptr + row * size + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, own: tuple[Tensor, Tensor], *,
-               heads: int, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
+def rope_write(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    own: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
     """As reference.rope_write; one program a token and head."""
     keys, values = own
     kv_heads, size = keys.shape[1], keys.shape[3]
@@ -117,9 +168,30 @@ def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor,
     half = cos.shape[-1] if angles is not None else 0
     q_norm, k_norm = norms if norms is not None else (qkv, qkv)
     _rope_write[(rows * width, heads + 2 * kv_heads)](
-        qkv, cos, sin, slots, q_norm, k_norm, q, keys, values, eps, width, slots.stride(0), slots.stride(1),
-        keys.stride(0), keys.stride(1), keys.stride(2), H=heads, K=kv_heads, D=size, HALF=half, NORM=norms is not None,
-        BLOCK=triton.next_power_of_2(size), num_warps=1)
+        qkv,
+        cos,
+        sin,
+        slots,
+        q_norm,
+        k_norm,
+        q,
+        keys,
+        values,
+        eps,
+        width,
+        slots.stride(0),
+        slots.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        H=heads,
+        K=kv_heads,
+        D=size,
+        HALF=half,
+        NORM=norms is not None,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=1,
+    )
     return q
 
 
@@ -130,9 +202,30 @@ def finite(values):
 
 
 @triton.jit(do_not_specialize=["width", "slot_row"])
-def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_ptr, keys_ptr, values_ptr, eps, width,
-                slot_row, slot_place, key_row, key_head, key_slot, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
-                HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr):
+def _rope_write(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    eps,
+    width,
+    slot_row,
+    slot_place,
+    key_row,
+    key_head,
+    key_slot,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token, head = tl.program_id(0), tl.program_id(1)
     row, place = token // width, token % width
     at = tl.arange(0, BLOCK)
@@ -160,8 +253,12 @@ def _rope_write(qkv_ptr, cos_ptr, sin_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_
             cos = tl.load(cos_ptr + angle, mask=turned, other=1.0)
             sin = tl.load(sin_ptr + angle, mask=turned, other=0.0)
             value = tl.where(turned, value * cos + tl.where(at < HALF, -far, far) * sin, value)
-        stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(tl.float32)
-        result = (value + (value * 0 + stored * 0)).to(raw.dtype)  # a key is NaN where its value is stored as 0
+        stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(
+            tl.float32
+        )
+        result = (value + (value * 0 + stored * 0)).to(
+            raw.dtype
+        )  # a key is NaN where its value is stored as 0
     else:
         result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)

@@ -1,19 +1,43 @@
-"""Triton: the kernel of ragged attention. One program folds some blocks of keys into a running softmax; the last program
-of a row to finish merges what the row's programs found. How it is launched, and on what: ragged.py.
+"""Triton: the kernel of ragged attention. One program folds some blocks of keys into a running
+softmax; the last program of a row to finish merges what the row's programs found. How it is
+launched, and on what: ragged.py.
 """
 
 import triton
 import triton.language as tl
 
-_FIELD: tl.constexpr = tl.constexpr(1 << 10)  # a row's counter: arrivals, pieces of its own, pieces of a team's
+_FIELD: tl.constexpr = tl.constexpr(
+    1 << 10
+)  # a row's counter: arrivals, pieces of its own, pieces of a team's
 
 
 @triton.jit
-def _blocks(q, key_ptr, value_ptr, key_step, first, last, position, offset, end, limit, peak, mass, total, scale, window,
-            inside, PAD: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDE: tl.constexpr):
-    """Fold blocks first to last of one segment, whose place 0 is at position `offset` and that ends before position
-    `end`, into the running softmax (peak, mass, total). PAD: blocks beyond the end are read too, from some of the `limit`
-    places that there are, and weigh nothing."""
+def _blocks(
+    q,
+    key_ptr,
+    value_ptr,
+    key_step,
+    first,
+    last,
+    position,
+    offset,
+    end,
+    limit,
+    peak,
+    mass,
+    total,
+    scale,
+    window,
+    inside,
+    PAD: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Fold blocks first to last of one segment, whose place 0 is at position `offset` and that
+    ends before position `end`, into the running softmax (peak, mass, total). PAD: blocks beyond
+    the end are read too, from some of the `limit` places that there are, and weigh nothing."""
     d = tl.arange(0, BLOCK_D)
     for block in range(first, last):
         place = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -37,22 +61,39 @@ def _blocks(q, key_ptr, value_ptr, key_step, first, last, position, offset, end,
         values = tl.load(value_ptr + grid, mask=mask, other=0.0)
         if PAD:
             values = tl.where(there[:, None], values, 0.0).to(values.dtype)
-        total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
+        total = total * fade[:, None] + tl.dot(
+            weights.to(values.dtype), values, input_precision=WIDE
+        )
         mass = mass * fade + tl.sum(weights, 1)
         peak = high
     return peak, mass, total
 
 
 @triton.jit
-def _merge(part_ptr, peak_ptr, mass_ptr, out_ptr, places, cell, height, state, splits, D: tl.constexpr,
-           PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write to `places` the attention of lines whose first piece is at `cell` and whose row's counter is `state` (0: not
-    this line): its own pieces come first, then a team's, which lie behind `splits` places for its own. Always in this
-    order, whoever merges."""
+def _merge(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    out_ptr,
+    places,
+    cell,
+    height,
+    state,
+    splits,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write to `places` the attention of lines whose first piece is at `cell` and whose row's
+    counter is `state` (0: not this line): its own pieces come first, then a team's, which lie
+    behind `splits` places for its own. Always in this order, whoever merges."""
     mine = (state // _FIELD) % _FIELD
     count = mine + state // (_FIELD * _FIELD)
     piece = tl.arange(0, PIECES)
-    place = tl.where(piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits)
+    place = tl.where(
+        piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
+    )
     at = cell[None, :] + place * height
     there = piece[:, None] < count[None, :]
     peaks = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
@@ -65,30 +106,98 @@ def _merge(part_ptr, peak_ptr, mass_ptr, out_ptr, places, cell, height, state, s
         d = column + tl.arange(0, columns)
         total = tl.zeros([BLOCK_M, columns], tl.float32)
         for first in range(0, pieces, 4):
-            for other in tl.static_range(4):  # four at once, so that their loads do not wait for each other
+            for other in tl.static_range(
+                4
+            ):  # four at once, so that their loads do not wait for each other
                 i = first + other
                 spot = cell + tl.where(i < mine, i, i - mine + splits) * height
-                gain = tl.exp2(tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg") - high)
-                part = tl.load(part_ptr + spot.to(tl.int64)[:, None] * D + d[None, :],
-                               mask=(i < count)[:, None] & (d < D)[None, :], other=0.0, cache_modifier=".cg")
+                gain = tl.exp2(
+                    tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg")
+                    - high
+                )
+                part = tl.load(
+                    part_ptr + spot.to(tl.int64)[:, None] * D + d[None, :],
+                    mask=(i < count)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
                 total += part * gain[:, None]
-        tl.store(out_ptr + places[:, None] * D + d[None, :], (total / mass[:, None]).to(out_ptr.dtype.element_ty),
-                 mask=(state > 0)[:, None] & (d < D)[None, :])
+        tl.store(
+            out_ptr + places[:, None] * D + d[None, :],
+            (total / mass[:, None]).to(out_ptr.dtype.element_ty),
+            mask=(state > 0)[:, None] & (d < D)[None, :],
+        )
 
 
-@triton.jit(do_not_specialize=["rows", "width", "position_row", "position_place", "span", "tiles", "few", "many", "splits",
-                               "team_few", "team_splits", "team_units"])
-def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position_ptr, base_ptr, start_ptr, teamed_ptr,
-           table_ptr, out_ptr, part_ptr, peak_ptr, mass_ptr, arrived_ptr, scale, window, rows, width, position_row,
-           position_place, key_row, key_head, key_step, prompt_head, prompt_step, span, tiles, few, many, splits,
-           team_few, team_splits, team_units, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr,
-           PIECES: tl.constexpr, PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-           WIDE: tl.constexpr):
-    """Programs: `team_splits` for every kv head of every team (up to SIZE rows whose prompt's keys are read once), then
-    `splits` for every unit, a tile of BLOCK_M lines of a row and kv head. A line is one query of one head.
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "width",
+        "position_row",
+        "position_place",
+        "span",
+        "tiles",
+        "few",
+        "many",
+        "splits",
+        "team_few",
+        "team_splits",
+        "team_units",
+    ]
+)
+def attend(
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    prompt_key_ptr,
+    prompt_value_ptr,
+    position_ptr,
+    base_ptr,
+    start_ptr,
+    teamed_ptr,
+    table_ptr,
+    out_ptr,
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    arrived_ptr,
+    scale,
+    window,
+    rows,
+    width,
+    position_row,
+    position_place,
+    key_row,
+    key_head,
+    key_step,
+    prompt_head,
+    prompt_step,
+    span,
+    tiles,
+    few,
+    many,
+    splits,
+    team_few,
+    team_splits,
+    team_units,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Programs: `team_splits` for every kv head of every team (up to SIZE rows whose prompt's keys
+    are read once), then `splits` for every unit, a tile of BLOCK_M lines of a row and kv head. A
+    line is one query of one head.
 
-    A unit takes at least `few` of its splits, and one more for every `many` blocks of keys; the others leave at once, and
-    split 0 arrives for them. PAD (0: off): the power of two that holds all positions of the pass, for the longest row.
+    A unit takes at least `few` of its splits, and one more for every `many` blocks of keys; the
+    others leave at once, and split 0 arrives for them. PAD (0: off): the power of two that holds
+    all positions of the pass, for the longest row.
     """
     group: tl.constexpr = H // K
     lines = width * group
@@ -100,11 +209,16 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
         in_team = program < team_splits * team_units
         program = tl.where(in_team, program, program - team_splits * team_units)
         units = tl.where(in_team, team_units, units)
-        least_splits, most_splits = tl.where(in_team, team_few, few), tl.where(in_team, team_splits, splits)
+        least_splits, most_splits = (
+            tl.where(in_team, team_few, few),
+            tl.where(in_team, team_splits, splits),
+        )
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
         taken = tl.where(in_team, SIZE, 0)  # members that the table tells
-        row = tl.load(table_ptr + entry * SIZE + line // lines, mask=line // lines < taken, other=-1)
+        row = tl.load(
+            table_ptr + entry * SIZE + line // lines, mask=line // lines < taken, other=-1
+        )
         row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
@@ -120,7 +234,9 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
         inside = row >= 0
         step, head = local // group, kv * group + local % group
         wide_row = row.to(tl.int64)
-        position = tl.load(position_ptr + wide_row * position_row + step * position_place, mask=inside, other=-1)
+        position = tl.load(
+            position_ptr + wide_row * position_row + step * position_place, mask=inside, other=-1
+        )
         position = position.to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
         start = tl.load(start_ptr + first_row)
@@ -143,10 +259,19 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
         if PAD > 0:
             every = tl.arange(0, PAD)
             query = (every // width).to(tl.int64) * position_row + (every % width) * position_place
-            longest = tl.max(tl.load(position_ptr + query, mask=every < rows * width, other=0), 0).to(tl.int32) + 1
-            in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts  # one more: two segments may end in a block each
+            longest = (
+                tl.max(tl.load(position_ptr + query, mask=every < rows * width, other=0), 0).to(
+                    tl.int32
+                )
+                + 1
+            )
+            in_own = (
+                tl.cdiv(longest, BLOCK_N) + 1 - prompts
+            )  # one more: two segments may end in a block each
         blocks = prompts + tl.where(in_team, 0, in_own)
-        share = tl.maximum(tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, least_splits), most_splits)), 1)
+        share = tl.maximum(
+            tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, least_splits), most_splits)), 1
+        )
         used = tl.cdiv(blocks, share)
 
         if split < tl.maximum(used, 1):
@@ -156,17 +281,57 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
             total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             offset = kv * prompt_head + start * prompt_step
             peak, mass, total = _blocks(
-                q, prompt_key_ptr + offset, prompt_value_ptr + offset, prompt_step, first + low,
-                first + tl.minimum(high, prompts), position, 0, prompt_end, base, peak, mass, total, scale, window, inside,
-                PAD > 0, D, BLOCK_N, BLOCK_D, WIDE)
+                q,
+                prompt_key_ptr + offset,
+                prompt_value_ptr + offset,
+                prompt_step,
+                first + low,
+                first + tl.minimum(high, prompts),
+                position,
+                0,
+                prompt_end,
+                base,
+                peak,
+                mass,
+                total,
+                scale,
+                window,
+                inside,
+                PAD > 0,
+                D,
+                BLOCK_N,
+                BLOCK_D,
+                WIDE,
+            )
             offset = first_row.to(tl.int64) * key_row + kv * key_head
             peak, mass, total = _blocks(
-                q, key_ptr + offset, value_ptr + offset, key_step, own_first + tl.maximum(low - prompts, 0),
-                own_first + high - prompts, position, base, end, span, peak, mass, total, scale, window, inside,
-                PAD > 0, D, BLOCK_N, BLOCK_D, WIDE)
+                q,
+                key_ptr + offset,
+                value_ptr + offset,
+                key_step,
+                own_first + tl.maximum(low - prompts, 0),
+                own_first + high - prompts,
+                position,
+                base,
+                end,
+                span,
+                peak,
+                mass,
+                total,
+                scale,
+                window,
+                inside,
+                PAD > 0,
+                D,
+                BLOCK_N,
+                BLOCK_D,
+                WIDE,
+            )
 
             if apart & (used <= 1) & (in_team == 0):
-                tl.store(out_ptr + grid, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real)
+                tl.store(
+                    out_ptr + grid, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real
+                )
             elif PIECES > 1:
                 height = tl.minimum(lines, BLOCK_M)
                 pieces = splits + team_splits
@@ -179,17 +344,31 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
                 tl.debug_barrier()
                 came = 1
                 if split == 0:
-                    came = most_splits - tl.maximum(used, 1) + 1 + used * tl.where(in_team, _FIELD * _FIELD, _FIELD)
+                    came = (
+                        most_splits
+                        - tl.maximum(used, 1)
+                        + 1
+                        + used * tl.where(in_team, _FIELD * _FIELD, _FIELD)
+                    )
                 due = splits + tl.where(teamed > 0, team_splits, 0)
                 if SIZE > 1:
                     member = tl.arange(0, SIZE)
-                    counted = tl.load(table_ptr + entry * SIZE + member, mask=member < taken, other=-1)
+                    counted = tl.load(
+                        table_ptr + entry * SIZE + member, mask=member < taken, other=-1
+                    )
                     counted = tl.where(in_team, counted, tl.where(member == 0, entry, -1))
                     counter = arrived_ptr + counted * K + kv
-                    state = tl.atomic_add(counter, tl.full([SIZE], 0, tl.int32) + came, mask=counted >= 0) + came
+                    state = (
+                        tl.atomic_add(
+                            counter, tl.full([SIZE], 0, tl.int32) + came, mask=counted >= 0
+                        )
+                        + came
+                    )
                     state = tl.where((counted >= 0) & (state % _FIELD == due), state, 0)
                     tl.store(counter, 0, mask=state > 0)
-                    state = tl.sum(tl.where((line // lines)[:, None] == member[None, :], state[None, :], 0), 1)
+                    state = tl.sum(
+                        tl.where((line // lines)[:, None] == member[None, :], state[None, :], 0), 1
+                    )
                 else:
                     state = tl.atomic_add(arrived_ptr + unit, came) + came
                     state = tl.where(state % _FIELD == due, state, 0)
@@ -197,5 +376,18 @@ def attend(q_ptr, key_ptr, value_ptr, prompt_key_ptr, prompt_value_ptr, position
                         tl.store(arrived_ptr + unit, 0)
                     state = tl.where(inside, state, 0)
                 if tl.max(state, 0) > 0:
-                    _merge(part_ptr, peak_ptr, mass_ptr, out_ptr, places, cell, height, state, splits, D, PIECES, BLOCK_M,
-                           BLOCK_D)
+                    _merge(
+                        part_ptr,
+                        peak_ptr,
+                        mass_ptr,
+                        out_ptr,
+                        places,
+                        cell,
+                        height,
+                        state,
+                        splits,
+                        D,
+                        PIECES,
+                        BLOCK_M,
+                        BLOCK_D,
+                    )

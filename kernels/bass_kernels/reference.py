@@ -1,6 +1,8 @@
-"""The decoder's ops in plain torch: their definition, the CPU path, and the oracle of the kernel tests.
+"""The decoder's ops in plain torch: their definition, the CPU path, and the oracle of the kernel
+tests.
 
-Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and acceptance.
+Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sampling and
+acceptance.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,10 +31,12 @@ class Group(NamedTuple):
 
 
 class Teams(NamedTuple):
-    """On the device, which rows read one prompt span: the Triton kernels read its keys once for each tile of such rows.
+    """On the device, which rows read one prompt span: the Triton kernels read its keys once for
+    each tile of such rows.
 
-    member [B]: 1 for a row that is in a tile, else 0. tiles: by the most rows of a tile m, a table [N, m] of row numbers;
-    a row is in one tile of each table, and -1 stands where there is no row. All int32.
+    member [B]: 1 for a row that is in a tile, else 0. tiles: by the most rows of a tile m, a
+    table [N, m] of row numbers; a row is in one tile of each table, and -1 stands where there is
+    no row. All int32.
     """
 
     member: Tensor
@@ -42,12 +46,13 @@ class Teams(NamedTuple):
 class Segments(NamedTuple):
     """What each row of a pass may attend to: its prompt's span, then its own.
 
-    positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the length of its prompt
-    span. start [B]: where that span begins in the prompt store. All int64. groups and extent say the same on the host:
-    rows by prompt span (None: the host does not know), and an upper bound of own slots in use. Slots at positions beyond a
-    query's are not seen: what lies there, rejected drafts included, needs no erasing. extent 0 and no groups: the queries
-    stand in their prompt's span themselves, the host does not know where (a captured prefill). teams: the rows by prompt
-    span as the Triton kernels take them, or None.
+    positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the
+    length of its prompt span. start [B]: where that span begins in the prompt store. All int64.
+    groups and extent say the same on the host: rows by prompt span (None: the host does not
+    know), and an upper bound of own slots in use. Slots at positions beyond a query's are not
+    seen: what lies there, rejected drafts included, needs no erasing. extent 0 and no groups:
+    the queries stand in their prompt's span themselves, the host does not know where (a captured
+    prefill). teams: the rows by prompt span as the Triton kernels take them, or None.
     """
 
     positions: Tensor
@@ -59,46 +64,68 @@ class Segments(NamedTuple):
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
-    """Rows of weight [V, N] for tokens [...] int64 (those beyond V take the last), times scale: [..., N]."""
+    """Rows of weight [V, N] for tokens [...] int64 (those beyond V take the last), times scale:
+    [..., N]."""
     found = functional.embedding(tokens.clamp(max=len(weight) - 1), weight)
     return found if scale == 1.0 else found * torch.tensor(scale, dtype=weight.dtype)
 
 
-def norm(x: Tensor | None, residual: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float,
-         kind: str) -> tuple[Tensor, Tensor]:
-    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in the residual's dtype.
-    weight and bias [N]: in any dtype."""
+def norm(
+    x: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    kind: str,
+) -> tuple[Tensor, Tensor]:
+    """Add x [..., N] (if any) to the residual stream and normalise the sum: (normed, sum), in
+    the residual's dtype. weight and bias [N]: in any dtype."""
     if x is not None:
         residual = residual + x
     if kind == "layer":
         wide = residual.to(torch.promote_types(residual.dtype, weight.dtype))
         shift = None if bias is None else bias.to(wide.dtype)
-        return functional.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), shift, eps).to(residual.dtype), residual
+        return functional.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), shift, eps).to(
+            residual.dtype
+        ), residual
     return _rms(residual, weight, eps), residual
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
+        x.dtype
+    )
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
-    """silu, gelu, gelu_tanh or relu of x [..., N]; gated: of its first half, times its second half [..., N / 2]."""
+    """silu, gelu, gelu_tanh or relu of x [..., N]; gated: of its first half, times its second
+    half [..., N / 2]."""
     if gated:
         gate, up = x.chunk(2, dim=-1)
         return _ACTIVATIONS[kind](gate) * up
     return _ACTIVATIONS[kind](x)
 
 
-def rope_write(qkv: Tensor, angles: tuple[Tensor, Tensor] | None, slots: Tensor, own: tuple[Tensor, Tensor], *,
-               heads: int, norms: tuple[Tensor, Tensor] | None, eps: float) -> Tensor:
-    """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and v into `own`
-    ([B, K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
+def rope_write(
+    qkv: Tensor,
+    angles: tuple[Tensor, Tensor] | None,
+    slots: Tensor,
+    own: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and
+    v into `own` ([B, K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
 
-    What is not finite in a value is stored as 0, with NaN in the key's place: a query that sees the key is NaN, and one
-    that does not is not (to weigh a value of NaN with 0 would give NaN).
+    What is not finite in a value is stored as 0, with NaN in the key's place: a query that sees the
+    key is NaN, and one that does not is not (to weigh a value of NaN with 0 would give NaN).
 
-    angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, halves rotated against each other.
+    angles: cos and sin [B, W, R / 2] float32, for the first R of D dimensions, halves rotated
+    against each other.
     """
     keys, values = own
     kv_heads, size = keys.shape[1], keys.shape[3]
@@ -117,15 +144,27 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), dim=-1)
+    return torch.cat(
+        ((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest),
+        dim=-1,
+    )
 
 
-def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tensor], segments: Segments, *,
-              scale: float, window: int = 0) -> Tensor:
-    """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns [B, W, H D].
+def attention(
+    q: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    segments: Segments,
+    *,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns
+    [B, W, H D].
 
-    own: keys and values [B, K, S, D]; prompt: [K, T, D], each span read once for all of its group's rows. window: how
-    many of the latest positions a query sees, itself included; 0 for all.
+    own: keys and values [B, K, S, D]; prompt: [K, T, D], each span read once for all of its
+    group's rows. window: how many of the latest positions a query sees, itself included; 0 for
+    all.
     """
     keys, values = own
     (rows, width, _heads, size), kv_heads = q.shape, keys.shape[1]
@@ -137,10 +176,19 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
         total, _, mass = _gathered(q, prompt, segments, window, width, everywhere)
         return _finish(total / mass, width, keys.dtype)
     places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
-    total, peak, mass = _partial(q, keys[:, :, : segments.extent], values[:, :, : segments.extent],
-                                 _visible(segments.positions, places, window), width)
+    total, peak, mass = _partial(
+        q,
+        keys[:, :, : segments.extent],
+        values[:, :, : segments.extent],
+        _visible(segments.positions, places, window),
+        width,
+    )
     if segments.groups is None or _many_short(segments.groups, rows):
-        longest = everywhere if segments.groups is None else max(group.length for group in segments.groups)
+        longest = (
+            everywhere
+            if segments.groups is None
+            else max(group.length for group in segments.groups)
+        )
         part = _gathered(q, prompt, segments, window, width, longest)
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
         return _finish(total / mass, width, keys.dtype)
@@ -149,7 +197,11 @@ def attention(q: Tensor, own: tuple[Tensor, Tensor], prompt: tuple[Tensor, Tenso
         mask = None
         if window:
             positions = segments.positions[group.rows]
-            mask = _visible(positions, torch.arange(group.length, device=q.device).expand(len(positions), -1), window)
+            mask = _visible(
+                positions,
+                torch.arange(group.length, device=q.device).expand(len(positions), -1),
+                window,
+            )
         part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
     return _finish(total / mass, width, keys.dtype)
@@ -163,19 +215,32 @@ def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _many_short(groups: tuple[Group, ...], rows: int) -> bool:
-    """Whether to copy the prompts' spans into one padded block: many short ones cost more in launches than in bytes."""
+    """Whether to copy the prompts' spans into one padded block: many short ones cost more in
+    launches than in bytes."""
     if len(groups) <= 2:
         return False
     return rows * max(group.length for group in groups) <= _GATHERED
 
 
-def _gathered(q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int,
-              longest: int) -> tuple[Tensor, Tensor, Tensor]:
+def _gathered(
+    q: Tensor,
+    prompt: tuple[Tensor, Tensor],
+    segments: Segments,
+    window: int,
+    width: int,
+    longest: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """`_partial` over every row's prompt span, all padded to the longest."""
     places = torch.arange(longest, device=q.device).expand(len(segments.base), -1)
-    index = segments.start[:, None] + torch.minimum(places, (segments.base[:, None] - 1).clamp(min=0))
-    visible = _visible(segments.positions, places, window) & (places < segments.base[:, None])[:, None]
-    return _partial(q, prompt[0][:, index].transpose(0, 1), prompt[1][:, index].transpose(0, 1), visible, width)
+    index = segments.start[:, None] + torch.minimum(
+        places, (segments.base[:, None] - 1).clamp(min=0)
+    )
+    visible = (
+        _visible(segments.positions, places, window) & (places < segments.base[:, None])[:, None]
+    )
+    return _partial(
+        q, prompt[0][:, index].transpose(0, 1), prompt[1][:, index].transpose(0, 1), visible, width
+    )
 
 
 def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
@@ -184,18 +249,25 @@ def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
     return (ahead >= 0) & (ahead < window) if window else ahead >= 0
 
 
-def _partial(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unnormalised attention over one segment: weighted sum [B, K, M, D], maximum score and mass [B, K, M, 1].
+def _partial(
+    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised attention over one segment: weighted sum [B, K, M, D], maximum score and mass
+    [B, K, M, 1].
 
-    q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D] for one span read by all rows.
+    q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D] for one span
+    read by all rows.
     """
     rows, kv_heads, queries, size = q.shape
     if shared := keys.dim() == 3:
         q = q.transpose(0, 1).reshape(kv_heads, rows * queries, size)
     scores = q @ keys.float().transpose(-1, -2)
     if mask is not None:
-        grid = scores.view(kv_heads, rows, width, -1, scores.shape[-1]).transpose(0, 1) if shared else \
-            scores.view(rows, kv_heads, width, -1, scores.shape[-1])
+        grid = (
+            scores.view(kv_heads, rows, width, -1, scores.shape[-1]).transpose(0, 1)
+            if shared
+            else scores.view(rows, kv_heads, width, -1, scores.shape[-1])
+        )
         grid.masked_fill_(~mask[:, None, :, None, :], _MASKED)
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores.sub_(peak))
@@ -205,8 +277,9 @@ def _partial(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width
     return part
 
 
-def _merge(whole: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor],
-           rows: slice | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _merge(
+    whole: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor], rows: slice | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Fold a segment's partial result into those of the given rows."""
     total, peak, mass = (t[rows] for t in whole)
     high = torch.maximum(peak, part[1])

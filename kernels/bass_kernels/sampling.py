@@ -1,10 +1,11 @@
 """From logits to laws and draws, in plain torch: temperature, top-k, top-p, and the noisy argmax.
 
-The processed law of a row: softmax(logits / T) over the tokens kept by top-k, then top-p; one-hot at the first
-maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does not depend on a sort's order.
+The processed law of a row: softmax(logits / T) over the tokens kept by top-k, then top-p; one-hot
+at the first maximum for T = 0. Tokens that tie with the last kept one are kept too, so the law does
+not depend on a sort's order.
 
-Logits of -inf are tokens that cannot come. A row that is not sound (some logit is NaN or +inf, or all are -inf) has no law:
-the token is any of the vocabulary then, and its log-probability NaN or -inf, which it is in no other case.
+A logit of -inf is a token that cannot come. A row that is not sound (NaN, +inf, or all -inf) has
+no law: its token is any, with a log-probability of NaN or -inf, as in no other case.
 """
 
 from typing import NamedTuple
@@ -16,40 +17,61 @@ from .noise import SHARED, bits, bits_all, gumbel
 
 
 class Law(NamedTuple):
-    """Processed laws over V tokens as an op leaves them for another one. values [..., V]: the probabilities, float32; or
-    with edges [..., FIELDS] (truncation.py) the logits from which any of them can be computed."""
+    """Processed laws over V tokens as an op leaves them for another one. values [..., V]: the
+    probabilities, float32; or with edges [..., FIELDS] (truncation.py) the logits from which any
+    of them can be computed."""
 
     values: Tensor
     edges: Tensor | None = None
 
 
 COLDEST, HOTTEST = 1e-30, 1e30
-"""Temperatures below COLDEST are 0: logits of some hundreds divided by 1e-36 are infinite in float32, and noise changes
-nothing below 1e-9. Those above HOTTEST are HOTTEST: a GPU's division by more than 8e37 gives 0, and at either all kept
-tokens are equally likely."""
+"""Temperatures below COLDEST are 0: logits of some hundreds divided by 1e-36 are infinite in
+float32, and noise changes nothing below 1e-9. Those above HOTTEST are HOTTEST: a GPU's division by
+more than 8e37 gives 0, and at either all kept tokens are equally likely."""
 _FIRST_LOOK = 128  # how many of the largest logits are sorted before more are
 
 
-def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
-    """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the SHARED stream, where p
-    is the processed law. temperature, top_p [N] float32; top_k, positions [N], keys [N, 2] int64."""
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the
+    SHARED stream, where p is the processed law. temperature, top_p [N] float32; top_k, positions
+    [N], keys [N, 2] int64."""
     temperature = _settled(temperature)
     if not bool((temperature > 0).any()):
         return logits.argmax(-1)
     scaled = _scale(logits, temperature)
     if not bool(((top_k > 0) | (top_p < 1.0) | (temperature == 0)).any()):
-        return (scaled + gumbel(bits_all(keys, positions, scaled.shape[1], stream=SHARED))).argmax(-1)
-    rows, tokens = (scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]).nonzero(as_tuple=True)
+        return (scaled + gumbel(bits_all(keys, positions, scaled.shape[1], stream=SHARED))).argmax(
+            -1
+        )
+    rows, tokens = (scaled >= _threshold(scaled, temperature, top_k, top_p)[:, None]).nonzero(
+        as_tuple=True
+    )
     noise = gumbel(bits(keys[rows], positions[rows], tokens, stream=SHARED))
     scores = scaled[rows, tokens] + torch.where(temperature[rows] > 0, noise, 0.0)
     best = scores.new_full(temperature.shape, -torch.inf).scatter_reduce(0, rows, scores, "amax")
     first = torch.where(scores == best[rows], tokens, scaled.shape[1])
     found = torch.full_like(positions, scaled.shape[1]).scatter_reduce(0, rows, first, "amin")
-    return found.clamp(max=scaled.shape[1] - 1)  # none is as good as the best in rows that are not sound
+    return found.clamp(
+        max=scaled.shape[1] - 1
+    )  # none is as good as the best in rows that are not sound
 
 
-def sample_scored(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor,
-                  positions: Tensor) -> tuple[Tensor, Tensor]:
+def sample_scored(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
     """`sample`'s tokens [N] with their `log_probability` [N]."""
     tokens = sample(logits, temperature, top_k, top_p, keys, positions)
     return tokens, log_probability(logits, tokens)
@@ -65,18 +87,26 @@ def process(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -
     return torch.where(temperature[:, None] > 0, law, greedy)
 
 
-def draw(law: Tensor, keys: Tensor, positions: Tensor, *, stream: Tensor | int, origin: Tensor | int = 0) -> Tensor:
-    """One token [N] int64 from each law [N, V] (it need not be normalised), by Gumbel noise of `stream`."""
+def draw(
+    law: Tensor, keys: Tensor, positions: Tensor, *, stream: Tensor | int, origin: Tensor | int = 0
+) -> Tensor:
+    """One token [N] int64 from each law [N, V] (it need not be normalised), by Gumbel noise of
+    `stream`."""
     start = origin if isinstance(origin, Tensor) else torch.full_like(positions, origin)
     which = stream if isinstance(stream, Tensor) else torch.full_like(positions, stream)
     rows, tokens = (law > 0).nonzero(as_tuple=True)
-    noise = gumbel(bits(keys[rows], positions[rows], tokens, stream=which[rows], origin=start[rows]))
-    scores = torch.full_like(law, -torch.inf).index_put((rows, tokens), law[rows, tokens].log() + noise)
+    noise = gumbel(
+        bits(keys[rows], positions[rows], tokens, stream=which[rows], origin=start[rows])
+    )
+    scores = torch.full_like(law, -torch.inf).index_put(
+        (rows, tokens), law[rows, tokens].log() + noise
+    )
     return scores.argmax(-1)
 
 
 def log_probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits)[tokens] [...] float32 for logits [..., V] and tokens [...]: at T = 1, without truncation."""
+    """log softmax(logits)[tokens] [...] float32 for logits [..., V] and tokens [...]: at T = 1,
+    without truncation."""
     wide = logits.float()
     return wide.gather(-1, tokens[..., None]).squeeze(-1) - wide.logsumexp(-1)
 
@@ -98,7 +128,9 @@ def _threshold(scaled: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     rest = scaled.logsumexp(-1)
     while True:
         top = scaled.topk(look, dim=-1).values
-        least = torch.where(top_k > 0, top.gather(1, (top_k.clamp(1, look) - 1)[:, None])[:, 0], -torch.inf)
+        least = torch.where(
+            top_k > 0, top.gather(1, (top_k.clamp(1, look) - 1)[:, None])[:, 0], -torch.inf
+        )
         least = torch.where(temperature > 0, least, top[:, 0])
         limited = least > -torch.inf
         mass = rest

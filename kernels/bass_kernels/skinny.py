@@ -1,5 +1,5 @@
-"""Triton: the product of a few rows with a weight matrix, added to the residual stream, bound by the reading of the
-weights. Definition: fused.py.
+"""Triton: the product of a few rows with a weight matrix, added to the residual stream, bound by
+the reading of the weights. Definition: fused.py.
 """
 
 import torch
@@ -15,7 +15,8 @@ _TILES = 264  # work for two programs on each processor of a large card
 
 
 def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """residual + x W^T + bias: [..., N] for x [..., K] of at most MOST_ROWS rows and weight [N, K]."""
+    """residual + x W^T + bias: [..., N] for x [..., K] of at most MOST_ROWS rows and weight [N,
+    K]."""
     columns, depth = weight.shape
     rows = x.numel() // depth
     out = torch.empty_like(residual)
@@ -27,23 +28,59 @@ def stream(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> 
         arrived = counters(x.device, tiles)
     share = triton.cdiv(triton.cdiv(depth, _DEPTH), splits) * _DEPTH
     _stream[(tiles, splits)](
-        x.contiguous(), weight, weight if bias is None else bias, residual.contiguous(), out, parts, arrived, rows, columns,
-        depth, share, BIAS=bias is not None, SPLITS=splits, BLOCK_M=MOST_ROWS, BLOCK_N=_COLUMNS, BLOCK_K=_DEPTH,
-        EVEN=depth % _DEPTH == 0 and columns % _COLUMNS == 0, WIDE="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=2, num_stages=_stages(weight))
+        x.contiguous(),
+        weight,
+        weight if bias is None else bias,
+        residual.contiguous(),
+        out,
+        parts,
+        arrived,
+        rows,
+        columns,
+        depth,
+        share,
+        BIAS=bias is not None,
+        SPLITS=splits,
+        BLOCK_M=MOST_ROWS,
+        BLOCK_N=_COLUMNS,
+        BLOCK_K=_DEPTH,
+        EVEN=depth % _DEPTH == 0 and columns % _COLUMNS == 0,
+        WIDE="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=2,
+        num_stages=_stages(weight),
+    )
     return out
 
 
 def _stages(weight: Tensor) -> int:
     """Five, or as many as fit."""
     tile = (MOST_ROWS + _COLUMNS) * _DEPTH * weight.element_size()
-    return fitting(range(5, 1, -1), lambda stages: tile * (stages - 1) + SPARE, card(weight.device).shared)
+    return fitting(
+        range(5, 1, -1), lambda stages: tile * (stages - 1) + SPARE, card(weight.device).shared
+    )
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _stream(x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, arrived_ptr, rows, columns, depth, share,
-            BIAS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-            EVEN: tl.constexpr, WIDE: tl.constexpr):
+def _stream(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    part_ptr,
+    arrived_ptr,
+    rows,
+    columns,
+    depth,
+    share,
+    BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     tile, split = tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     line = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -60,14 +97,22 @@ def _stream(x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, arrive
             w = tl.load(weights, eviction_policy="evict_first")
         else:
             inside = at < depth
-            x = tl.load(x_ptr + row[:, None] * depth + at[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+            x = tl.load(
+                x_ptr + row[:, None] * depth + at[None, :],
+                mask=real[:, None] & inside[None, :],
+                other=0.0,
+            )
             w = tl.load(weights, mask=(line < columns)[:, None] & inside[None, :], other=0.0)
         total = tl.dot(x, tl.trans(w), total, input_precision=WIDE)
     place = row[:, None] * columns + line[None, :]
     mask = real[:, None] & (line < columns)[None, :]
     last = True
     if SPLITS > 1:
-        cell = row[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :] + tile * SPLITS * BLOCK_M * BLOCK_N
+        cell = (
+            row[:, None] * BLOCK_N
+            + tl.arange(0, BLOCK_N)[None, :]
+            + tile * SPLITS * BLOCK_M * BLOCK_N
+        )
         tl.store(part_ptr + cell + split * BLOCK_M * BLOCK_N, total)
         tl.debug_barrier()
         last = tl.atomic_add(arrived_ptr + tile, 1) == SPLITS - 1
@@ -78,6 +123,8 @@ def _stream(x_ptr, weight_ptr, bias_ptr, residual_ptr, out_ptr, part_ptr, arrive
             tl.store(arrived_ptr + tile, 0)
     if last:
         if BIAS:
-            total += tl.load(bias_ptr + line, mask=line < columns, other=0.0).to(tl.float32)[None, :]
+            total += tl.load(bias_ptr + line, mask=line < columns, other=0.0).to(tl.float32)[
+                None, :
+            ]
         total += tl.load(residual_ptr + place, mask=mask, other=0.0).to(tl.float32)
         tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,34 +1,66 @@
-"""Triton: what one program does of a product of a few tokens with a weight matrix, for products.py."""
+"""Triton: what one program does of a product of a few tokens with a weight matrix, for
+products.py."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def sums(x_ptr, weight_ptr, first, end, low, high, count, SECOND: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr,
-          N: tl.constexpr, DEEP: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr):
-    """[M, N] float32: tokens' x [., DEPTH] times lines first to end of a weight matrix [., DEPTH], from low to high; and
-    the same for the lines SECOND further on, if SECOND is not 0."""
+def sums(
+    x_ptr,
+    weight_ptr,
+    first,
+    end,
+    low,
+    high,
+    count,
+    SECOND: tl.constexpr,
+    DEPTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    DEEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """[M, N] float32: tokens' x [., DEPTH] times lines first to end of a weight matrix [.,
+    DEPTH], from low to high; and the same for the lines SECOND further on, if SECOND is not 0."""
     row, line, place = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DEEP)
     weight_ptr += first.to(tl.int64) * DEPTH  # offsets from here fit 32 bits
     one, two = tl.zeros([M, N], tl.float32), tl.zeros([M, N], tl.float32)
     for start in tl.range(low, high, DEEP, num_stages=STAGES):
         real, there = (row < count)[:, None], (line < end - first)[:, None]
         if DEPTH % DEEP != 0:
-            real, there = real & (start + place < high)[None, :], there & (start + place < high)[None, :]
+            real, there = (
+                real & (start + place < high)[None, :],
+                there & (start + place < high)[None, :],
+            )
         x = tl.load(x_ptr + start + row[:, None] * DEPTH + place[None, :], mask=real, other=0.0)
-        w = tl.load(weight_ptr + start + line[:, None] * DEPTH + place[None, :], mask=there, other=0.0,
-                    eviction_policy="evict_first")
+        w = tl.load(
+            weight_ptr + start + line[:, None] * DEPTH + place[None, :],
+            mask=there,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         one = tl.dot(x, tl.trans(w), one, input_precision=WIDE)
         if SECOND > 0:
-            w = tl.load(weight_ptr + SECOND * DEPTH + start + line[:, None] * DEPTH + place[None, :], mask=there, other=0.0,
-                        eviction_policy="evict_first")
+            w = tl.load(
+                weight_ptr + SECOND * DEPTH + start + line[:, None] * DEPTH + place[None, :],
+                mask=there,
+                other=0.0,
+                eviction_policy="evict_first",
+            )
             two = tl.dot(x, tl.trans(w), two, input_precision=WIDE)
     return one, two
 
 
 @triton.jit
-def part(LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SPLITS: tl.constexpr, DEEP: tl.constexpr):
+def part(
+    LINES: tl.constexpr,
+    DEPTH: tl.constexpr,
+    EACH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEEP: tl.constexpr,
+):
     """This program's part of a product: its tile, lines first to end, and the depth low to high."""
     tile = tl.program_id(0)
     low, high = 0, DEPTH
@@ -40,8 +72,11 @@ def part(LINES: tl.constexpr, DEPTH: tl.constexpr, EACH: tl.constexpr, SPLITS: t
 
 
 @triton.jit
-def complete(total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr):
-    """For the last split of a tile to come: the sum of all, in this order whoever came last. Else the same, and False."""
+def complete(
+    total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr
+):
+    """For the last split of a tile to come: the sum of all, in this order whoever came last.
+    Else the same, and False."""
     last = True
     if SPLITS > 1:
         cell = tile * SPLITS * M * N + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
@@ -57,9 +92,22 @@ def complete(total, part_ptr, arrived_ptr, tile, M: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def give(value, weight, residual_ptr, x_ptr, square_ptr, tile, first, end, count, WIDTH: tl.constexpr, M: tl.constexpr,
-          N: tl.constexpr):
-    """Store a tile of the residual stream: as it is, times the next norm's weight, and its sum of squares."""
+def give(
+    value,
+    weight,
+    residual_ptr,
+    x_ptr,
+    square_ptr,
+    tile,
+    first,
+    end,
+    count,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Store a tile of the residual stream: as it is, times the next norm's weight, and its sum
+    of squares."""
     row, line = tl.arange(0, M), first + tl.arange(0, N)
     inside = (row < count)[:, None] & (line < end)[None, :]
     value = tl.where(inside, value, 0.0)
@@ -73,4 +121,8 @@ def give(value, weight, residual_ptr, x_ptr, square_ptr, tile, first, end, count
 def squares(square_ptr, TILES: tl.constexpr, M: tl.constexpr):
     """The tiles' sums of squares [tiles, M], to be summed later, when they have come."""
     tile = tl.arange(0, triton.next_power_of_2(TILES))
-    return tl.load(square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :], mask=(tile < TILES)[:, None], other=0.0)
+    return tl.load(
+        square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :],
+        mask=(tile < TILES)[:, None],
+        other=0.0,
+    )

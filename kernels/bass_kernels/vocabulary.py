@@ -7,7 +7,9 @@ import triton.language as tl
 from .sampling import COLDEST, HOTTEST
 
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least float32 that is finite: a peak before any logit was seen
+LOWEST = tl.constexpr(
+    -3.4028234663852886e38
+)  # the least float32 that is finite: a peak before any logit was seen
 
 
 @triton.jit
@@ -25,7 +27,8 @@ def philox(c0, c1, c2, c3, key_0, key_1):
 
 @triton.jit
 def gumbel(first, key_0, key_1, position, origin, stream, BLOCK: tl.constexpr):
-    """Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4 (noise.py)."""
+    """Gumbel noise of a stream for tokens first to first + BLOCK; first is a multiple of 4
+    (noise.py)."""
     block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     zero = block * 0
     c0, c1, c2, c3 = philox(block, zero + position, zero + origin, zero + stream, key_0, key_1)
@@ -71,23 +74,45 @@ def better(score, token, x, scores, tokens, xs):
 
 @triton.jit
 def read(logits_ptr, row, first, vocab, divisor, BLOCK: tl.constexpr):
-    """A block of a row's tokens, and their logits scaled and as they are; -inf beyond the vocabulary."""
+    """A block of a row's tokens, and their logits scaled and as they are; -inf beyond the
+    vocabulary."""
     tokens = first + tl.arange(0, BLOCK)
-    raw = tl.load(logits_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    raw = tl.load(
+        logits_ptr + row.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=-float("inf")
+    ).to(tl.float32)
     return tokens, raw / divisor, raw
 
 
 @triton.jit
-def everything(logits_ptr, row, start, end, vocab, temperature, divisor, key_0, key_1, position, BLOCK: tl.constexpr):
-    """The best candidate of tokens start to end, their peak, and their mass relative to that, processed and raw."""
+def everything(
+    logits_ptr,
+    row,
+    start,
+    end,
+    vocab,
+    temperature,
+    divisor,
+    key_0,
+    key_1,
+    position,
+    BLOCK: tl.constexpr,
+):
+    """The best candidate of tokens start to end, their peak, and their mass relative to that,
+    processed and raw."""
     score, token, best_x = nobody()
-    peak, mass, raw_mass = tl.full([], LOWEST, tl.float32), tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    peak, mass, raw_mass = (
+        tl.full([], LOWEST, tl.float32),
+        tl.full([], 0.0, tl.float32),
+        tl.full([], 0.0, tl.float32),
+    )
     for first in range(start, end, BLOCK):
         tokens, x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         most = tl.max(x, 0)
         top = tl.maximum(peak, most)
         mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
-        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(tl.exp(raw - top * divisor), 0)
+        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(
+            tl.exp(raw - top * divisor), 0
+        )
         peak = top
         scores = x
         if temperature > 0:
@@ -109,13 +134,20 @@ def mass_above(logits_ptr, row, start, end, vocab, divisor, x, peak, BLOCK: tl.c
 
 
 @triton.jit
-def best_above(logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr):
-    """The best candidate among those of the tokens start to end whose scaled logit is larger than x."""
+def best_above(
+    logits_ptr, row, start, end, vocab, divisor, key_0, key_1, position, x, BLOCK: tl.constexpr
+):
+    """The best candidate among those of the tokens start to end whose scaled logit is larger
+    than x."""
     score, token, best_x = nobody()
     for first in range(start, end, BLOCK):
         tokens, values, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         if tl.max(values, 0) > x:
-            noisy = tl.where(values > x, values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK), -float("inf"))
+            noisy = tl.where(
+                values > x,
+                values + gumbel(first, key_0, key_1, position, 0, 0, BLOCK),
+                -float("inf"),
+            )
             score, token, best_x = better(score, token, best_x, noisy, tokens, values)
     return score, token, best_x
 
@@ -129,7 +161,8 @@ def order(x):
 
 @triton.jit
 def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
-    """The mass of the top_k largest and of what ties with the last of them, by bisection on the bits."""
+    """The mass of the top_k largest and of what ties with the last of them, by bisection on the
+    bits."""
     low, high = tl.full([], -2147483648, tl.int64), tl.full([], 2147483647, tl.int64)
     for _step in range(32):  # the largest value that at least top_k reach
         middle = (low + high + 1) >> 1
@@ -137,7 +170,10 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
         for first in range(0, vocab, BLOCK):
             tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
             count += tl.sum(((order(x) >= middle) & (tokens < vocab)).to(tl.int32), 0)
-        low, high = tl.where(count >= top_k, middle, low), tl.where(count >= top_k, high, middle - 1)
+        low, high = (
+            tl.where(count >= top_k, middle, low),
+            tl.where(count >= top_k, high, middle - 1),
+        )
     mass = tl.full([], 0.0, tl.float32)
     for first in range(0, vocab, BLOCK):
         _tokens, x, _raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
@@ -147,16 +183,21 @@ def top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK: tl.constexpr):
 
 @triton.jit
 def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
-    """What `probability` needs to know of a law, by row(s): divisor, threshold, peak, mass, the only token or -1."""
+    """What `probability` needs to know of a law, by row(s): divisor, threshold, peak, mass, the
+    only token or -1."""
     at = edges_ptr + row * FIELDS
-    divisor, threshold = tl.load(at, mask=inside, other=1.0), tl.load(at + 1, mask=inside, other=0.0)
+    divisor, threshold = (
+        tl.load(at, mask=inside, other=1.0),
+        tl.load(at + 1, mask=inside, other=0.0),
+    )
     peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
     return divisor, threshold, peak, mass, tl.load(at + 4, mask=inside, other=-1.0).to(tl.int32)
 
 
 @triton.jit
 def probability(raw, tokens, divisor, threshold, peak, mass, only):
-    """The processed law of tokens with these logits: the one arithmetic for draws, tests and residuals."""
+    """The processed law of tokens with these logits: the one arithmetic for draws, tests and
+    residuals."""
     x = raw / divisor
     kept = tl.where(x >= threshold, tl.exp(x - peak) / mass, 0.0)
     return tl.where(only < 0, kept, (tokens == only).to(tl.float32))

@@ -1,4 +1,5 @@
-"""`bass bench` on tiny models on the CPU: what acceptance it measures, what its document says, what its figures mean."""
+"""`bass bench` on tiny models on the CPU: what acceptance it measures, what its document says,
+what its figures mean."""
 
 from __future__ import annotations
 
@@ -58,7 +59,14 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**given: Any) -> Any:
-    small = {"prompt_tokens": 12, "new_tokens": 12, "repeats": 1, "device": "cpu", "batch_sizes": "3", "methods": "3"}
+    small = {
+        "prompt_tokens": 12,
+        "new_tokens": 12,
+        "repeats": 1,
+        "device": "cpu",
+        "batch_sizes": "3",
+        "methods": "3",
+    }
     return make_settings(BenchArgs(**small | given))
 
 
@@ -77,7 +85,11 @@ def bench(*arguments: str) -> Any:
 
 
 def run_of(*steps: tuple[float, int, dict[int, int]], tokens: int = 4, rows: int = 2) -> Run:
-    return Run(tuple(Step(e, w, tuple(kept), tuple(kept.values())) for e, w, kept in steps), (10, 20)[:rows], tokens)
+    return Run(
+        tuple(Step(e, w, tuple(kept), tuple(kept.values())) for e, w, kept in steps),
+        (10, 20)[:rows],
+        tokens,
+    )
 
 
 RAGGED = run_of((1.0, 2, {0: 2, 1: 0}), (3.0, 2, {0: 1, 1: 1}), (4.5, 1, {1: 1}))
@@ -96,7 +108,9 @@ def test_acceptance_is_counted_over_rows_and_rounds() -> None:
     found = counts(RAGGED)
     assert found.rounds == 3
     assert found.rate == pytest.approx(5 / 9)  # 2 + 0 + 1 + 1 + 1 of 2 rows x 2, twice, and 1
-    assert found.trials == pytest.approx(5 / 8)  # three rejections: row 1 at once, and both rows after one
+    assert found.trials == pytest.approx(
+        5 / 8
+    )  # three rejections: row 1 at once, and both rows after one
     assert found.mean == pytest.approx(1.0)
     plain = counts(run_of(*((float(i + 1), 0, {0: 0}) for i in range(4)), rows=1))
     assert (plain.rounds, plain.rate, plain.trials, plain.mean) == (4, None, None, 0.0)
@@ -111,7 +125,8 @@ def test_rounds_of_a_length_count_only_while_all_rows_are_live() -> None:
 def test_the_work_of_a_pass() -> None:
     cost = Cost(body=10, head=5, item=2, keys=4, attention=8, windows=(0, 3))
     found = pass_work(cost, contexts=[7, 2], shared=1, fed=2, logits=1)
-    # Weights once; layer 0 reads 7 + 2 - 1 positions, layer 1 3 + 2. Products: 2 rows x (2 x 10 + 5) x 2.
+    # Weights once; layer 0 reads 7 + 2 - 1 positions, layer 1 3 + 2. Products: 2 rows x (2 x 10
+    # + 5) x 2.
     assert found == Work(15 * 2 + (8 + 5) * 4 * 2, 100 + 8 * 2 * (9 + 5))
 
 
@@ -122,11 +137,15 @@ def test_the_floor_follows_the_rounds() -> None:
     assert found.work.bytes == 330
     with_draft = needs(RAGGED, target, Cost(40, 0, 1, 0, 0, (0,)), samples=1, ceilings=ceilings)
     assert with_draft.ends == pytest.approx((19.0, 38.0, 53.0))  # and 2, 2 and 1 steps of 40 bytes
-    slow = Ceilings(1e9, 10.0, "known")  # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
+    slow = Ceilings(
+        1e9, 10.0, "known"
+    )  # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
     assert needs(RAGGED, target, None, samples=1, ceilings=slow).ends[0] == pytest.approx(132.0)
     keys = Cost(0, 0, 1, 1, 0, (0,))
     apart = needs(RAGGED, keys, None, samples=1, ceilings=ceilings).work.bytes
-    together = needs(RAGGED._replace(contexts=(10, 10)), keys, None, samples=2, ceilings=ceilings).work.bytes
+    together = needs(
+        RAGGED._replace(contexts=(10, 10)), keys, None, samples=2, ceilings=ceilings
+    ).work.bytes
     assert apart == (10 + 20) + (13 + 21) + 23
     assert together == 10 + 0 + (13 + 11 - 10) + 13
 
@@ -154,7 +173,10 @@ def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
 
 def test_random_weights_give_logits_of_the_spread_that_was_meant() -> None:
     spec = spec_of("tiny", option="--shape", vocab=3000)
-    first, second = (random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=seed) for seed in (3, 3))
+    first, second = (
+        random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
+        for seed in (3, 3)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert torch.equal(first["layers.0.norm1.weight"], torch.ones(spec.width))
     assert first["layers.3.down.weight"].std().item() == pytest.approx(80**-0.5, rel=0.1)
@@ -178,13 +200,17 @@ def test_tied_heads_and_scaled_layers() -> None:
     before = {name: weight.clone() for name, weight in weights.items()}
     scale_layers(weights, opt, first=9, scale=0.5)
     changed = {name for name in weights if not torch.equal(weights[name], before[name])}
-    assert changed == {f"layers.{i}.{name}.weight" for i in (9, 10, 11) for name in ("o", "down")} | {"layers.9.down.bias"}
+    assert changed == {
+        f"layers.{i}.{name}.weight" for i in (9, 10, 11) for name in ("o", "down")
+    } | {"layers.9.down.bias"}
     assert torch.equal(weights["layers.10.o.weight"], before["layers.10.o.weight"] * 0.5)
 
 
 def test_the_cost_of_a_decoder_counts_the_layers_it_runs() -> None:
     spec = spec_of("tiny", option="--shape")
-    whole = Decoder(spec, random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=0))
+    whole = Decoder(
+        spec, random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=0)
+    )
     cost, half = cost_of(whole), cost_of(whole.keep_layers([0, 1]))
     norms = (2 * spec.layers + 1) * spec.width
     assert cost.body + 2 * cost.head + norms == count_parameters(spec)
@@ -231,12 +257,16 @@ def test_acceptance_set_to_none_and_all(chance: float, mean: float, rounds: int)
 
 def test_acceptance_set_to_a_chance() -> None:
     cell = measured(**SET, batch_sizes="4", methods="4", new_tokens=160)["4"]
-    assert cell["acceptance_per_trial"] == pytest.approx(0.7, abs=0.06)  # about 800 trials: four standard deviations
+    assert cell["acceptance_per_trial"] == pytest.approx(
+        0.7, abs=0.06
+    )  # about 800 trials: four standard deviations
     assert cell["mean_accepted"] == pytest.approx(0.7 + 0.7**2 + 0.7**3 + 0.7**4, abs=0.25)
 
 
 def test_scaled_layers_make_acceptance_real_and_adjustable() -> None:
-    rates = [measured(**SCALED | {"scale": scale})["3"]["acceptance_rate"] for scale in (0.0, 0.2, 1.0)]
+    rates = [
+        measured(**SCALED | {"scale": scale})["3"]["acceptance_rate"] for scale in (0.0, 0.2, 1.0)
+    ]
     assert rates[0] == 1.0
     assert 0.2 < rates[1] < 1.0
     assert rates[2] < rates[1]
@@ -251,20 +281,31 @@ def test_greedy_speculation_on_scaled_layers_is_plain_decoding() -> None:
     rows, again = (rows_for(prompts, 3, wanted, temperature=0.0) for _ in range(2))
     found = gate.check(loops, models, rows, again)
     assert (found.passed, found.strict, found.rows_equal, found.tokens_equal) == (True, True, 3, 36)
-    assert sum(row.accepted for row in again) not in (0, sum(row.drafted for row in again))  # drafts were wrong at times
+    assert sum(row.accepted for row in again) not in (
+        0,
+        sum(row.drafted for row in again),
+    )  # drafts were wrong at times
     other = rows_for(prompts[::-1], 3, wanted, temperature=0.0)
     failed = gate.check(loops, models, rows_for(prompts, 3, wanted, temperature=0.0), other)
-    assert (failed.passed, failed.rows, failed.rows_equal) == (False, 3, 1)  # the middle prompt is the same
+    assert (failed.passed, failed.rows, failed.rows_equal) == (
+        False,
+        3,
+        1,
+    )  # the middle prompt is the same
 
 
 def test_logits_that_are_no_numbers_fail_the_gate() -> None:
     wanted = settings(shape="tiny", methods="plain")
     prompts = prompts_for(wanted, None)
     for broken, due in ((1.0, True), (float("nan"), False)):
-        weights = random_weights(SHAPES["tiny"](None), dtype=torch.float32, device=torch.device("cpu"), seed=0)
+        weights = random_weights(
+            SHAPES["tiny"](None), dtype=torch.float32, device=torch.device("cpu"), seed=0
+        )
         weights["layers.2.norm1.weight"][5] *= broken
         models = Models("plain", "", Decoder(SHAPES["tiny"](None), weights), None, None)
-        found = gate.check(build_loops(models, wanted, context=60), models, rows_for(prompts, 3, wanted), [])
+        found = gate.check(
+            build_loops(models, wanted, context=60), models, rows_for(prompts, 3, wanted), []
+        )
         assert (found.finite, found.passed) == (due, due)
 
 
@@ -295,7 +336,11 @@ def test_a_drafter_on_the_host_gets_rows_for_dummies() -> None:
     loop = build_loops(build_models(settings(**SCALED), None), settings(**SCALED), context=60).plain
     drafts = torch.tensor([[5, 6], [7, 8]])
     loop.batch.pad(3)
-    assert _for_all_rows(Proposal(drafts, None), loop.batch).tokens.tolist() == [[5, 6], [7, 8], [0, 0]]
+    assert _for_all_rows(Proposal(drafts, None), loop.batch).tokens.tolist() == [
+        [5, 6],
+        [7, 8],
+        [0, 0],
+    ]
     loop.batch.pad(2)
     assert _for_all_rows(Proposal(drafts, None), loop.batch).tokens is drafts
 
@@ -312,28 +357,70 @@ CELL: dict[str, Any] = {
 
 
 def test_the_document() -> None:
-    result = bench("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.6", "--batch-sizes", "3,1",
-                   "--methods", "2,bass,auto", *SMALL)
+    result = bench(
+        "--shape",
+        "tiny",
+        "--draft-shape",
+        "tiny",
+        "--acceptance",
+        "0.6",
+        "--batch-sizes",
+        "3,1",
+        "--methods",
+        "2,bass,auto",
+        *SMALL,
+    )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
-    assert list(document) == ["machine", "pair", "settings", "gate", "captures", "cells", "controllers", "repeats",
-                              "failures"]
-    assert [document["repeats"][key] for key in ("done", "missing", "missing_seconds")] == [2, [], 0]
+    assert list(document) == [
+        "machine",
+        "pair",
+        "settings",
+        "gate",
+        "captures",
+        "cells",
+        "controllers",
+        "repeats",
+        "failures",
+    ]
+    assert [document["repeats"][key] for key in ("done", "missing", "missing_seconds")] == [
+        2,
+        [],
+        0,
+    ]
     assert document["pair"]["kind"] == "acceptance set"
     assert "acceptance set to 0.6" in document["pair"]["label"]
-    assert document["gate"] == {"finite": True, "strict": True, "rows": None, "rows_equal": None, "tokens": None,
-                                "tokens_equal": None, "passed": True}
+    assert document["gate"] == {
+        "finite": True,
+        "strict": True,
+        "rows": None,
+        "rows_equal": None,
+        "tokens": None,
+        "tokens_equal": None,
+        "passed": True,
+    }
     assert [(c["batch"], c["method"]) for c in document["cells"]] == [
-        *itertools.product((1, 3), ("plain", "2", "bass", "auto"))]
+        *itertools.product((1, 3), ("plain", "2", "bass", "auto"))
+    ]
     for cell in document["cells"]:
-        assert {key: isinstance(cell[key], kind) for key, kind in CELL.items()} == dict.fromkeys(CELL, True)
+        assert {key: isinstance(cell[key], kind) for key, kind in CELL.items()} == dict.fromkeys(
+            CELL, True
+        )
         assert set(cell) == set(CELL)
         ms = cell["ms_per_token"]
         assert 0 < ms["first"] <= ms["mean"] <= ms["last"] < 1e4
         for key, (least, most) in cell["ms_per_token_spread"].items():
             assert least <= ms[key] <= most
-        assert set(cell["parts_ms"]) == {"draft", "draft_step", "verify", "accept", "verify_and_accept", "device", "host",
-                                           "round"}
+        assert set(cell["parts_ms"]) == {
+            "draft",
+            "draft_step",
+            "verify",
+            "accept",
+            "verify_and_accept",
+            "device",
+            "host",
+            "round",
+        }
         shares = cell["shares"] or {"": 1.0}
         assert (min(shares.values()) >= 0, sum(shares.values())) == (True, pytest.approx(1.0))
         assert cell["method"] != "plain" or cell["speedup"] == 1.0
@@ -343,7 +430,9 @@ def test_the_document() -> None:
 
 def test_the_seed_fixes_everything_but_the_times() -> None:
     def found(seed: int) -> list[tuple[Any, ...]]:
-        cells = measured(**SET, batch_sizes="3", methods="2,bass", new_tokens=16, repeats=2, seed=seed)
+        cells = measured(
+            **SET, batch_sizes="3", methods="2,bass", new_tokens=16, repeats=2, seed=seed
+        )
         keys = ("rounds", "acceptance_rate", "mean_accepted", "draft_length")
         return [tuple(cell[key] for key in keys) for cell in cells.values()]
 
@@ -352,7 +441,13 @@ def test_the_seed_fixes_everything_but_the_times() -> None:
 
 
 def test_a_table_for_people_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"SHAPE": "tiny", "BATCH_SIZES": "2", "PROMPT_TOKENS": "9", "NEW_TOKENS": "4", "REPEATS": "1"}
+    given = {
+        "SHAPE": "tiny",
+        "BATCH_SIZES": "2",
+        "PROMPT_TOKENS": "9",
+        "NEW_TOKENS": "4",
+        "REPEATS": "1",
+    }
     for name, value in given.items():
         monkeypatch.setenv(f"BASS_{name}", value)
     result = bench("--quiet")
@@ -360,30 +455,56 @@ def test_a_table_for_people_and_variables(monkeypatch: pytest.MonkeyPatch) -> No
     lines = result.stdout.splitlines()
     assert "random weights, no draft" in lines[0]
     assert [line.split()[:2] for line in lines if "method" in line] == [["rows", "method"]] * 2
-    assert [line.split()[:2] for line in lines if line.strip().startswith("2 ")] == [["2", "plain"]] * 2
+    assert [line.split()[:2] for line in lines if line.strip().startswith("2 ")] == [
+        ["2", "plain"]
+    ] * 2
     assert lines[-1].startswith("plain ")
     assert lines[-1].endswith(" ms a token at 2 rows")
 
 
 def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
-    result = bench("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.9", "--batch-sizes", "1,16", "--methods",
-                   "4,bass+table,auto", *SMALL[:-1])
+    result = bench(
+        "--shape",
+        "tiny",
+        "--draft-shape",
+        "tiny",
+        "--acceptance",
+        "0.9",
+        "--batch-sizes",
+        "1,16",
+        "--methods",
+        "4,bass+table,auto",
+        *SMALL[:-1],
+    )
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.split()[1:2] == ["bass+table"] for line in lines) == 4
-    assert re.fullmatch(r"auto \d+\.\d\dx plain at 1 row, \d+\.\d\dx plain at 16 rows; best fixed length "
-                        r"(4 \(\d\.\d\dx\)|0, plain,) at 1 row, (4 \(\d\.\d\dx\)|0, plain,) at 16 rows",
-                        " ".join(lines[-2:]).split("be chance ")[-1]), lines[-2:]
+    assert re.fullmatch(
+        r"auto \d+\.\d\dx plain at 1 row, \d+\.\d\dx plain at 16 rows; best fixed length "
+        r"(4 \(\d\.\d\dx\)|0, plain,) at 1 row, (4 \(\d\.\d\dx\)|0, plain,) at 16 rows",
+        " ".join(lines[-2:]).split("be chance ")[-1],
+    ), lines[-2:]
 
 
 def test_the_closing_sentence() -> None:
     def cell(batch: int, method: str, ms: float) -> dict[str, Any]:
         return {"batch": batch, "method": method, "ms_per_token": {"mean": ms}, "speedup": 8.0 / ms}
 
-    found = [cell(8, "plain", 8.0), cell(8, "2", 6.0), cell(8, "5", 5.0), cell(8, "auto", 4.9), cell(8, "vllm", 1.0)]
-    assert report.verdict(found) == "auto 1.63x plain at 8 rows; best fixed length 5 (1.60x) at 8 rows"
-    assert report.verdict([cell(1, "plain", 8.0), cell(1, "2", 9.0)]) == "best fixed length 0, plain, at 1 row"
+    found = [
+        cell(8, "plain", 8.0),
+        cell(8, "2", 6.0),
+        cell(8, "5", 5.0),
+        cell(8, "auto", 4.9),
+        cell(8, "vllm", 1.0),
+    ]
+    assert (
+        report.verdict(found) == "auto 1.63x plain at 8 rows; best fixed length 5 (1.60x) at 8 rows"
+    )
+    assert (
+        report.verdict([cell(1, "plain", 8.0), cell(1, "2", 9.0)])
+        == "best fixed length 0, plain, at 1 row"
+    )
 
 
 def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() -> None:
@@ -396,7 +517,13 @@ def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() ->
 
 
 def test_texts_of_a_cell() -> None:
-    assert [report._number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == ["-", "0.0123", "3", "1234", "12.3"]
+    assert [report._number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == [
+        "-",
+        "0.0123",
+        "3",
+        "1234",
+        "12.3",
+    ]
 
 
 # What goes wrong
@@ -420,31 +547,46 @@ def test_a_gate_that_fails_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 BAD: list[tuple[list[str], str]] = [
-    (["--shape", "qwen2.5-7"], '--shape (or BASS_SHAPE): there is no shape "qwen2.5-7"; did you mean "qwen2.5-7b"?'),
-    (["--shape", "tiny", "--draft-shape", "tny", "--acceptance", "1"], 'there is no shape "tny"; did you mean "tiny"?'),
-    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance are needed together"),
+    (["--shape", "qwen2.5-7"], '--shape (or BASS_SHAPE): there is no shape "qwen2.5-7"; did you '
+                               'mean "qwen2.5-7b"?'),
+    (["--shape", "tiny", "--draft-shape", "tny", "--acceptance", "1"], 'there is no shape "tny"; '
+                                                                       'did you mean "tiny"?'),
+    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance are needed "
+                                                   "together"),
     (["--shape", "tiny", "--depth", "2"], "--depth and --scale are needed together"),
-    (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers (got 4)"),
-    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be a number from 0 on"),
+    (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers "
+                                                          "(got 4)"),
+    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be "
+                                                           "a number from 0 on"),
     (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "or several like 0.95,0.3 (got 1.5)"),
     (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): it needs --shape NAME too"),
-    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a --shape"),
+    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a "
+                                               "--shape"),
     (["--shape", "tiny", "--methods", "bas"], 'there is no method "bas"; '),
     (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, and this pair has none'),
-    (["--pair", "smollm2", "--methods", "plan"], 'there is no method "plan"; did you mean "plain"?'),
-    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); 0 is called plain"),
-    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): random weights of a --shape"),
-    (["--shape", "tiny", "--draft", "lookup"], "what drafts for a --shape is said by --draft-shape, or by --depth"),
-    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, and this pair has none'),
+    (["--pair", "smollm2", "--methods", "plan"], 'there is no method "plan"; did you mean '
+                                                 '"plain"?'),
+    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); 0 is "
+                                              "called plain"),
+    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): random weights of a "
+                                               "--shape"),
+    (["--shape", "tiny", "--draft", "lookup"], "what drafts for a --shape is said by "
+                                               "--draft-shape, or by --depth"),
+    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, and this '
+                                                                 'pair has none'),
     (["--pair", "Qwen/Qwen2.5-0.5B"], "give it with --model Qwen/Qwen2.5-0.5B"),
     (["--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
-    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): it should be a whole number"),
-    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): name at least one"),
-    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): it should be a whole number from 1"),
+    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): it should "
+                                                  "be a whole number"),
+    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): name at "
+                                                "least one"),
+    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): it should be a whole "
+                                            "number from 1"),
     (["--shape", "tiny", "--top-p", "2"], "--top-p (or BASS_TOP_P)"),
     (["--shape", "tiny", "--rivals", "transformers"], "rivals need files to load"),
     (["--pair", "smollm2", "--rivals", "vlm"], 'there is no "vlm"; did you mean "vllm"?'),
-    (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did you mean "pad"?'),
+    (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did '
+                                                 'you mean "pad"?'),
     (["--shape", "tiny", "--attention", "pad,split"], "name one of ragged, pad, split"),
     (["--pair", "smollm2", "--prompts", "none.jsonl"], "none.jsonl: there is no such prompt file"),
     (["--shape", "tiny", "--plot", "chart.pdf"], "the file must end in .png"),
@@ -453,8 +595,9 @@ BAD: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), BAD)
-def test_bad_input_is_found_before_anything_is_made(monkeypatch: pytest.MonkeyPatch, arguments: list[str],
-                                                    expected: str) -> None:
+def test_bad_input_is_found_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
     made: list[Any] = []
     monkeypatch.setattr(grid, "measure", lambda *given: made.append(given))
     result = bench(*arguments)
@@ -480,9 +623,13 @@ def test_schedules_of_attention_are_the_triton_kernels() -> None:
 def test_the_schedule_holds_for_the_bench_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     monkeypatch.setattr(ops, "kind_for", lambda tensor: "triton")
-    monkeypatch.setattr(grid, "_measure", lambda wanted, plan, note, phase: [(wanted.attention, schedule())])
+    monkeypatch.setattr(
+        grid, "_measure", lambda wanted, plan, note, phase: [(wanted.attention, schedule())]
+    )
     for name in ops.SCHEDULES:
-        found += grid.measure(settings(shape="tiny", methods="plain", attention=name), lambda _: None)
+        found += grid.measure(
+            settings(shape="tiny", methods="plain", attention=name), lambda _: None
+        )
     assert found == [(name, name) for name in ops.SCHEDULES]
     assert schedule() == "ragged"
 
@@ -496,16 +643,24 @@ def test_charts_need_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_charts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    result = bench("--shape", "tiny", "--batch-sizes", "1,2", "--plot", str(tmp_path / "a.png"), *SMALL)
+    result = bench(
+        "--shape", "tiny", "--batch-sizes", "1,2", "--plot", str(tmp_path / "a.png"), *SMALL
+    )
     assert result.exit_code == 0, result.stderr
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [cell["batch"] for cell in plot.by_method(json.loads(result.stdout))["plain"]] == [1, 2]
 
 
 def test_help_is_light() -> None:
-    code = ("import sys\nfrom bass_cli.cli.commands import app\ntry:\n    app(['bench', '--help'])\nexcept SystemExit as end:\n"
-            "    print(end.code, sorted({'torch', 'rich', 'yaml', 'matplotlib', 'transformers'} & set(sys.modules)))")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys\nfrom bass_cli.cli.commands import app\ntry:\n    app(['bench', '--help'])\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, sorted({'torch', 'rich', 'yaml', 'matplotlib', 'transformers'} & "
+        "set(sys.modules)))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "--acceptance" in found
     assert found.splitlines()[-1] == "0 []"
 
@@ -517,10 +672,30 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     for name, seed in (("target", 0), ("draft", 1)):
         write_checkpoint("llama", tmp_path / name, seed=seed)
         write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text(f"target: {tmp_path}/target\ndraft: {tmp_path}/draft\nspeculation: {{max: 8}}\n")
-    (tmp_path / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all of this was"}\n')
-    common = ("--pair", str(tmp_path / "pair.yaml"), "--device", "cpu", "--methods", "3", *SMALL[2:])
-    result = bench(*common, "--batch-sizes", "3", "--prompts", str(tmp_path / "p.jsonl"), "--rivals", "transformers,vllm")
+    (tmp_path / "pair.yaml").write_text(
+        f"target: {tmp_path}/target\ndraft: {tmp_path}/draft\nspeculation: {{max: 8}}\n"
+    )
+    (tmp_path / "p.jsonl").write_text(
+        '{"prompt": "the cat sat on"}\n{"prompt": "all of this was"}\n'
+    )
+    common = (
+        "--pair",
+        str(tmp_path / "pair.yaml"),
+        "--device",
+        "cpu",
+        "--methods",
+        "3",
+        *SMALL[2:],
+    )
+    result = bench(
+        *common,
+        "--batch-sizes",
+        "3",
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+        "--rivals",
+        "transformers,vllm",
+    )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
     assert (document["pair"]["kind"], document["pair"]["draft"]["layers"]) == ("a real pair", 3)
@@ -529,6 +704,8 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     assert set(document["cells"][2]) == set(CELL)
     assert document["cells"][2]["ms_per_token"]["mean"] > 0
     assert "vllm is" in result.stderr
-    built_in = json.loads(bench(*common, *SMALL[:2], "--batch-sizes", "2", "--coupling", "maximal").stdout)
+    built_in = json.loads(
+        bench(*common, *SMALL[:2], "--batch-sizes", "2", "--coupling", "maximal").stdout
+    )
     assert built_in["pair"]["coupling"] == "maximal"
     assert built_in["cells"][1]["mean_accepted"] > 0

@@ -1,4 +1,5 @@
-"""`bass bench --controllers`: every controller against every fixed length, and rows with chances of their own."""
+"""`bass bench --controllers`: every controller against every fixed length, and rows with chances
+of their own."""
 
 import json
 from typing import Any
@@ -18,12 +19,25 @@ from bass_cli.lengths.controllers import Fixed
 
 
 def cell(batch: int, method: str, mean: float) -> dict[str, Any]:
-    return {"batch": batch, "method": method, "ms_per_token": {"first": 0.0, "mean": mean, "last": 9.0}}
+    return {
+        "batch": batch,
+        "method": method,
+        "ms_per_token": {"first": 0.0, "mean": mean, "last": 9.0},
+    }
 
 
 def test_controllers_are_held_against_the_best_fixed_length_of_their_batch() -> None:
-    cells = [cell(4, "plain", 4.0), cell(4, "2", 2.0), cell(4, "12", 3.0), cell(4, "auto", 2.1), cell(4, "bass+table", 1.9),
-             cell(4, "vllm", 1.0), cell(1, "plain", 1.0), cell(1, "3", 1.5), cell(1, "table", 1.25)]
+    cells = [
+        cell(4, "plain", 4.0),
+        cell(4, "2", 2.0),
+        cell(4, "12", 3.0),
+        cell(4, "auto", 2.1),
+        cell(4, "bass+table", 1.9),
+        cell(4, "vllm", 1.0),
+        cell(1, "plain", 1.0),
+        cell(1, "3", 1.5),
+        cell(1, "table", 1.25),
+    ]
     first, second = compare(cells)
     assert (first["batch"], first["best"], first["ms_per_token"]) == (1, 0, 1.0)
     assert first["loss"] == {"table": pytest.approx(0.25)}
@@ -35,23 +49,62 @@ def test_controllers_are_held_against_the_best_fixed_length_of_their_batch() -> 
 def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     phases: list[str] = []
     monkeypatch.setattr(Screen, "phase", lambda screen, name, *, live=True: phases.append(name))
-    arguments = ("--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "0.9,0.2", "--batch-sizes", "2",
-                 "--controllers", "--prompt-tokens", "12", "--new-tokens", "20", "--repeats", "1", "--device", "cpu")
+    arguments = (
+        "--shape",
+        "tiny",
+        "--draft-shape",
+        "tiny",
+        "--acceptance",
+        "0.9,0.2",
+        "--batch-sizes",
+        "2",
+        "--controllers",
+        "--prompt-tokens",
+        "12",
+        "--new-tokens",
+        "20",
+        "--repeats",
+        "1",
+        "--device",
+        "cpu",
+    )
     result = bench(*arguments)
     assert result.exit_code == 0, result.stderr
     line = " ".join(result.stdout.split()).partition("batch 2: best fixed length")[2]
     for method in ("bass", "table", "bass+table", "auto"):
         assert f" {method} " in line
     assert "acceptance set to 0.9, 0.2, by row in turn" in result.stdout
-    assert phases[:4] == ["making random weights", "checking that speculation equals plain decoding",
-                          "measuring what rounds cost", "batch 2: warming up"]
+    assert phases[:4] == [
+        "making random weights",
+        "checking that speculation equals plain decoding",
+        "measuring what rounds cost",
+        "batch 2: warming up",
+    ]
     assert phases[4].startswith("batch 2, repeat 1 of 1: plain, about 0:")
 
 
 def test_several_acceptances_are_a_document_each() -> None:
-    """Rows of each take its own chances, of the same models: the second document is what it alone would have been."""
-    small = ("--shape", "tiny", "--draft-shape", "tiny", "--batch-sizes", "4", "--methods", "3", "--prompt-tokens", "12",
-             "--new-tokens", "24", "--repeats", "2", "--device", "cpu", "--json")
+    """Rows of each take its own chances, of the same models: the second document is what it
+    alone would have been."""
+    small = (
+        "--shape",
+        "tiny",
+        "--draft-shape",
+        "tiny",
+        "--batch-sizes",
+        "4",
+        "--methods",
+        "3",
+        "--prompt-tokens",
+        "12",
+        "--new-tokens",
+        "24",
+        "--repeats",
+        "2",
+        "--device",
+        "cpu",
+        "--json",
+    )
     both = bench(*small, "--acceptance", "1", "--acceptance", "0.6,0.2")
     assert both.exit_code == 0, both.stderr
     first, second = map(json.loads, both.stdout.splitlines())
@@ -60,9 +113,15 @@ def test_several_acceptances_are_a_document_each() -> None:
     assert "acceptance set to 0.6, 0.2" in both.stderr
     alone = json.loads(bench(*small, "--acceptance", "0.6,0.2").stdout)
     keys = ("method", "rounds", "acceptance_rate", "acceptance_per_trial", "mean_accepted")
-    found, due = ([[cell[key] for key in keys] for cell in document["cells"]] for document in (second, alone))
+    found, due = (
+        [[cell[key] for key in keys] for cell in document["cells"]] for document in (second, alone)
+    )
     assert found == due
-    assert first["cells"][1]["acceptance_per_trial"] == 1.0 > second["cells"][1]["acceptance_per_trial"]
+    assert (
+        first["cells"][1]["acceptance_per_trial"]
+        == 1.0
+        > second["cells"][1]["acceptance_per_trial"]
+    )
     refused = bench(*small, "--acceptance", "1", "--acceptance", "0", "--plot", "x.png")
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert "--plot FILE draws one bench" in refused.stderr
@@ -79,7 +138,20 @@ def test_the_lengths_of_all_controllers_have_their_cells() -> None:
 
 def test_the_methods_of_a_comparison() -> None:
     assert settings(**SET, controllers=True, methods=None).methods == (
-        "plain", "1", "2", "3", "4", "5", "6", "8", "12", "bass", "table", "bass+table", "auto")
+        "plain",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "8",
+        "12",
+        "bass",
+        "table",
+        "bass+table",
+        "auto",
+    )
     with pytest.raises(UserError, match="nothing to control"):
         settings(shape="tiny", controllers=True)
     for wrong in ("0.5,2", "x", ",", "-1"):
@@ -105,16 +177,25 @@ def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
 
 def test_a_mixture_comes_out_as_it_was_set() -> None:
     torch.manual_seed(0)
-    found = measured(**SET | {"acceptance": ["1,0"]}, batch_sizes="4", methods="3", new_tokens=12)["3"]
-    assert found["ms_per_token"]["first"] < 0.6 * found["ms_per_token"]["last"], "half the rows end early"
+    found = measured(**SET | {"acceptance": ["1,0"]}, batch_sizes="4", methods="3", new_tokens=12)[
+        "3"
+    ]
+    assert found["ms_per_token"]["first"] < 0.6 * found["ms_per_token"]["last"], (
+        "half the rows end early"
+    )
     assert found["rounds"] == 12
 
 
 def test_every_draft_length_meets_the_same_luck() -> None:
-    """So that methods are compared on the same easy and hard tokens; another seed has another luck."""
+    """So that methods are compared on the same easy and hard tokens; another seed has another
+    luck."""
+
     def fates(length: str, repeat: int) -> list[dict[int, bool]]:
-        """By row: whether the draft of a position stood, of those that were drafted and whose turn came."""
-        chosen = settings(**SET | {"acceptance": ["0.7,0.5"]}, batch_sizes="3", new_tokens=40, methods=length)
+        """By row: whether the draft of a position stood, of those that were drafted and whose
+        turn came."""
+        chosen = settings(
+            **SET | {"acceptance": ["0.7,0.5"]}, batch_sizes="3", new_tokens=40, methods=length
+        )
         models = build_models(chosen, None)
         loop = build_loops(models, chosen, context=120).speculative
         assert loop is not None
@@ -129,9 +210,15 @@ def test_every_draft_length_meets_the_same_luck() -> None:
         return found
 
     one, four, other = fates("1", 0), fates("4", 0), fates("4", 1)
-    both = [(mine[place], theirs[place]) for mine, theirs in zip(one, four, strict=True) for place in mine.keys() & theirs]
+    both = [
+        (mine[place], theirs[place])
+        for mine, theirs in zip(one, four, strict=True)
+        for place in mine.keys() & theirs
+    ]
     assert len(both) > 20
     assert all(a == b for a, b in both)
-    assert any(a[place] != b[place] for a, b in zip(four, other, strict=True) for place in a.keys() & b)
+    assert any(
+        a[place] != b[place] for a, b in zip(four, other, strict=True) for place in a.keys() & b
+    )
     stood = [sum(fate.values()) / len(fate) for fate in four]
     assert 0.5 < stood[0] < 0.9

@@ -1,4 +1,5 @@
-"""`bass bench` within a time limit: cells in turn, fewer tokens where time is short, and what is said of the rest."""
+"""`bass bench` within a time limit: cells in turn, fewer tokens where time is short, and what is
+said of the rest."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ KEYS = [(1, "plain"), (1, "auto"), (2, "plain"), (2, "auto")]
 
 def run(tokens: int = 8, *, second: float = 1.0, prefill: float = 1.0) -> Run:
     """One row, a round a token of so many seconds."""
-    return Run(tuple(Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)), (10,), tokens, prefill)
+    return Run(
+        tuple(Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)), (10,), tokens, prefill
+    )
 
 
 class Clock:
@@ -41,14 +44,20 @@ def test_every_cell_has_its_turn_before_any_is_repeated() -> None:
     turns = Turns(KEYS, repeats=2, limit=None, now=Clock())
     assert turns.tokens(dict.fromkeys(KEYS, run()), 128, least=0) == 128
     assert drive(turns, Clock(), 1.0) == [(repeat, key) for repeat in (0, 1) for key in KEYS]
-    assert (turns.report()["done"], turns.report()["missing"], turns.report()["missing_seconds"]) == (2, [], 0)
+    assert (
+        turns.report()["done"],
+        turns.report()["missing"],
+        turns.report()["missing_seconds"],
+    ) == (2, [], 0)
 
 
 def test_the_time_decides_how_many_tokens_there_are() -> None:
     clock = Clock()
     turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
     warm = dict.fromkeys(KEYS, run(second=0.25, prefill=2.0))
-    assert turns.tokens(warm, 128, least=0) == 72  # 80 s for runs, 8 of them for prompts: 72 s of four cells
+    assert (
+        turns.tokens(warm, 128, least=0) == 72
+    )  # 80 s for runs, 8 of them for prompts: 72 s of four cells
     assert turns.seconds_left() == pytest.approx(80.0)
     assert turns.tokens(warm, 60, least=0) == 60
     assert turns.tokens(warm, 128, least=128) == 128
@@ -65,7 +74,12 @@ def test_no_run_begins_that_would_end_late() -> None:
     order = drive(turns, clock, 12.0)
     assert order == [*((0, key) for key in KEYS), (1, KEYS[0]), (1, KEYS[1])]
     about = turns.report()
-    assert (about["done"], about["repeats"], about["missing"], about["widest_spread"]) == (1, 5, [], 0.0)
+    assert (about["done"], about["repeats"], about["missing"], about["widest_spread"]) == (
+        1,
+        5,
+        [],
+        0.0,
+    )
     assert about["missing_seconds"] == pytest.approx(14 * 12.0)
     assert turns.in_time()
     clock.now = 100.0
@@ -81,12 +95,25 @@ def test_cells_that_there_was_no_time_for_are_named_and_the_first_is_always_ther
 
 
 def test_a_bench_with_a_limit_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = settings(**SCALED, methods="2,auto", batch_sizes="1,2", repeats="4", new_tokens=None, time_limit="10s")
+    wanted = settings(
+        **SCALED,
+        methods="2,auto",
+        batch_sizes="1,2",
+        repeats="4",
+        new_tokens=None,
+        time_limit="10s",
+    )
     assert (wanted.time_limit, wanted.tokens_asked_for, wanted.repeats) == (10.0, False, 4)
     clock = Clock()
     monkeypatch.setattr(grid, "Turns", lambda keys, **given: Turns(keys, **given, now=clock))
-    monkeypatch.setattr(Turns, "add", lambda self, key, run, seconds, add=Turns.add: (
-        setattr(clock, "now", clock.now + 1.0), add(self, key, run, 1.0)))
+    monkeypatch.setattr(
+        Turns,
+        "add",
+        lambda self, key, run, seconds, add=Turns.add: (
+            setattr(clock, "now", clock.now + 1.0),
+            add(self, key, run, 1.0),
+        ),
+    )
     notes: list[str] = []
     [document] = grid.measure(wanted, notes.append)
     assert document["repeats"]["done"] == 1
@@ -98,7 +125,13 @@ def test_a_bench_with_a_limit_says_what_it_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_measured_unasked_on_a_cpu_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = {"repeats": None, "methods": None, "batch_sizes": None, "prompt_tokens": None, "new_tokens": None}
+    nothing = {
+        "repeats": None,
+        "methods": None,
+        "batch_sizes": None,
+        "prompt_tokens": None,
+        "new_tokens": None,
+    }
     default = settings(**SCALED | nothing)
     assert default.time_limit is not None
     assert default.time_limit < 120

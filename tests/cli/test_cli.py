@@ -1,4 +1,5 @@
-"""`bass generate` as a user meets it, with a stand-in for the engine: what goes where, exit codes, precedence."""
+"""`bass generate` as a user meets it, with a stand-in for the engine: what goes where, exit
+codes, precedence."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from bass_cli.cli.commands import app
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code, stdout, stderr."""
-    for name in ("plan", "run"):
+    """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code,
+    stdout, stderr."""
+    for name in ("plan", "scheduler"):
         monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
         monkeypatch.setattr(bass_cli, name, None, raising=False)
     install()
@@ -29,7 +31,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.chdir(tmp_path)
     loaded.clear()
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"id": "b", "prompt": "B", "level": 1}\n')
-    (tmp_path / "pair.yaml").write_text("target: t\ndraft: d\nsampling: {temperature: 0.3, top_p: 0.5, seed: 9}\n")
+    (tmp_path / "pair.yaml").write_text(
+        "target: t\ndraft: d\nsampling: {temperature: 0.3, top_p: 0.5, seed: 9}\n"
+    )
     return lambda *arguments, **settings: CliRunner().invoke(app, list(arguments), **settings)
 
 
@@ -44,7 +48,12 @@ def result_keys(text: str) -> list[tuple[str, int, str]]:
 def test_only_results_on_stdout(cli: Any) -> None:
     result = cli("generate", "p.jsonl", "--n", "2")
     assert result.exit_code == 0
-    assert result_keys(result.stdout) == [("0", 0, "a/0/0"), ("0", 1, "a/1/0"), ("b", 0, "B/0/0"), ("b", 1, "B/1/0")]
+    assert result_keys(result.stdout) == [
+        ("0", 0, "a/0/0"),
+        ("0", 1, "a/1/0"),
+        ("b", 0, "B/0/0"),
+        ("b", 1, "B/1/0"),
+    ]
     assert "4 samples (4 eos)" in result.stderr
     assert "2.00 a round, 50%" in result.stderr
     quiet = cli("generate", "p.jsonl", "--n", "2", "--quiet")
@@ -68,7 +77,9 @@ def test_the_summary_as_json(cli: Any) -> None:
     assert (again["samples"], again["file"]["samples"]) == (0, 4)
 
 
-def test_precedence_is_pair_then_variable_then_flag(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precedence_is_pair_then_variable_then_flag(
+    cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def chosen(*flags: str) -> tuple[float, float, int]:
         assert cli("generate", "p.jsonl", "--pair", "pair.yaml", "--n", "1", *flags).exit_code == 0
         sampling = loaded[-1].sampling
@@ -85,34 +96,64 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     assert cli("generate", "p.jsonl", "--model", "models/t.gguf", "--out", "o.jsonl").exit_code == 0
     pair = loaded[-1].pair
-    assert (pair.name, pair.target, pair.draft, pair.folder) == ("t", "models/t.gguf", "lookup", None)
+    assert (pair.name, pair.target, pair.draft, pair.folder) == (
+        "t",
+        "models/t.gguf",
+        "lookup",
+        None,
+    )
     manifest = json.loads((tmp_path / "o.jsonl.manifest.json").read_text())
-    assert (manifest["results"]["target"], manifest["job"]["pair"]["target"]) == ("models/t.gguf", "models/t.gguf")
+    assert (manifest["results"]["target"], manifest["job"]["pair"]["target"]) == (
+        "models/t.gguf",
+        "models/t.gguf",
+    )
     other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
     assert other.exit_code == 2
     assert '\n  target: "models/t.gguf" there, "models/u.gguf" now' in other.stderr
-    (tmp_path / "same.yaml").write_text("target: models/t.gguf\n")  # the same target by another road goes on
+    (tmp_path / "same.yaml").write_text(
+        "target: models/t.gguf\n"
+    )  # the same target by another road goes on
     assert cli("generate", "p.jsonl", "--pair", "same.yaml", "--out", "o.jsonl").exit_code == 0
-    names = {"Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B", "models/": "models", ".": tmp_path.name, "package:module/m.gguf": "m"}
+    names = {
+        "Qwen/Qwen2.5-0.5B": "Qwen2.5-0.5B",
+        "models/": "models",
+        ".": tmp_path.name,
+        "package:module/m.gguf": "m",
+    }
     for model, name in names.items():
         assert cli("generate", "p.jsonl", "--model", model, "--draft", "none").exit_code == 0
-        assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (name, model, "none")
+        assert (loaded[-1].pair.name, loaded[-1].pair.target, loaded[-1].pair.draft) == (
+            name,
+            model,
+            "none",
+        )
 
 
 def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    (tmp_path / "both.jsonl").write_text((tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text())
-    raw = "plain prompts are continued as raw text; --chat asks them through the model's chat template"
-    chat = "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+    (tmp_path / "both.jsonl").write_text(
+        (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
+    )
+    raw = (
+        "plain prompts are continued as raw text; --chat asks them through the model's chat "
+        "template"
+    )
+    chat = (
+        "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+    )
     for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
         for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
             stderr = cli("generate", prompts, "--model", "chatty.gguf", *flags).stderr
-            assert [line for line in stderr.splitlines() if "plain prompts" in line] == [said] * plain
+            assert [line for line in stderr.splitlines() if "plain prompts" in line] == [
+                said
+            ] * plain
     assert "plain prompts" not in cli("generate", "p.jsonl", "--model", "t.gguf").stderr
     assert cli("generate", "p.jsonl", "--model", "chatty.gguf", "--quiet").stderr == ""
 
 
-def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_option_has_a_variable(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     given = {
         "PAIR": "pair.yaml", "N": "3", "OUT": "o.jsonl", "MAX_NEW_TOKENS": "7", "TOP_K": "5", "STOP": '["a b", "c"]',
         "CHAT": "0", "DRAFT": "lookup", "DRAFT_LENGTH": "6", "COUPLING": "maximal", "BUDGET": "500ms",
@@ -124,10 +165,29 @@ def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, 
     result = cli("generate", "p.jsonl")
     assert (result.exit_code, result.stderr, json.loads(result.stdout)["samples"]) == (0, "", 3)
     job = loaded[-1]
-    assert (job.n, job.limit, job.chat, job.budget, job.batch_size, job.token_ids) == (3, 1, False, 0.5, 2, True)
-    assert (job.sampling.max_new_tokens, job.sampling.top_k, job.sampling.stop) == (7, 5, ("a b", "c"))
-    assert (job.speculation.length, job.speculation.coupling, job.pair.draft) == (6, "maximal", "lookup")
-    assert (job.device, job.dtype, len(rows((tmp_path / "o.jsonl").read_text()))) == ("cpu", "fp32", 3)
+    assert (job.n, job.limit, job.chat, job.budget, job.batch_size, job.token_ids) == (
+        3,
+        1,
+        False,
+        0.5,
+        2,
+        True,
+    )
+    assert (job.sampling.max_new_tokens, job.sampling.top_k, job.sampling.stop) == (
+        7,
+        5,
+        ("a b", "c"),
+    )
+    assert (job.speculation.length, job.speculation.coupling, job.pair.draft) == (
+        6,
+        "maximal",
+        "lookup",
+    )
+    assert (job.device, job.dtype, len(rows((tmp_path / "o.jsonl").read_text()))) == (
+        "cpu",
+        "fp32",
+        3,
+    )
     monkeypatch.setenv("BASS_STOP", "one text")
     assert cli("generate", "p.jsonl").exit_code == 0
     assert loaded[-1].sampling.stop == ("one text",)
@@ -135,38 +195,50 @@ def test_every_option_has_a_variable(cli: Any, monkeypatch: pytest.MonkeyPatch, 
 
 BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({"x.jsonl": '{"prompt": "a"}\n{"prompt": "b"\n'}, ["x.jsonl"], "x.jsonl:2: broken JSON"),
-    ({"x.jsonl": '{"prompt": "a"}\n{"id": "q"}\n'}, ["x.jsonl"], 'x.jsonl:2: field "prompt": it is missing'),
-    ({"x.jsonl": '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": 1}\n'}, ["x.jsonl"], 'x.jsonl:2: field "id": "1" is'),
+    ({"x.jsonl": '{"prompt": "a"}\n{"id": "q"}\n'}, ["x.jsonl"], 'x.jsonl:2: field "prompt": it '
+                                                                 'is missing'),
+    ({"x.jsonl": '{"prompt": "a", "id": 1}\n{"prompt": "b", "id": '
+                 '1}\n'}, ["x.jsonl"], 'x.jsonl:2: field "id": "1" is'),
     ({}, ["none.jsonl"], "none.jsonl: there is no such prompt file"),
     ({"y.yaml": "target: t\nsampling: {top_q: 1}\n"}, ["p.jsonl", "--pair", "y.yaml"],
      'y.yaml:2: unknown key "sampling.top_q"; did you mean "top_p"?'),
     ({"y.yaml": "target: t\n  x: [\n"}, ["p.jsonl", "--pair", "y.yaml"], "y.yaml:2: broken YAML"),
     ({"y.yaml": "target: missing.gguf\n"}, ["p.jsonl", "--pair", "y.yaml"], "missing.gguf: there is no such"),
     ({}, ["p.jsonl", "--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
-    ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with --model Qwen/Qwen2.5-0.5B"),
+    ({}, ["p.jsonl", "--pair", "Qwen/Qwen2.5-0.5B"], "is a model, not a pair; give it with "
+                                                     "--model Qwen/Qwen2.5-0.5B"),
     ({"m.gguf": "GGUF"}, ["p.jsonl", "--pair", "m.gguf"], "give it with --model m.gguf"),
     ({}, ["p.jsonl", "--pair", "."], "give it with --model ."),
-    ({}, ["p.jsonl", "--model", "smollm2"], '--model: "smollm2" is a pair; give it with --pair smollm2'),
+    ({}, ["p.jsonl", "--model", "smollm2"], '--model: "smollm2" is a pair; give it with --pair '
+                                            'smollm2'),
     ({}, ["p.jsonl", "--model", "pair.yaml"], "give it with --pair pair.yaml"),
-    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude each other"),
+    ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude "
+                                                                "each other"),
     ({}, ["p.jsonl", "--model", ""], "--model (or BASS_MODEL): it is empty"),
-    ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got 0)"),
+    ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got "
+                                  "0)"),
     ({}, ["p.jsonl", "--n", "many"], "--n"),
     ({}, ["p.jsonl", "--budget", "-1s"], '--budget (or BASS_BUDGET): "-1s" is not a time above 0'),
     *(({}, ["p.jsonl", "--budget", time], "--budget (or BASS_BUDGET): ")
       for time in ("1e400", "1" + "0" * 400, "9" * 6000, "nan", "inf", "1000001", "20000m")),
     *(({}, ["p.jsonl", option, "9" * digits], option) for digits in (19, 400, 6000)
       for option in ("--n", "--seed", "--max-new-tokens", "--threads", "--limit", "--batch-size", "--top-k")),
-    ({}, ["p.jsonl", "--n", "1000001"], "--n (or BASS_N): it should be less than or equal to 1000000"),
-    ({}, ["p.jsonl", "--batch-size", "1000001"], "--batch-size (or BASS_BATCH_SIZE): 1000001 is not valid"),
+    ({}, ["p.jsonl", "--n", "1000001"], "--n (or BASS_N): it should be less than or equal to "
+                                        "1000000"),
+    ({}, ["p.jsonl", "--batch-size", "1000001"], "--batch-size (or BASS_BATCH_SIZE): 1000001 is "
+                                                 "not valid"),
     ({}, ["p.jsonl", "--temprature", "1"], "--temperature"),
-    ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): 'tables'"),
-    ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the folder nowhere is not there"),
+    ({}, ["p.jsonl", "--draft-length", "tables"], "--draft-length (or BASS_DRAFT_LENGTH): "
+                                                  "'tables'"),
+    ({}, ["p.jsonl", "--out", "nowhere/o.jsonl"], "nowhere/o.jsonl: the folder nowhere is not "
+                                                  "there"),
     ({}, ["p.jsonl", "--out", "/proc/o.jsonl"], "/proc/o.jsonl: "),
     ({}, ["p.jsonl", "--out", "."], ".: this is a folder"),
-    ({"o.jsonl": "mine\n"}, ["p.jsonl", "--out", "o.jsonl"], "o.jsonl: it exists and has no manifest"),
+    ({"o.jsonl": "mine\n"}, ["p.jsonl", "--out", "o.jsonl"], "o.jsonl: it exists and has no "
+                                                             "manifest"),
     ({}, ["p.jsonl", "--out", "o.jsonl", "--resume"], "o.jsonl: there is nothing to resume"),
-    ({}, ["p.jsonl", "--out", "o.jsonl", "--resume", "--overwrite"], "--resume and --overwrite contradict"),
+    ({}, ["p.jsonl", "--out", "o.jsonl", "--resume", "--overwrite"], "--resume and --overwrite "
+                                                                     "contradict"),
     ({}, ["p.jsonl", "--json"], "--json needs --out FILE"),
 ]  # fmt: skip
 
@@ -205,7 +277,9 @@ def test_failed_and_unfinished_prompts_are_exit_code_1(cli: Any, tmp_path: Path,
     assert sorted(row["id"] for row in again) == sorted(row["id"] for row in written)
 
 
-def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(cli: Any, tmp_path: Path) -> None:
+def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(
+    cli: Any, tmp_path: Path
+) -> None:
     base = ["generate", "p.jsonl", "--out", "o.jsonl"]
     assert cli(*base, "--n", "2").exit_code == 0
     before = (tmp_path / "o.jsonl").read_bytes()
@@ -226,16 +300,29 @@ def test_prompts_that_cannot_be_run_are_explained_on_stderr_too(cli: Any, tmp_pa
     for quiet in ([], ["--quiet"]):
         result = cli("generate", "p.txt", "--out", "o.jsonl", *quiet)
         assert result.exit_code == 1
-        assert 'bass: error: 2 prompts could not be run; the first, "1": too long\n' in result.stderr
+        assert (
+            'bass: error: 2 prompts could not be run; the first, "1": too long\n' in result.stderr
+        )
     (tmp_path / "p.txt").write_text("FAIL\n")
-    assert 'bass: error: 1 prompt could not be run; the first, "0": too long\n' in cli("generate", "p.txt").stderr
+    assert (
+        'bass: error: 1 prompt could not be run; the first, "0": too long\n'
+        in cli("generate", "p.txt").stderr
+    )
 
 
 def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
     base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl"]
     assert cli(*base, "--n", "1").exit_code == 0
-    for flags in (["--draft", "none"], ["--draft-length", "3"], ["--batch-size", "2"], ["--resume"], ["--n", "2"]):
-        assert cli(*base, *(flags if "--n" in flags else ["--n", "1", *flags])).exit_code == 0, flags
+    for flags in (
+        ["--draft", "none"],
+        ["--draft-length", "3"],
+        ["--batch-size", "2"],
+        ["--resume"],
+        ["--n", "2"],
+    ):
+        assert cli(*base, *(flags if "--n" in flags else ["--n", "1", *flags])).exit_code == 0, (
+            flags
+        )
     before = (tmp_path / "o.jsonl").read_bytes()
     assert len(rows(before.decode())) == 4
     (tmp_path / "other.jsonl").write_text('{"prompt": "a"}\n')
@@ -256,7 +343,16 @@ def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
 
 
 def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> None:
-    base = ["generate", "p.jsonl", "--pair", "pair.yaml", "--out", "o.jsonl", "--coupling", "maximal"]
+    base = [
+        "generate",
+        "p.jsonl",
+        "--pair",
+        "pair.yaml",
+        "--out",
+        "o.jsonl",
+        "--coupling",
+        "maximal",
+    ]
     assert cli(*base).exit_code == 0
     for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
                        "batch_size": ["--batch-size", "2"]}.items():  # fmt: skip
@@ -272,7 +368,9 @@ def test_version_and_wrong_commands(cli: Any) -> None:
 
 
 @pytest.mark.parametrize("after", [1, 4])
-def test_samples_are_never_said_to_be_in_a_file_that_is_gone(cli: Any, tmp_path: Path, after: int) -> None:
+def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
+    cli: Any, tmp_path: Path, after: int
+) -> None:
     drawn = sys.modules["bass_cli.scheduler"].generate
 
     def generate(*arguments: Any, **named: Any) -> Any:

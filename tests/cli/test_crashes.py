@@ -1,4 +1,5 @@
-"""The scripts that kill jobs and cut the power, in a short form: nothing is lost, doubled or changed."""
+"""The scripts that kill jobs and cut the power, in a short form: nothing is lost, doubled or
+changed."""
 
 from __future__ import annotations
 
@@ -19,13 +20,23 @@ ROOT = Path(__file__).parents[2]
 def test_nothing_is_lost_doubled_or_changed(tmp_path: Path, script: str, count: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
     environment["TMPDIR"] = str(tmp_path)
-    found = subprocess.run([sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), count, "5", "--json"], env=environment,
-                           capture_output=True, text=True, timeout=280, check=False)
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), count, "5", "--json"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert found.stdout, found.stderr
     figures = json.loads(found.stdout)
     assert (found.returncode, figures["faults"]) == (0, [])
     assert {key: figures[key] for key in (count[2:], "lost", "doubled", "changed")} == {
-        count[2:]: 5, "lost": 0, "doubled": 0, "changed": 0}
+        count[2:]: 5,
+        "lost": 0,
+        "doubled": 0,
+        "changed": 0,
+    }
 
 
 @pytest.fixture
@@ -37,8 +48,16 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_simulated_disk_keeps_what_was_synced_and_may_lose_the_rest(cuts: Any) -> None:
-    done = [("name", "a", 1), ("write", 1, 0, b"old\n"), ("sync", 1), ("sync names",), ("write", 1, 4, b"new\n"),
-            ("name", "draft", 2), ("write", 2, 0, b"other\n"), ("rename", "draft", "a", 2)]
+    done = [
+        ("name", "a", 1),
+        ("write", 1, 0, b"old\n"),
+        ("sync", 1),
+        ("sync names",),
+        ("write", 1, 4, b"new\n"),
+        ("name", "draft", 2),
+        ("write", 2, 0, b"other\n"),
+        ("rename", "draft", "a", 2),
+    ]
     disk = cuts.Disk({})
     for operation in done:
         disk.do(*operation)
@@ -46,11 +65,16 @@ def test_a_simulated_disk_keeps_what_was_synced_and_may_lose_the_rest(cuts: Any)
     states = [disk.after_cut(random.Random(seed)) for seed in range(300)]
     contents = {state["a"][0] for state in states}
     assert {b"old\n", b"old\nnew\n", b"old\nne", b"other\n", b"", b"\0" * 6} <= contents
-    assert all(content.startswith(b"old\n") or b"other\n".startswith(content.rstrip(b"\0")) for content in contents)
+    assert all(
+        content.startswith(b"old\n") or b"other\n".startswith(content.rstrip(b"\0"))
+        for content in contents
+    )
     assert {frozenset(state) for state in states} == {frozenset({"a"}), frozenset({"a", "draft"})}
     disk.do("sync", 2)
     disk.do("sync names")
-    assert [disk.after_cut(random.Random(seed)) for seed in range(20)] == [{"a": (b"other\n", {})}] * 20
+    assert [disk.after_cut(random.Random(seed)) for seed in range(20)] == [
+        {"a": (b"other\n", {})}
+    ] * 20
 
 
 def test_whatever_writes_to_the_folder_is_recorded(cuts: Any, tmp_path: Path) -> None:
@@ -86,6 +110,7 @@ open(os.path.join("..", "elsewhere"), "w").write("not this one")
     for file in disk.files.values():
         file.sync()
     disk.do("sync names")
-    assert {name: disk.certain(name) for name in disk.names} == {name: content for name, (content, _) in
-                                                               cuts.files_in(folder).items()}
+    assert {name: disk.certain(name) for name in disk.names} == {
+        name: content for name, (content, _) in cuts.files_in(folder).items()
+    }
     assert disk.certain("before") == b"12389"

@@ -1,4 +1,5 @@
-"""`bass doctor` and `bass pairs` for pairs of one's own: memory, folders, sandbox, hub, and what is wrong with a pair."""
+"""`bass doctor` and `bass pairs` for pairs of one's own: memory, folders, sandbox, hub, and what
+is wrong with a pair."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from checkpoints import write_checkpoint, write_tokenizer
 from test_end_to_end import _cut
 from typer.testing import CliRunner
 
+from bass_cli.cli import doctor as machine
 from bass_cli.cli.commands import app
-from bass_cli.cli.commands import doctor as machine
 from bass_cli.errors import MachineError
 from bass_cli.sandbox.isolation import Isolation
 from bass_cli.system.host import host_memory
@@ -28,7 +29,8 @@ def cli(*arguments: str) -> Any:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model and a pair file, elsewhere than where the command runs; no hub is asked."""
+    """A folder with a model and a pair file, elsewhere than where the command runs; no hub is
+    asked."""
     write_checkpoint("llama", tmp_path / "pairs" / "model", shards=False)
     write_tokenizer(tmp_path / "pairs" / "model")
     (tmp_path / "pairs" / "mine.yaml").write_text("target: model\ndraft: lookup\n")
@@ -42,14 +44,20 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     file = str(place / "mine.yaml")
     (row,) = json.loads(cli("pairs", file, "--json").stdout)
     assert (row["name"], row["here"], row["ready"]) == ("mine", "ready", True)
-    assert [line.split()[0] for line in cli("pairs", file, "smollm2").stdout.splitlines()] == ["pair", "mine", "smollm2"]
+    assert [line.split()[0] for line in cli("pairs", file, "smollm2").stdout.splitlines()] == [
+        "pair",
+        "mine",
+        "smollm2",
+    ]
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair"], facts["pair_ready"], facts["pair_here"]) == ("mine", True, "ready")
     assert "of 256 new tokens each" in facts["pair_rows"]
     same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
     assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
     assert "of 256 new tokens each" in same["pair_rows"]
-    plain = json.loads(cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout)
+    plain = json.loads(
+        cli("doctor", "--model", str(place / "model"), "--draft", "none", "--json").stdout
+    )
     assert (plain["pair_draft"], plain["pair_ready"]) == ("none", True)
     _cut(next((place / "model").glob("*.safetensors")))
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
@@ -57,13 +65,22 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     assert "safetensors: the file is truncated" in facts["pair_here"]
     (place / "mine.yaml").write_text("target: nowhere.gguf\n")
     table = cli("doctor", "--pair", file)
-    assert "target: no such file or folder" in next(line for line in table.stdout.splitlines() if "pair here" in line)
-    for command in (["pairs", "none.yaml"], ["doctor", "--pair", "none.yaml"],
-                    ["doctor", "--model", "none.yaml"], ["doctor", "--draft", "none.yaml"]):
+    assert "target: no such file or folder" in next(
+        line for line in table.stdout.splitlines() if "pair here" in line
+    )
+    for command in (
+        ["pairs", "none.yaml"],
+        ["doctor", "--pair", "none.yaml"],
+        ["doctor", "--model", "none.yaml"],
+        ["doctor", "--draft", "none.yaml"],
+    ):
         missing = cli(*command)
         assert (missing.exit_code, missing.stdout) == (2, "")
-        assert {"--pair": "none.yaml: cannot read the pair file", "--model": "give it with --pair none.yaml",
-                "--draft": "say with --pair or --model what it drafts for"}.get(command[1], "cannot read") in missing.stderr
+        assert {
+            "--pair": "none.yaml: cannot read the pair file",
+            "--model": "give it with --pair none.yaml",
+            "--draft": "say with --pair or --model what it drafts for",
+        }.get(command[1], "cannot read") in missing.stderr
 
 
 def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +96,13 @@ def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch)
     assert facts["sandbox"]
 
     monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
-    assert machine._sandbox().partition("; ")[2].startswith(
-        "weak, so running programs needs --allow-weak-sandbox; programs can fly: no gravity")
+    assert (
+        machine._sandbox()
+        .partition("; ")[2]
+        .startswith(
+            "weak, so running programs needs --allow-weak-sandbox; programs can fly: no gravity"
+        )
+    )
 
     def refuse(**_: Any) -> None:
         raise MachineError("programs cannot be run on this system: why")

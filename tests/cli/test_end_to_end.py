@@ -1,4 +1,5 @@
-"""`bass generate` with nothing replaced: tiny checkpoints in the real formats, from the command line to the file."""
+"""`bass generate` with nothing replaced: tiny checkpoints in the real formats, from the command
+line to the file."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "40", "--token-ids", "--device", "cpu")
+FLAGS = (
+    "--pair",
+    "pair.yaml",
+    "--n",
+    "3",
+    "--max-new-tokens",
+    "40",
+    "--token-ids",
+    "--device",
+    "cpu",
+)
 
 
 @pytest.fixture
@@ -35,15 +46,28 @@ def bass(*arguments: str) -> Any:
 def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
     """What a run decides, by (id, sample): no times, no rounds."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    found = {(row["id"], row["sample"]): (row["text"], row["finish_reason"], row["token_ids"], row["seed"]) for row in rows}
+    found = {
+        (row["id"], row["sample"]): (
+            row["text"],
+            row["finish_reason"],
+            row["token_ids"],
+            row["seed"],
+        )
+        for row in rows
+    }
     assert len(found) == len(rows)
     return found
 
 
 def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) -> None:
-    runs = {"model": (), "plain": ("--draft", "none", "--draft-length", "auto"), "lookup": ("--draft", "lookup"),
-            "own": ("--draft", "lookup:own,prompt"),
-            "skip": ("--draft", "skip:1", "--batch-size", "2"), "bass": ("--draft-length", "bass", "--batch-size", "5")}
+    runs = {
+        "model": (),
+        "plain": ("--draft", "none", "--draft-length", "auto"),
+        "lookup": ("--draft", "lookup"),
+        "own": ("--draft", "lookup:own,prompt"),
+        "skip": ("--draft", "skip:1", "--batch-size", "2"),
+        "bass": ("--draft-length", "bass", "--batch-size", "5"),
+    }
     for name, flags in runs.items():
         result = bass("p.txt", *FLAGS, *flags, "--out", f"{name}.jsonl")
         assert result.exit_code == 0, result.stderr
@@ -56,11 +80,16 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
     assert sum(row["drafted"] for row in rows) > 0
 
 
-def test_another_draft_behind_the_same_name_is_another_run_under_maximal_coupling(place: Path) -> None:
-    """There the samples depend on its drafts; under shared coupling they do not, and the run goes on."""
+def test_another_draft_behind_the_same_name_is_another_run_under_maximal_coupling(
+    place: Path,
+) -> None:
+    """There the samples depend on its drafts; under shared coupling they do not, and the run
+    goes on."""
     flags = (*FLAGS, "--limit", "2", "--coupling")
     for coupling in ("shared", "maximal"):
-        assert bass("p.txt", *flags, coupling, "--n", "1", "--out", f"{coupling}.jsonl").exit_code == 0
+        assert (
+            bass("p.txt", *flags, coupling, "--n", "1", "--out", f"{coupling}.jsonl").exit_code == 0
+        )
     write_checkpoint("llama", place / "draft", seed=2, shards=False)
     refused = bass("p.txt", *flags, "maximal", "--out", "maximal.jsonl")
     assert refused.exit_code == 2
@@ -72,9 +101,14 @@ def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
     flags = (*FLAGS, "--temperature", "0", "--limit", "3")
     whole = bass("p.txt", *flags, "--out", "whole.jsonl")
     assert whole.exit_code == 0, whole.stderr
-    assert "temperature 0: the 3 samples of a prompt are equal, so one is drawn and copied" in whole.stderr
+    assert (
+        "temperature 0: the 3 samples of a prompt are equal, so one is drawn and copied"
+        in whole.stderr
+    )
     rows = [json.loads(line) for line in (place / "whole.jsonl").read_text().splitlines()]
-    assert sorted((int(row["id"]), row["sample"]) for row in rows) == [(i, s) for i in range(3) for s in range(3)]
+    assert sorted((int(row["id"]), row["sample"]) for row in rows) == [
+        (i, s) for i in range(3) for s in range(3)
+    ]
     drawn = {row["id"]: row for row in rows if row["sample"] == 0}
     for row in rows:
         if row["sample"]:
@@ -86,10 +120,15 @@ def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
     firsts = {key: value for key, value in samples(place / "whole.jsonl").items() if key[1] == 0}
     assert samples(place / "alone.jsonl") == firsts
     totals = json.loads((place / "whole.jsonl.manifest.json").read_text())["totals"]
-    assert (totals["samples"], totals["tokens"]) == (9, sum(row["tokens"] for row in drawn.values()))
+    assert (totals["samples"], totals["tokens"]) == (
+        9,
+        sum(row["tokens"] for row in drawn.values()),
+    )
     for kept in (4, 8):  # cut anywhere, also between a sample and its copies
         (place / "cut.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:kept]))
-        (place / "cut.jsonl.manifest.json").write_text((place / "whole.jsonl.manifest.json").read_text())
+        (place / "cut.jsonl.manifest.json").write_text(
+            (place / "whole.jsonl.manifest.json").read_text()
+        )
         assert bass("p.txt", *flags, "--out", "cut.jsonl").exit_code == 0
         assert work_of(place / "cut.jsonl") == work_of(place / "whole.jsonl")
         again = json.loads((place / "cut.jsonl.manifest.json").read_text())["totals"]
@@ -99,18 +138,34 @@ def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
 
 
 def work_of(path: Path) -> list[dict[str, Any]]:
-    """All that a file says but times and what depends on which rows share a batch: figures of drafts, last digits."""
+    """All that a file says but times and what depends on which rows share a batch: figures of
+    drafts, last digits."""
     left_out = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted(({key: value for key, value in row.items() if key not in left_out} for row in rows),
-                  key=lambda row: (row["id"], row["sample"]))
+    return sorted(
+        ({key: value for key, value in row.items() if key not in left_out} for row in rows),
+        key=lambda row: (row["id"], row["sample"]),
+    )
 
 
 def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) -> None:
     assert bass("p.txt", *FLAGS, "--out", "whole.jsonl").exit_code == 0
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "bass_cli.cli.commands", "generate", "p.txt", *FLAGS, "--batch-size", "4", "--out", "o.jsonl"]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.DEVNULL)
+    command = [
+        sys.executable,
+        "-m",
+        "bass_cli.cli.commands",
+        "generate",
+        "p.txt",
+        *FLAGS,
+        "--batch-size",
+        "4",
+        "--out",
+        "o.jsonl",
+    ]
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.DEVNULL
+    )
     output, deadline = place / "o.jsonl", time.monotonic() + 120
     while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None
@@ -169,8 +224,9 @@ def _unknown_family(place: Path) -> None:
     (_other_vocabulary, "is 'Ġcat' in"), (_cut_target, "safetensors"), (_cut_gguf, "target.gguf"),
     (_no_draft, "nowhere.gguf"), (_unknown_family, "llama"),
 ])  # fmt: skip
-def test_wrong_models_are_refused_before_any_weights_are_read(place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any,
-                                                              says: str) -> None:
+def test_wrong_models_are_refused_before_any_weights_are_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str
+) -> None:
     spoil(place)
     import bass_cli.build
 

@@ -1,4 +1,5 @@
-"""`--help` of every command: grouped, whole at 80 columns, its own words explained, examples that parse; completion."""
+"""`--help` of every command: grouped, whole at 80 columns, its own words explained, examples
+that parse; completion."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def page(command: str, flag: str = "--help", *, columns: int = 80) -> str:
 
 
 def params_of(command: str) -> list[Any]:
-    return [param for param in (PROGRAM.commands[command] if command else PROGRAM).params if not param.hidden]
+    return [
+        param
+        for param in (PROGRAM.commands[command] if command else PROGRAM).params
+        if not param.hidden
+    ]
 
 
 def squeezed(text: str) -> str:
@@ -36,10 +41,14 @@ def squeezed(text: str) -> str:
 def test_nothing_is_cut_and_no_type_is_python_s(command: str) -> None:
     text = page(command)
     assert max(map(len, text.splitlines())) <= 80
-    assert not any(line.endswith("-") for line in text.splitlines())  # an option's name in two parts
+    assert not any(
+        line.endswith("-") for line in text.splitlines()
+    )  # an option's name in two parts
     for param in params_of(command):
         assert squeezed(param.help) in squeezed(text), param.name
-        assert param.param_type_name == "argument" or getattr(param, "is_flag", False) or param.metavar, param.name
+        assert (
+            param.param_type_name == "argument" or getattr(param, "is_flag", False) or param.metavar
+        ), param.name
     assert re.findall(r"<\w+>|\b(?:str|int|float|bool|INTEGER|BOOLEAN)\b", text) == []
     assert page(command, "-h") == text
 
@@ -56,7 +65,9 @@ def test_options_stand_in_groups(command: str) -> None:
 @pytest.mark.parametrize("command", PAGES)
 def test_words_of_our_own_are_explained_where_they_are_used(command: str) -> None:
     text = page(command)
-    explained = re.findall(r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE)
+    explained = re.findall(
+        r"^  (\w[\w@ ]*?)  +\S", text.partition("\nWords:\n")[2].partition("\n\n")[0], re.MULTILINE
+    )
     used = {word for word in ("pair", "target", "draft", "row", "round", "coupling", "acceptance", "controller")
             if re.search(rf"(?<!-){word}(s|ed)?\b", text)}  # fmt: skip
     assert used <= set(explained) <= set(WORDS)
@@ -76,9 +87,19 @@ def test_examples_parse(command: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("generate --pair smo", "smollm2"), ("bench --device cu", "cuda"), ("gen", "generate"),
-     ("eval --allow-c", "--allow-code-execution")],
+    [
+        ("generate --pair smo", "smollm2"),
+        ("bench --device cu", "cuda"),
+        ("gen", "generate"),
+        ("eval --allow-c", "--allow-code-execution"),
+    ],
 )
 def test_the_shell_completes(words: str, expected: str) -> None:
-    environment = {"_BASS_COMPLETE": "complete_bash", "COMP_WORDS": f"bass {words}", "COMP_CWORD": str(len(words.split()))}
-    assert CliRunner().invoke(app, [], prog_name="bass", env=environment).stdout.split() == [expected]
+    environment = {
+        "_BASS_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"bass {words}",
+        "COMP_CWORD": str(len(words.split())),
+    }
+    assert CliRunner().invoke(app, [], prog_name="bass", env=environment).stdout.split() == [
+        expected
+    ]

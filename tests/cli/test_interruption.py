@@ -1,4 +1,5 @@
-"""A run that is stopped or killed goes on with the same command, and ends with the lines of an undisturbed one."""
+"""A run that is stopped or killed goes on with the same command, and ends with the lines of an
+undisturbed one."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 STAND_IN = "import stand_in; stand_in.install(); from bass_cli.__main__ import main; main()"
 GENERATE = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
-# A package that says when it is imported, takes long, and swallows what is raised meanwhile, as some do.
+# A package that says when it is imported, takes long, and swallows what is raised meanwhile, as
+# some do.
 SLOW_IMPORT = """
 import sys, time
 class Slow:
@@ -38,13 +40,22 @@ main()
 """
 
 
-def start(tmp_path: Path, delay: str, *arguments: str, code: str = STAND_IN, **streams: Any) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, delay: str, *arguments: str, code: str = STAND_IN, **streams: Any
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *(arguments or GENERATE)]
     paths = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": os.pathsep.join(paths)}
-    # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children would inherit that.
-    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **{"stderr": subprocess.PIPE, **streams},
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children
+    # would inherit that.
+    return subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        **{"stderr": subprocess.PIPE, **streams},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for_lines(process: subprocess.Popen[str], output: Path, count: int) -> None:
@@ -56,7 +67,9 @@ def wait_for_lines(process: subprocess.Popen[str], output: Path, count: int) -> 
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, how: signal.Signals) -> None:
+def test_the_same_command_goes_on_after_an_interruption(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
     output = tmp_path / "o.jsonl"
     process = start(tmp_path, "0.05")
@@ -74,12 +87,15 @@ def test_the_same_command_goes_on_after_an_interruption(tmp_path: Path, how: sig
     _, messages = again.communicate(timeout=60)
     assert again.returncode == 0
     assert "going on" in messages
-    expected = sorted((str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3))
+    expected = sorted(
+        (str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3)
+    )
     assert result_keys(output.read_text()) == expected
 
 
 @pytest.mark.parametrize(("name", "how", "says"), [
-    ("typer", signal.SIGINT, ""), ("yaml", signal.SIGINT, "bass: error: interrupted; the same command goes on from here\n"),
+    ("typer", signal.SIGINT, ""), ("yaml", signal.SIGINT, "bass: error: interrupted; the same "
+                                                          "command goes on from here\n"),
     ("yaml", signal.SIGTERM, "bass: error: interrupted; the same command goes on from here\n"),
 ])  # fmt: skip
 def test_an_interruption_during_imports_ends_the_command_at_once(
@@ -118,11 +134,15 @@ READER_GONE = (141, -signal.SIGPIPE)
 @pytest.mark.parametrize("arguments", [
     ["--help"], ["--version"], ["generate", "p.txt", "--n", "50"], ["generate", "p.txt", "--out", "o.jsonl", "--json"],
 ])  # fmt: skip
-def test_a_reader_that_has_gone_ends_the_command_quietly(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_reader_that_has_gone_ends_the_command_quietly(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     (tmp_path / "p.txt").write_text("a\nb\n")
     read, write = os.pipe()
     os.close(read)
-    process = start(tmp_path, "0", *arguments, *(["--quiet"] if "p.txt" in arguments else []), stdout=write)
+    process = start(
+        tmp_path, "0", *arguments, *(["--quiet"] if "p.txt" in arguments else []), stdout=write
+    )
     os.close(write)
     assert process.communicate(timeout=60)[1] == ""
     assert process.returncode in READER_GONE

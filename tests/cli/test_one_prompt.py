@@ -1,4 +1,5 @@
-"""A prompt that cannot be run is its own line with an error: it stops neither the job nor its resume."""
+"""A prompt that cannot be run is its own line with an error: it stops neither the job nor its
+resume."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ from bass_cli.cli.commands import app
 from bass_cli.engine.step import Loop
 from bass_cli.io.prompts import read_prompts
 
-FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--n", "3", "--max-new-tokens", "8", "--token-ids", "--out", "o.jsonl")
+FLAGS = (
+    "--pair",
+    "pair.yaml",
+    "--device",
+    "cpu",
+    "--n",
+    "3",
+    "--max-new-tokens",
+    "8",
+    "--token-ids",
+    "--out",
+    "o.jsonl",
+)
 SPOILT = "Z"  # a letter that no prompt has, but those that are to fail
 
 
@@ -38,55 +51,102 @@ def nested(depth: int, *, opening: str, closing: str) -> str:
     return opening * depth + "1" + closing * depth
 
 
-def test_text_that_is_none_and_fields_too_deep_to_write_fail_alone(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_is_none_and_fields_too_deep_to_write_fail_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lists, objects = (nested(500, opening=o, closing=c) for o, c in ("[]", ('{"a": ', "}")))
     bad = {
-        "half": ('"prompt": "the cat \\ud800 sat and this is the longest of all prompts"', "character 9"),
-        "chat": ('"messages": [{"role": "user", "content": "\\udc00"}]', "half of a surrogate pair"),
+        "half": (
+            '"prompt": "the cat \\ud800 sat and this is the longest of all prompts"',
+            "character 9",
+        ),
+        "chat": (
+            '"messages": [{"role": "user", "content": "\\udc00"}]',
+            "half of a surrogate pair",
+        ),
         "copied": ('"prompt": "the cat", "reference": "\\ud800"', "half of a surrogate pair"),
-        "lists": (f'"prompt": "the mat", "k": 1, "far": {lists}', 'p.jsonl:6: field "far": it is nested more than 100'),
+        "lists": (
+            f'"prompt": "the mat", "k": 1, "far": {lists}',
+            'p.jsonl:6: field "far": it is nested more than 100',
+        ),
         "objects": (f'"prompt": "the mat", "far": {objects}', "nested more than 100 deep"),
         "\\ud800": ('"prompt": "the cat"', 'p.jsonl:8: field "id"'),
     }
-    good = {"first": '"prompt": "the cat"', "kept": f'"prompt": "on", "deep": {nested(100, opening="[", closing="]")}',
-            "last": '"messages": [{"role": "user", "content": "sat"}], "half": "\\ud800"'}
-    texts = {"first": good["first"], "0": '"prompt": "a"'} | {key: text for key, (text, _) in bad.items()} | good
-    Path("p.jsonl").write_text("".join(f'{{"id": "{key}", {text}}}\n' for key, text in texts.items()))
+    good = {
+        "first": '"prompt": "the cat"',
+        "kept": f'"prompt": "on", "deep": {nested(100, opening="[", closing="]")}',
+        "last": '"messages": [{"role": "user", "content": "sat"}], "half": "\\ud800"',
+    }
+    texts = (
+        {"first": good["first"], "0": '"prompt": "a"'}
+        | {key: text for key, (text, _) in bad.items()}
+        | good
+    )
+    Path("p.jsonl").write_text(
+        "".join(f'{{"id": "{key}", {text}}}\n' for key, text in texts.items())
+    )
     result = bass("p.jsonl", *FLAGS)
     assert result.exit_code == 1, result.stderr
     assert "6 prompts could not be run" in result.stderr
     failed = {row["id"]: row for row in rows() if row["finish_reason"] == "error"}
-    assert {key: reason in failed[json.loads(f'"{key}"')]["error"] for key, (_, reason) in bad.items()} == \
-        dict.fromkeys(bad, True)
+    assert {
+        key: reason in failed[json.loads(f'"{key}"')]["error"] for key, (_, reason) in bad.items()
+    } == dict.fromkeys(bad, True)
     assert failed["lists"]["meta"] == {"k": 1}
     drawn = [row for row in rows() if row["finish_reason"] != "error"]
     due = [(key, sample) for key in ("0", *sorted(good)) for sample in range(3)]
     assert sorted((row["id"], row["sample"]) for row in drawn) == due
     assert {row["meta"].get("half") for row in drawn if row["id"] == "last"} == {"\ud800"}
 
-    kept = [line for line in Path("o.jsonl").read_bytes().splitlines(keepends=True) if b'"error"' not in line]
+    kept = [
+        line
+        for line in Path("o.jsonl").read_bytes().splitlines(keepends=True)
+        if b'"error"' not in line
+    ]
     kept.pop(next(i for i, line in enumerate(kept) if b'"id": "kept"' in line))
     Path("o.jsonl").write_bytes(b"".join(kept))
     opened, open_ = [], Loop.open
-    monkeypatch.setattr(Loop, "open", lambda self, key, *a, **k: opened.append(key) or open_(self, key, *a, **k))
+    monkeypatch.setattr(
+        Loop, "open", lambda self, key, *a, **k: opened.append(key) or open_(self, key, *a, **k)
+    )
     again = bass("p.jsonl", *FLAGS)
     assert (again.exit_code, opened) == (1, ["kept"])
     assert Path("o.jsonl").read_bytes().startswith(b"".join(kept))
-    assert sorted(map(str, untimed(rows()))) == sorted(map(str, untimed([*drawn, *failed.values()])))
+    assert sorted(map(str, untimed(rows()))) == sorted(
+        map(str, untimed([*drawn, *failed.values()]))
+    )
 
 
 def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Lines without what the clock, or how many rows there were beside it, has a say in."""
-    return [{key: value for key, value in row.items() if key not in ("seconds", "rounds", "drafted", "accepted")
-             and not key.endswith("logprob")} for row in found]
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if key not in ("seconds", "rounds", "drafted", "accepted")
+            and not key.endswith("logprob")
+        }
+        for row in found
+    ]
 
 
 def test_how_deep_a_field_may_be_does_not_depend_on_the_stack(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
-    deep = [nested(depth, opening=o, closing=c) for depth in (100, 101) for o, c in ("[]", ('{"a": ', "}"))]
+    deep = [
+        nested(depth, opening=o, closing=c)
+        for depth in (100, 101)
+        for o, c in ("[]", ('{"a": ', "}"))
+    ]
     deep += ["[" * depth + "]" * depth for depth in (100, 101)]
     path.write_text("".join(f'{{"prompt": "a", "x": {text}}}\n' for text in deep))
-    assert [prompt.fault is None for prompt in read_prompts(str(path))] == [True, True, False, False, True, False]
+    assert [prompt.fault is None for prompt in read_prompts(str(path))] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 def spoil(model: str, token: int | None) -> None:
@@ -113,8 +173,11 @@ def test_logits_of_the_target_that_are_not_finite_fail_where_they_are_met(place:
         for (id_, sample), row in found.items():
             hopeless = id_ in ("1", "3")
             assert (row["tokens"] == 0) == hopeless
-            assert (row["finish_reason"] == "error") == (hopeless or token in row["token_ids"][:-1] or (
-                row["tokens"] < 8 and row["token_ids"][-1] == token))
+            assert (row["finish_reason"] == "error") == (
+                hopeless
+                or token in row["token_ids"][:-1]
+                or (row["tokens"] < 8 and row["token_ids"][-1] == token)
+            )
             if coupling == "shared":
                 assert row["token_ids"] == due[id_, sample][: row["tokens"]]
     kept = [row for row in rows() if row["finish_reason"] != "error"]
@@ -132,8 +195,17 @@ def test_a_draft_that_is_not_finite_is_no_draft(place: Path, length: str) -> Non
     shutil.copytree("draft", "broken")
     spoil("broken", None)
     for coupling in ("shared", "maximal"):
-        result = bass("p.txt", *FLAGS, "--draft", str(place / "broken"), "--draft-length", length, "--coupling", coupling,
-                      "--overwrite")
+        result = bass(
+            "p.txt",
+            *FLAGS,
+            "--draft",
+            str(place / "broken"),
+            "--draft-length",
+            length,
+            "--coupling",
+            coupling,
+            "--overwrite",
+        )
         assert result.exit_code == 0, result.stderr
         found = {(row["id"], row["sample"]): row for row in rows()}
         assert {row["finish_reason"] for row in found.values()} <= {"length", "eos"}

@@ -1,4 +1,5 @@
-"""No option is ignored: one that would change nothing in its company is refused before a model is loaded."""
+"""No option is ignored: one that would change nothing in its company is refused before a model
+is loaded."""
 
 from __future__ import annotations
 
@@ -26,34 +27,53 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_checkpoint("llama", tmp_path / name)
         write_tokenizer(tmp_path / name)
     (tmp_path / "p.txt").write_text("a\n")
-    (tmp_path / "pair.yaml").write_text("target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n")
-    (tmp_path / "x.jsonl").write_text(json.dumps({"id": "1", "document": "a b", "summary": "a"}) + "\n")
+    (tmp_path / "pair.yaml").write_text(
+        "target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n"
+    )
+    (tmp_path / "x.jsonl").write_text(
+        json.dumps({"id": "1", "document": "a b", "summary": "a"}) + "\n"
+    )
     (tmp_path / "f.jsonl").write_text(json.dumps({"task_id": "1", "completion": "a"}) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(("arguments", "fault"), [
-    (["generate", "p.txt", "--draft", "none", "--draft-length", "4"], "no draft, so draft length 4 has no meaning"),
+    (["generate", "p.txt", "--draft", "none", "--draft-length", "4"], "no draft, so draft length "
+                                                                      "4 has no meaning"),
     (["generate", "p.txt", "--draft", "none", "--draft-length", "bass"], "so draft length bass has no meaning"),
-    (["generate", "p.txt", "--out", "o.parquet"], "--out o.parquet: nothing is written as .parquet; samples are"),
-    (["generate", "p.txt", "--out", "o.jsonl.gz"], "--out o.jsonl.gz: nothing is written as .gz; samples are plain JSON"),
+    (["generate", "p.txt", "--out", "o.parquet"], "--out o.parquet: nothing is written as "
+                                                  ".parquet; samples are"),
+    (["generate", "p.txt", "--out", "o.jsonl.gz"], "--out o.jsonl.gz: nothing is written as .gz; "
+                                                   "samples are plain JSON"),
     (["generate", "p.txt", "--out", "o.JSON"], "nothing is written as .json;"),
-    (["generate", "p.txt", "--resume"], "--resume: samples go to standard output, where no file is kept; add --out FILE"),
-    (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to /dev/stderr, where no"),
-    (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no"),
-    (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets"),
+    (["generate", "p.txt", "--resume"], "--resume: samples go to standard output, where no file "
+                                        "is kept; add --out FILE"),
+    (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to "
+                                                                   "/dev/stderr, where no"),
+    (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): "
+                                                       "lines of text have no"),
+    (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add "
+                                         "--budgets"),
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),
-    (["eval", *XSUM, "--report", "r.jsonl.gz"], "--report r.jsonl.gz: nothing is written as .gz; a report is one JSON"),
+    (["eval", *XSUM, "--report", "r.jsonl.gz"], "--report r.jsonl.gz: nothing is written as .gz; "
+                                                "a report is one JSON"),
     (["eval", *XSUM, "--k", "1"], "--k (or BASS_K): xsum has no programs to run; leave it out"),
-    (["eval", *XSUM, "--workers", "2"], "--workers (or BASS_WORKERS): xsum has no programs to run; leave it out"),
-    (["eval", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum has no programs to run; leave it out"),
-    (["eval", *XSUM, "--rejudge"], "--rejudge (or BASS_REJUDGE): xsum has no programs to run; leave it out"),
+    (["eval", *XSUM, "--workers", "2"], "--workers (or BASS_WORKERS): xsum has no programs to "
+                                        "run; leave it out"),
+    (["eval", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum has no programs to "
+                                         "run; leave it out"),
+    (["eval", *XSUM, "--rejudge"], "--rejudge (or BASS_REJUDGE): xsum has no programs to run; "
+                                   "leave it out"),
     (["eval", *XSUM, "--budgets", "1s", "--draft", "none", "--draft-length", "4"], "so draft length 4 has no meaning"),
-    (["score", "f.jsonl", "--task", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum has no programs to run"),
-    (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or BASS_PROMPT_TOKENS): prompts of"),
+    (["score", "f.jsonl", "--task", *XSUM, "--timeout", "2s"], "--timeout (or BASS_TIMEOUT): xsum "
+                                                               "has no programs to run"),
+    (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or "
+                                                              "BASS_PROMPT_TOKENS): prompts of"),
 ])  # fmt: skip
-def test_what_would_change_nothing_is_refused(place: Path, arguments: list[str], fault: str) -> None:
+def test_what_would_change_nothing_is_refused(
+    place: Path, arguments: list[str], fault: str
+) -> None:
     before = sorted(place.iterdir())
     pair = [] if arguments[0] == "score" else ["--pair", "pair.yaml"]
     result = CliRunner().invoke(app, [*arguments, *pair])
@@ -65,7 +85,9 @@ def test_what_would_change_nothing_is_refused(place: Path, arguments: list[str],
 def test_a_length_for_a_draft_that_is_there_still_goes_over_the_pairs_own(place: Path) -> None:
     pair = load_pair("pair.yaml")
     assert make_job(pair, JobArgs(draft_length="4")).speculation.length == 4
-    assert make_job(pair, JobArgs(draft="none")).speculation.length == "auto"  # the pair's own length was for its draft
+    assert (
+        make_job(pair, JobArgs(draft="none")).speculation.length == "auto"
+    )  # the pair's own length was for its draft
     assert make_job(pair, JobArgs(draft="none", draft_length="0")).speculation.length == 0
 
 
@@ -78,7 +100,9 @@ def test_a_stop_string_is_unescaped_as_a_shell_user_expects(given: str, meant: s
 
 
 def test_the_manifest_has_the_real_stop_strings(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path  # noqa: F811
+    cli: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     def stops(*flags: str) -> list[str]:
         assert cli("generate", "p.jsonl", "--out", "o.jsonl", "--overwrite", *flags).exit_code == 0

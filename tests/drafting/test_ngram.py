@@ -1,4 +1,5 @@
-"""Lookup: what is found against a search by brute force; whose tokens are seen, until when; how much of it counts."""
+"""Lookup: what is found against a search by brute force; whose tokens are seen, until when; how
+much of it counts."""
 
 import gc
 import random
@@ -24,8 +25,8 @@ def table(seed=0, sharpness=4.0):
 
 
 def searched(log, tail):
-    """The newest place after the longest n-gram that ends `tail`, by looking at all of them. log: (tokens, place), in the
-    order in which they were taken in."""
+    """The newest place after the longest n-gram that ends `tail`, by looking at all of them.
+    log: (tokens, place), in the order in which they were taken in."""
     for size in SIZES:
         for tokens, place in reversed(log) if size <= len(tail) else ():
             if place >= size and tokens[place - size : place] == tail[-size:]:
@@ -39,17 +40,24 @@ def test_the_index_finds_what_a_search_finds(alphabet, met):
     index, log, sizes = Index(), [], set()
     sequences = [[chance.randrange(alphabet) for _ in range(5)] for _ in range(3)]
     known = [0, 3, 5]
-    numbers = [index.begin(tokens, known=count) for tokens, count in zip(sequences, known, strict=True)]
+    numbers = [
+        index.begin(tokens, known=count) for tokens, count in zip(sequences, known, strict=True)
+    ]
     for _ in range(60):
         which = chance.randrange(3)
         sequences[which] += [chance.randrange(alphabet) for _ in range(chance.randrange(4))]
         index.extend(numbers[which])
-        log += [(sequences[which], place) for place in range(max(known[which], 1), len(sequences[which]))]
+        log += [
+            (sequences[which], place)
+            for place in range(max(known[which], 1), len(sequences[which]))
+        ]
         known[which] = len(sequences[which])
         for tokens in sequences:
             draft, matched = follow((index,), tokens[-SIZES[0] :], 1)
             found = searched(log, tokens)
-            assert (draft, matched) == (([], []) if found is None else ([found[1][found[2]]], [found[0]]))
+            assert (draft, matched) == (
+                ([], []) if found is None else ([found[1][found[2]]], [found[0]])
+            )
             sizes |= set(matched)
     assert sizes >= met, "the search was hardly put to work"
 
@@ -101,9 +109,15 @@ class Desk:
         return [guess.tokens for guess in self.drafter.look_up(self.batch, length)]
 
 
-@pytest.mark.parametrize(("sources", "due"), [
-    ("own", [[20], []]), ("siblings", [[20], [20]]), ("prompt", [[3, 4], [3, 4]]), ("reference", [[30, 31], [30, 31]]),
-])
+@pytest.mark.parametrize(
+    ("sources", "due"),
+    [
+        ("own", [[20], []]),
+        ("siblings", [[20], [20]]),
+        ("prompt", [[3, 4], [3, 4]]),
+        ("reference", [[30, 31], [30, 31]]),
+    ],
+)
 def test_each_source_is_seen_and_no_other(sources, due):
     desk = Desk([sources], prompt=(2, 9, 3, 4), reference=(9, 30, 31), rows=2)
     desk.live[0].tokens += [9, 20]
@@ -214,14 +228,31 @@ def test_what_only_fills_a_row_up_is_not_counted_as_drafted():
     drive(loop, live, on_round=lambda done, hosts: seen.append(done))
     drafting = [done for done in seen if done.width]
     assert any(min(done.drafted) < done.width for done in drafting)
-    assert all(max(done.drafted) == done.width for done in drafting), "no round is wider than its longest draft"
-    drafted = sum(max(pair) for done in seen for pair in zip(done.drafted, done.accepted, strict=True))
-    assert sum(row.drafted for row in live) == drafted < sum(done.width * len(done.accepted) for done in seen)
+    assert all(max(done.drafted) == done.width for done in drafting), (
+        "no round is wider than its longest draft"
+    )
+    drafted = sum(
+        max(pair) for done in seen for pair in zip(done.drafted, done.accepted, strict=True)
+    )
+    assert (
+        sum(row.drafted for row in live)
+        == drafted
+        < sum(done.width * len(done.accepted) for done in seen)
+    )
     assert all(0 <= row.accepted <= row.drafted for row in live)
 
 
-@pytest.mark.parametrize("draft", ["lookup", "lookup:own", "lookup:siblings", "lookup:prompt", "lookup:reference",
-                                   "lookup:own,prompt"])
+@pytest.mark.parametrize(
+    "draft",
+    [
+        "lookup",
+        "lookup:own",
+        "lookup:siblings",
+        "lookup:prompt",
+        "lookup:reference",
+        "lookup:own,prompt",
+    ],
+)
 def test_tokens_are_plain_decodings_whatever_is_looked_up(draft):
     """With references that are right, and ones that are wrong at every place."""
     target = Markov(table(), 1)
@@ -236,7 +267,9 @@ def test_tokens_are_plain_decodings_whatever_is_looked_up(draft):
             live = rows_for(PROMPTS, 4, limit=30, temperature=0.8, seed=3)
             loop = loop_for(target, draft, rows=rows, lengths=lengths)
             opened = loop.open
-            loop.open = lambda key, tokens, opened=opened, texts=references: opened(key, tokens, texts[key])
+            loop.open = lambda key, tokens, opened=opened, texts=references: opened(
+                key, tokens, texts[key]
+            )
             assert drive(loop, live) == due, f"{rows} rows, {name}"
             drafted[name] = drafted.get(name, 0) + sum(row.drafted for row in live)
             accepted[name] = accepted.get(name, 0) + sum(row.accepted for row in live)
@@ -257,12 +290,18 @@ def test_siblings_help_a_row_that_comes_after_them():
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_the_same_job_runs_the_same_twice(coupling):
-    """Under maximal coupling the samples depend on what the siblings had by then, but on nothing that is measured."""
+    """Under maximal coupling the samples depend on what the siblings had by then, but on nothing
+    that is measured."""
     runs = []
     for _ in range(2):
         live, seen = rows_for(PROMPTS, 4, limit=20, temperature=0.9), []
-        out = drive(loop_for(Markov(table(), 1), "lookup", rows=5, lengths=Bass(), coupling=coupling), live,
-                    on_round=lambda done, hosts, seen=seen: seen.append((done.width, done.accepted, done.drafted)))
+        out = drive(
+            loop_for(Markov(table(), 1), "lookup", rows=5, lengths=Bass(), coupling=coupling),
+            live,
+            on_round=lambda done, hosts, seen=seen: seen.append(
+                (done.width, done.accepted, done.drafted)
+            ),
+        )
         runs.append((out, seen))
     assert runs[0] == runs[1]
     assert any(width for width, _, _ in runs[0][1])

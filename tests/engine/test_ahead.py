@@ -1,5 +1,5 @@
-"""Rounds that are launched before the last one's tokens are known: the tokens stay plain decoding's, rows may come and go
-meanwhile, and a device does not wait for its host."""
+"""Rounds that are launched before the last one's tokens are known: the tokens stay plain
+decoding's, rows may come and go meanwhile, and a device does not wait for its host."""
 
 import pytest
 import torch
@@ -46,9 +46,12 @@ def ready(loop):
 
 
 @pytest.mark.parametrize("batch", [2, 5])
-@pytest.mark.parametrize("lengths", [lambda: Fixed(0), lambda: Fixed(3), Settled, lambda: Goodput(limit=6)])
-def test_tokens_are_plain_decodings(pair, batch, lengths):  # noqa: F811
-    """Rows end one by one, and others take their places, while a round that knows nothing of it is under way."""
+@pytest.mark.parametrize(
+    "lengths", [lambda: Fixed(0), lambda: Fixed(3), Settled, lambda: Goodput(limit=6)]
+)
+def test_tokens_are_plain_decodings(pair, batch, lengths):
+    """Rows end one by one, and others take their places, while a round that knows nothing of it
+    is under way."""
     target, draft = pair
     due, behind = plain(target, rows()), 0
     for drafter in (draft, "none", Guess(target.vocab)):
@@ -59,8 +62,9 @@ def test_tokens_are_plain_decodings(pair, batch, lengths):  # noqa: F811
     assert behind > 20
 
 
-def test_a_draft_model_is_in_step(pair):  # noqa: F811
-    """The target drafting for itself must have every draft accepted, also in rows that took another's place."""
+def test_a_draft_model_is_in_step(pair):
+    """The target drafting for itself must have every draft accepted, also in rows that took
+    another's place."""
     target, _ = pair
     loop = captured(target, target, batch=4, lengths=Settled())
     flights, done = ready(loop), []
@@ -69,7 +73,7 @@ def test_a_draft_model_is_in_step(pair):  # noqa: F811
     assert {one.width - kept for one in done for kept in one.accepted} == {0}
 
 
-def test_a_round_says_which_rows_it_was_of(pair):  # noqa: F811
+def test_a_round_says_which_rows_it_was_of(pair):
     """Rows that came after it was launched are not among them, nor those that have ended."""
     target, _ = pair
     loop = captured(target, "none", batch=3, lengths=Fixed(0))
@@ -89,11 +93,19 @@ def test_a_round_says_which_rows_it_was_of(pair):  # noqa: F811
     assert set(loop.round(ahead=True).rows) == set(live[1:])
 
 
-@pytest.mark.parametrize(("coupling", "lengths", "drafter", "given"), [
-    ("maximal", lambda: Fixed(2), None, {}), ("shared", Bass, None, {}), ("shared", lambda: Fixed(2), "lookup", {}),
-    ("shared", lambda: Fixed(2), None, {"deadline": 1e9}), ("shared", lambda: Fixed(2), None, {"ahead": False})])
-def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, given):  # noqa: F811
-    """Not where a length decided earlier would be another sample, or a worse one; nor before a deadline."""
+@pytest.mark.parametrize(
+    ("coupling", "lengths", "drafter", "given"),
+    [
+        ("maximal", lambda: Fixed(2), None, {}),
+        ("shared", Bass, None, {}),
+        ("shared", lambda: Fixed(2), "lookup", {}),
+        ("shared", lambda: Fixed(2), None, {"deadline": 1e9}),
+        ("shared", lambda: Fixed(2), None, {"ahead": False}),
+    ],
+)
+def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, given):
+    """Not where a length decided earlier would be another sample, or a worse one; nor before a
+    deadline."""
     target, draft = pair
     loop = captured(target, drafter or draft, batch=6, lengths=lengths(), coupling=coupling)
     flights = ready(loop)
@@ -127,7 +139,9 @@ def test_the_device_does_not_wait_for_the_host(ahead):
     for _ in range(200):
         done = loop.round(ahead=ahead)
     assert (ticks.seconds - began) / 200 == pytest.approx(0.0021 if ahead else 0.0031)
-    assert done.seconds == pytest.approx(0.0021), "what the host does between rounds is not a round's time"
+    assert done.seconds == pytest.approx(0.0021), (
+        "what the host does between rounds is not a round's time"
+    )
 
 
 def test_it_pays_unless_rows_end_all_the_time():
@@ -141,7 +155,9 @@ def test_it_pays_unless_rows_end_all_the_time():
     for _ in range(200):
         worth.row_ended()
         worth.landed(0.005, rows=4)
-    assert not worth.pays(waiting=True), "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
+    assert not worth.pays(waiting=True), (
+        "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
+    )
     assert worth.pays(waiting=False)
 
 
@@ -165,7 +181,9 @@ def test_goodput_waits_for_what_tells_much():
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
 def test_a_job_is_no_slower_for_it(host):
-    """Eight rows, 128 samples of 128 tokens: where the host takes next to nothing, nothing is lost by rows that end."""
+    """Eight rows, 128 samples of 128 tokens: where the host takes next to nothing, nothing is
+    lost by rows that end."""
+
     def seconds(ahead):
         loop = Simulated(Goodput(limit=8), 0.8, rows=8)
         waiting = [Row(str(n), 0, 0, [1] * 20, 128) for n in range(128)]
@@ -183,7 +201,8 @@ def test_a_job_is_no_slower_for_it(host):
 
 
 def test_plain_decoding_by_auto_waits_for_nothing():
-    """With no drafter there is nothing to learn: after its opening `auto` is asked ahead, whatever it would draft."""
+    """With no drafter there is nothing to learn: after its opening `auto` is asked ahead,
+    whatever it would draft."""
     loop = Simulated(Goodput(limit=8), 0.0, rows=4, drafter=NoDrafter())
     flights = ready(loop)
     loop.admit(*(Row("0", s, 0, [1], 200) for s in range(4)))
@@ -192,7 +211,7 @@ def test_plain_decoding_by_auto_waits_for_nothing():
     assert flights.behind > 90
 
 
-def test_a_cpu_launches_nothing_ahead(pair):  # noqa: F811
+def test_a_cpu_launches_nothing_ahead(pair):
     from toys import loop_for
 
     target, draft = pair

@@ -1,5 +1,5 @@
-"""The wall-clock budget of a prompt, with a clock that only the work itself turns: prefill included, late rounds
-shortened or not started, what is finished kept."""
+"""The wall-clock budget of a prompt, with a clock that only the work itself turns: prefill
+included, late rounds shortened or not started, what is finished kept."""
 
 from __future__ import annotations
 
@@ -19,28 +19,41 @@ from bass_cli.scheduler import Conductor
 
 
 class Work:
-    """Time that passes only by `pass_`; notes how long each piece of work took. `stalls`: what pieces of these numbers take
-    instead."""
+    """Time that passes only by `pass_`; notes how long each piece of work took. `stalls`: what
+    pieces of these numbers take instead."""
 
     def __init__(self, seed=0, stalls=None):
-        self.now, self.pieces, self._random, self._stalls = 50.0, [], random.Random(seed), stalls or {}
+        self.now, self.pieces, self._random, self._stalls = (
+            50.0,
+            [],
+            random.Random(seed),
+            stalls or {},
+        )
 
     def __call__(self):
         return self.now
 
     def pass_(self, seconds, jitter=0.0):
-        seconds = self._stalls.get(len(self.pieces), seconds * (1 + self._random.uniform(0, jitter)))
+        seconds = self._stalls.get(
+            len(self.pieces), seconds * (1 + self._random.uniform(0, jitter))
+        )
         self.pieces.append(seconds)
         self.now += seconds
 
 
 class Timed(Markov):
-    """A toy model whose passes take time: `each` seconds a pass and `token` a token of a row; prompts by the chunk. `keys`:
-    of prompts that are open."""
+    """A toy model whose passes take time: `each` seconds a pass and `token` a token of a row;
+    prompts by the chunk. `keys`: of prompts that are open."""
 
     def __init__(self, work, *, each=0.02, token=0.004, prefill=0.001, jitter=0.0, chunk=4, lag=1):
         super().__init__(table(), lag)
-        self._work, self._each, self._token, self._prefill, self._jitter = work, each, token, prefill, jitter
+        self._work, self._each, self._token, self._prefill, self._jitter = (
+            work,
+            each,
+            token,
+            prefill,
+            jitter,
+        )
         self._chunk, self.keys = chunk, set()
 
     def open(self, key, tokens, in_time=None):
@@ -69,13 +82,35 @@ class Launching(Timed):
         return found
 
 
-def run(work, given, *, budget, draft_length=4, n=3, seen=None, draft=None, lengths=None, coupling="shared", rows=None,
-        **costs):
-    loop = loop_for(Timed(work, **costs), draft or Guess(EOS), rows=rows or n, lengths=lengths or Fixed(draft_length),
-                    coupling=coupling)
+def run(
+    work,
+    given,
+    *,
+    budget,
+    draft_length=4,
+    n=3,
+    seen=None,
+    draft=None,
+    lengths=None,
+    coupling="shared",
+    rows=None,
+    **costs,
+):
+    loop = loop_for(
+        Timed(work, **costs),
+        draft or Guess(EOS),
+        rows=rows or n,
+        lengths=lengths or Fixed(draft_length),
+        coupling=coupling,
+    )
     loop.clock.now = work
-    settings = job(n=n, max_new_tokens=40, budget=budget, speculation=Speculation(coupling=coupling),
-                   batch_size=rows or "auto")
+    settings = job(
+        n=n,
+        max_new_tokens=40,
+        budget=budget,
+        speculation=Speculation(coupling=coupling),
+        batch_size=rows or "auto",
+    )
     note = None if seen is None else seen.append
     conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}, on_round=note)
     return list(conductor.run(iter(prompts(*given)), ()))
@@ -84,13 +119,15 @@ def run(work, given, *, budget, draft_length=4, n=3, seen=None, draft=None, leng
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
 @pytest.mark.parametrize("budget", [0.003, 0.05, 0.11, 0.4, 2.0])
 def test_no_prompt_is_late_by_more_than_a_round(budget, jitter):
-    """Exactly in time where rounds take what they took before; otherwise by no more than the one that took longer."""
+    """Exactly in time where rounds take what they took before; otherwise by no more than the one
+    that took longer."""
     for seed in range(5):
         work = Work(seed)
         found = run(work, ["abc", "a", "bcd" * 9, "fgh"] * 3, budget=budget, jitter=jitter)
         longest = max(work.pieces)
         assert max(c.seconds for c in found) <= budget + longest
-        # Nothing is known yet at the first prompt, and the first round of any prompt runs in any case.
+        # Nothing is known yet at the first prompt, and the first round of any prompt runs in any
+        # case.
         later = [c.seconds for c in found if c.id != "p0" and c.rounds != 1]
         assert max(later, default=0.0) <= budget + (longest if jitter else 1e-9)
         assert len(found) == 12 * 3
@@ -109,26 +146,41 @@ def test_what_is_finished_in_time_is_kept_and_the_rest_says_so():
             assert whole.token_ids[: c.tokens] == c.token_ids
             assert c.tokens < whole.tokens
         else:
-            assert (c.text, c.finish_reason, c.token_ids) == (whole.text, whole.finish_reason, whole.token_ids)
+            assert (c.text, c.finish_reason, c.token_ids) == (
+                whole.text,
+                whole.finish_reason,
+                whole.token_ids,
+            )
             assert c.seconds <= 0.25
 
 
 def test_a_round_that_would_be_late_is_shortened():
-    """Rounds take 0.01 s and 0.01 more for each token of a row: after two of 4 drafts 0.034 s are left, room for 1."""
+    """Rounds take 0.01 s and 0.01 more for each token of a row: after two of 4 drafts 0.034 s
+    are left, room for 1."""
     work, seen = Work(), []
     loop = loop_for(Timed(work, each=0.01, token=0.01), Guess(EOS), rows=1, lengths=Fixed(4))
     loop.clock.now = work
     loop.clock.observe(0, 0.02)
     loop.clock.observe(4, 0.06)
-    conductor = Conductor(job(n=1, max_new_tokens=400, budget=0.155), Letters(), loop, context=1000, eos_ids=(),
-                          on_round=seen.append)
+    conductor = Conductor(
+        job(n=1, max_new_tokens=400, budget=0.155),
+        Letters(),
+        loop,
+        context=1000,
+        eos_ids=(),
+        on_round=seen.append,
+    )
     (found,) = conductor.run(iter(prompts("a")), ())
     assert [done.width for done in seen] == [4, 4, 1]
-    assert (found.finish_reason, found.seconds) == ("budget", pytest.approx(0.151))  # 0.001 for the prompt
+    assert (found.finish_reason, found.seconds) == (
+        "budget",
+        pytest.approx(0.151),
+    )  # 0.001 for the prompt
 
 
 def test_prefill_counts_and_is_given_up_in_the_middle():
-    """40 tokens at 0.01 s: after 0.1 s it is clear that it will not do, and the next prompt begins."""
+    """40 tokens at 0.01 s: after 0.1 s it is clear that it will not do, and the next prompt
+    begins."""
     work = Work()
     found = run(work, ["a" * 40, "b"], budget=0.1, prefill=0.01)
     late = [c for c in found if c.id == "p0"]
@@ -138,7 +190,8 @@ def test_prefill_counts_and_is_given_up_in_the_middle():
 
 
 def test_a_wrong_prediction_does_not_keep_prompts_out_for_ever():
-    """One pass over a prompt was slow. The next ones are given up because of it, but not all of them."""
+    """One pass over a prompt was slow. The next ones are given up because of it, but not all of
+    them."""
     work = Work()
     passes = Passes()
     passes.observe(64, 5.0)
@@ -154,7 +207,9 @@ def test_a_prefill_is_predicted_from_passes_that_were_as_long():
         passes.observe(tokens, seconds)
     assert passes.predict(5) == 0.5
     assert passes.predict(64) == 1.0
-    assert passes.predict(128) == pytest.approx(2.0), "one that stumbled says nothing of longer ones"
+    assert passes.predict(128) == pytest.approx(2.0), (
+        "one that stumbled says nothing of longer ones"
+    )
 
 
 def test_each_prompt_has_a_budget_of_its_own():
@@ -165,11 +220,20 @@ def test_each_prompt_has_a_budget_of_its_own():
 @pytest.mark.parametrize("stalls", [[20], [20, 21, 22], list(range(20, 30))])
 @pytest.mark.parametrize("draft_length", [0, 1, 4])
 def test_a_stall_costs_the_prompts_that_it_met_and_no_others(stalls, draft_length):
-    """50 ms a prompt, rounds of 5 ms, and some that take 0.17 s: whoever comes later has as many rounds as before, and as
-    long ones."""
+    """50 ms a prompt, rounds of 5 ms, and some that take 0.17 s: whoever comes later has as many
+    rounds as before, and as long ones."""
     seen = []
     work = Work(stalls=dict.fromkeys(stalls, 0.17))
-    found = run(work, ["a"] * 164, budget=0.05, n=1, draft_length=draft_length, seen=seen, each=0.005, token=0.0)
+    found = run(
+        work,
+        ["a"] * 164,
+        budget=0.05,
+        n=1,
+        draft_length=draft_length,
+        seen=seen,
+        each=0.005,
+        token=0.0,
+    )
     unfinished = [c.rounds for c in found if c.finish_reason == "budget"]
     assert len(unfinished) > 20
     assert set(unfinished[-20:]) == {9}, "9 rounds fit beside the prompt's own pass"
@@ -186,8 +250,8 @@ def test_a_prompt_whose_deadline_is_ahead_has_its_first_round():
 
 
 def test_the_drafts_prefill_is_given_up_too():
-    """The draft takes 0.01 s a token, so that 30 tokens are too many, and the next prompt begins. Nothing of the first one
-    is left: it may come again."""
+    """The draft takes 0.01 s a token, so that 30 tokens are too many, and the next prompt
+    begins. Nothing of the first one is left: it may come again."""
     work = Work()
     runner = Timed(work, prefill=0.01, lag=2)
     draft = make_drafter("model", runner=runner, coupling="shared", temperature=None)
@@ -199,8 +263,8 @@ def test_the_drafts_prefill_is_given_up_too():
 
 
 class Launched(Work):
-    """A device beside the host: what it is given is only launched, which takes the host 10 us, and done one after the
-    other; `wait` is over when all is."""
+    """A device beside the host: what it is given is only launched, which takes the host 10 us,
+    and done one after the other; `wait` is over when all is."""
 
     def __init__(self):
         super().__init__()
@@ -217,14 +281,19 @@ class Launched(Work):
 
 @pytest.mark.parametrize("slow", ["target", "draft"])
 def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, monkeypatch):
-    """200 tokens in passes of 4, each 40 ms, and 0.5 s: two prompts with too many, and one that has time enough."""
+    """200 tokens in passes of 4, each 40 ms, and 0.5 s: two prompts with too many, and one that
+    has time enough."""
     work = Launched()
     monkeypatch.setattr(loop_module, "synchronise", work.wait)
-    target, runner = (Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
-                      for model, lag in (("target", 1), ("draft", 2)))
+    target, runner = (
+        Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
+        for model, lag in (("target", 1), ("draft", 2))
+    )
     loop = loop_for(target, runner, rows=3, lengths=Fixed(4))
     loop.clock.now = work
-    conductor = Conductor(job(n=3, max_new_tokens=40, budget=0.5), Letters(), loop, context=1000, eos_ids={EOS})
+    conductor = Conductor(
+        job(n=3, max_new_tokens=40, budget=0.5), Letters(), loop, context=1000, eos_ids={EOS}
+    )
     found = list(conductor.run(iter(prompts("a" * 200, "b" * 200, "c")), ()))
     late = [c for c in found if c.id != "p2"]
     assert [c.tokens for c in late] == [0] * 6
@@ -242,29 +311,54 @@ def test_without_a_deadline_nobody_waits_for_a_prefill(monkeypatch):
 
 MAXIMAL = {  # draft and controller
     "bass": (lambda: Markov(table(1), 2), lambda: Bass(limit=12)),
-    "table": (lambda: Markov(table(1), 2), lambda: make_lengths("table", limit=6, coupling="maximal", surface=SURFACE)),
-    "auto": (lambda: Markov(table(1), 2), lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE)),
+    "table": (
+        lambda: Markov(table(1), 2),
+        lambda: make_lengths("table", limit=6, coupling="maximal", surface=SURFACE),
+    ),
+    "auto": (
+        lambda: Markov(table(1), 2),
+        lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE),
+    ),
     "lookup": (lambda: "lookup", lambda: Bass(limit=12)),
-    "lookup, auto": (lambda: "lookup", lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE)),
+    "lookup, auto": (
+        lambda: "lookup",
+        lambda: make_lengths("auto", limit=6, coupling="maximal", surface=SURFACE),
+    ),
 }
-SURFACE = make_surface((1, 4), (0, 6), verify=[[1.0, 1.1], [1.0, 1.6]], draft=[[0.0, 0.6], [0.0, 0.6]])
+SURFACE = make_surface(
+    (1, 4), (0, 6), verify=[[1.0, 1.1], [1.0, 1.6]], draft=[[0.0, 0.6], [0.0, 0.6]]
+)
 
 
 @pytest.mark.parametrize("rows", [None, 2, 7])
 @pytest.mark.parametrize("name", MAXIMAL)
 def test_under_maximal_coupling_a_budget_ends_samples_and_changes_none(name, rows):
-    """Whatever the machine does, what is written is the beginning of what no clock has ended: draft lengths are part of the
-    samples there, so neither does the clock cut them, nor does one prompt's time reach the next one's."""
+    """Whatever the machine does, what is written is the beginning of what no clock has ended:
+    draft lengths are part of the samples there, so neither does the clock cut them, nor does one
+    prompt's time reach the next one's."""
+
     def drawn(budget, seed, **costs):
         draft, lengths = (make() for make in MAXIMAL[name])
         work = Work(seed, stalls=costs.pop("stalls", None))
-        found = run(work, ["abcabcab", "a", "bcdbcdb", "fgh"] * 2, budget=budget, n=4, rows=rows, draft=draft,
-                    lengths=lengths, coupling="maximal", jitter=0.5, **costs)
+        found = run(
+            work,
+            ["abcabcab", "a", "bcdbcdb", "fgh"] * 2,
+            budget=budget,
+            n=4,
+            rows=rows,
+            draft=draft,
+            lengths=lengths,
+            coupling="maximal",
+            jitter=0.5,
+            **costs,
+        )
         return {(c.id, c.sample): c for c in found}, max(work.pieces)
 
     whole, _ = drawn(1e6, 0)
     ended = set()
-    for seed, (budget, more) in enumerate([(0.2, {}), (0.35, {"token": 0.02}), (0.5, {"stalls": {9: 0.4, 30: 0.7}})]):
+    for seed, (budget, more) in enumerate(
+        [(0.2, {}), (0.35, {"token": 0.02}), (0.5, {"stalls": {9: 0.4, 30: 0.7}})]
+    ):
         found, longest = drawn(budget, seed, **more)
         for key, sample in found.items():
             assert sample.token_ids == whole[key].token_ids[: sample.tokens]
@@ -274,9 +368,19 @@ def test_under_maximal_coupling_a_budget_ends_samples_and_changes_none(name, row
 
 
 def test_under_maximal_coupling_a_round_that_would_be_late_is_not_started():
-    """It cannot be shortened: 0.01 s and 0.01 more for each token of a row, so with 4 drafts two fit into 0.155 s."""
+    """It cannot be shortened: 0.01 s and 0.01 more for each token of a row, so with 4 drafts two
+    fit into 0.155 s."""
     seen = []
-    found = run(Work(), ["a", "b", "c", "d"], budget=0.155, n=1, coupling="maximal", each=0.01, token=0.01, seen=seen)
+    found = run(
+        Work(),
+        ["a", "b", "c", "d"],
+        budget=0.155,
+        n=1,
+        coupling="maximal",
+        each=0.01,
+        token=0.01,
+        seen=seen,
+    )
     ended = [c for c in found if c.finish_reason == "budget"]
     assert [c.rounds for c in ended] == [2] * len(ended) != []
     assert max(c.seconds for c in ended) <= 0.155

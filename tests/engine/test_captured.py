@@ -1,4 +1,5 @@
-"""The loop's captured path without a GPU: whatever is captured, reused or run beside it, tokens are plain decoding's."""
+"""The loop's captured path without a GPU: whatever is captured, reused or run beside it, tokens
+are plain decoding's."""
 
 import itertools
 
@@ -33,16 +34,36 @@ def pair(tmp_path_factory):
         checkpoint = open_checkpoint(folder)
         weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
         generator = torch.Generator().manual_seed(1)
-        both.append(Decoder(checkpoint.spec, {
-            name: w + noise * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
-            for name, w in weights.items()}))
+        both.append(
+            Decoder(
+                checkpoint.spec,
+                {
+                    name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
+                    if w.dim() > 1
+                    else w
+                    for name, w in weights.items()
+                },
+            )
+        )
     return tuple(both)
 
 
 def rows(limit=30):
-    """Two samples of each prompt, greedy and sampled, of very unequal limits: they retire at different times."""
-    return [Row(str(p), s, 11, list(tokens), limit - 7 * s - 4 * p, temperature=0.8 * s, top_p=1 - 0.05 * s)
-            for p, tokens in enumerate(PROMPTS) for s in range(2)]
+    """Two samples of each prompt, greedy and sampled, of very unequal limits: they retire at
+    different times."""
+    return [
+        Row(
+            str(p),
+            s,
+            11,
+            list(tokens),
+            limit - 7 * s - 4 * p,
+            temperature=0.8 * s,
+            top_p=1 - 0.05 * s,
+        )
+        for p, tokens in enumerate(PROMPTS)
+        for s in range(2)
+    ]
 
 
 def captured(target, draft, *, batch, lengths, coupling="shared"):
@@ -50,10 +71,20 @@ def captured(target, draft, *, batch, lengths, coupling="shared"):
     ticks = Ticks()
     runner = Runner(draft, rows=batch, span=SPAN, lag=2) if isinstance(draft, Decoder) else None
     name = draft if isinstance(draft, str) else "model"
-    drafter = make_drafter(name, runner=runner, coupling=coupling, temperature=None) if runner or name == draft else draft
-    return Loop(batch=Batch(rows=batch, context=128, device=torch.device("cpu")), coupling=coupling, drafter=drafter,
-                target=Runner(target, rows=batch, span=SPAN, lag=1), lengths=lengths, clock=Clock(ticks),
-                graphs=FakeGraphs(ticks))
+    drafter = (
+        make_drafter(name, runner=runner, coupling=coupling, temperature=None)
+        if runner or name == draft
+        else draft
+    )
+    return Loop(
+        batch=Batch(rows=batch, context=128, device=torch.device("cpu")),
+        coupling=coupling,
+        drafter=drafter,
+        target=Runner(target, rows=batch, span=SPAN, lag=1),
+        lengths=lengths,
+        clock=Clock(ticks),
+        graphs=FakeGraphs(ticks),
+    )
 
 
 class Tour:
@@ -92,16 +123,29 @@ def test_a_seed_gives_the_same_run_twice(pair):
     done = []
     for slow in (1, 1000):
         loop = captured(*pair, batch=5, lengths=Tour())
-        loop.graphs.ticks.__class__ = type("Slow", (Ticks,), {"__call__": lambda self, slow=slow: self.seconds * slow})
+        loop.graphs.ticks.__class__ = type(
+            "Slow", (Ticks,), {"__call__": lambda self, slow=slow: self.seconds * slow}
+        )
         drive(loop, rows())
         done.append(loop.graphs.done)
     assert done[0] == done[1]
 
 
-@pytest.mark.parametrize(("missing", "flat", "due"), [(1, 1024, [2]), (2, 1024, [2]), (5, 1024, [8]), (33, 1024, [128]),
-                                                      (70, 1024, [128]), (33, 0, [32, 2]), (70, 0, [32, 32])])
+@pytest.mark.parametrize(
+    ("missing", "flat", "due"),
+    [
+        (1, 1024, [2]),
+        (2, 1024, [2]),
+        (5, 1024, [8]),
+        (33, 1024, [128]),
+        (70, 1024, [128]),
+        (33, 0, [32, 2]),
+        (70, 0, [32, 32]),
+    ],
+)
 def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing, flat, due):
-    """In passes of a few sizes, with one row that has nothing to catch up: the target then keeps all it drafts itself."""
+    """In passes of a few sizes, with one row that has nothing to catch up: the target then keeps
+    all it drafts itself."""
     monkeypatch.setattr(draft_sync, "_FLAT", flat)
     target, _ = pair
     plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
@@ -130,7 +174,8 @@ def test_only_few_rows_take_in_many_tokens_at_once():
 
 @pytest.mark.parametrize("missing", [5, 40, 140])
 def test_what_catching_up_will_take_is_foreseen(pair, missing):
-    """By what a pass took last: nothing is known before the first one, nor of one that was captured or ran uncaptured."""
+    """By what a pass took last: nothing is known before the first one, nor of one that was
+    captured or ran uncaptured."""
     target, _ = pair
     plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
     lengths, seen = Fixed(0), []
@@ -202,7 +247,9 @@ def test_dummy_rows_and_capturing_leave_the_live_rows_alone(pair):
     before = [list(row.tokens) for row in live], loop.batch.lengths.tolist(), loop.graphs.captures
     assert before[1] == [len(row.tokens) for row in live] + [1, 1, 1]
     loop.prepare([3, 5], [0, 3])
-    assert before[2] == 2 * (2 + 4), "two rounds and four sizes to catch up with, for each number of rows"
+    assert before[2] == 2 * (2 + 4), (
+        "two rounds and four sizes to catch up with, for each number of rows"
+    )
     assert loop.graphs.captures == before[2]
     loop.round()
     assert loop.batch.lengths.tolist()[:3] == [len(row.tokens) for row in live]
@@ -230,7 +277,8 @@ def test_the_clock_and_the_controller_are_told_of_steady_rounds_only(pair):
 
 
 def test_a_budget_pays_for_no_capture():
-    """Plain rounds were wanted, and served by 4 drafts, long enough to be captured; but that pays later."""
+    """Plain rounds were wanted, and served by 4 drafts, long enough to be captured; but that
+    pays later."""
     loop = Simulated(Fixed(4), 0.0)
     loop.admit(Row("0", 0, 0, [1], 900))
     for _ in range(3):
@@ -261,7 +309,10 @@ def test_uncaptured_loops_feed_what_is_missing_in_one_pass(pair):
     fed = []
     loop = loop_for(target, draft, rows=3, lengths=Tour())
     feed = loop.drafter._runner.feed
-    loop.drafter._runner.feed = lambda tokens, *more: (fed.append(tokens.shape[1]), feed(tokens, *more))
+    loop.drafter._runner.feed = lambda tokens, *more: (
+        fed.append(tokens.shape[1]),
+        feed(tokens, *more),
+    )
     assert drive(loop, rows()) == plain(target, rows())
     assert 3 in fed or 4 in fed
 

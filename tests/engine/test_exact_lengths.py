@@ -1,5 +1,5 @@
-"""Where a round's length counts (Algorithm 1, maximal coupling), captured rounds are those of an uncaptured loop, one by
-one, however few graphs serve them."""
+"""Where a round's length counts (Algorithm 1, maximal coupling), captured rounds are those of an
+uncaptured loop, one by one, however few graphs serve them."""
 
 from types import SimpleNamespace
 
@@ -23,8 +23,26 @@ from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
 
 VOCAB = 16
-PAPERS = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]  # while some row keeps everything
-LINES = make_surface((1, 4), (0, 32), verify=[[1.0, 1.0], [1.0, 1.0]], draft=[[0.0, 0.001], [0.0, 0.001]])
+PAPERS = [
+    7,
+    9,
+    11,
+    13,
+    15,
+    17,
+    19,
+    21,
+    23,
+    25,
+    27,
+    29,
+    31,
+    32,
+    32,
+]  # while some row keeps everything
+LINES = make_surface(
+    (1, 4), (0, 32), verify=[[1.0, 1.0], [1.0, 1.0]], draft=[[0.0, 0.001], [0.0, 0.001]]
+)
 
 
 def tables(distance):
@@ -35,61 +53,106 @@ def tables(distance):
 
 def rows(limit=45, n=3, temperature=1.0):
     """Samples of two prompts, of unequal limits."""
-    return [Row(str(p), s, 5, [1, 2, 3, 4, 1, 2, 3][: 7 - 2 * p], limit - 9 * s, temperature=temperature * (0.3 + 0.3 * s))
-            for p in range(2) for s in range(n)]
+    return [
+        Row(
+            str(p),
+            s,
+            5,
+            [1, 2, 3, 4, 1, 2, 3][: 7 - 2 * p],
+            limit - 9 * s,
+            temperature=temperature * (0.3 + 0.3 * s),
+        )
+        for p in range(2)
+        for s in range(n)
+    ]
 
 
 def loop_of(distance, lengths, *, coupling, draft="model", batch=4, graphs=True):
     """A loop over toy models: captured on fake graphs, or uncaptured."""
     target, drafting = tables(distance)
     ticks = Ticks()
-    drafter = make_drafter(draft, runner=Markov(drafting, 2) if draft == "model" else None, coupling=coupling,
-                           temperature=None)
-    return Loop(batch=Batch(rows=batch, context=256, device=torch.device("cpu")), target=Markov(target, 1), drafter=drafter,
-                lengths=lengths, coupling=coupling, clock=Clock(ticks), graphs=FakeGraphs(ticks) if graphs else None)
+    drafter = make_drafter(
+        draft,
+        runner=Markov(drafting, 2) if draft == "model" else None,
+        coupling=coupling,
+        temperature=None,
+    )
+    return Loop(
+        batch=Batch(rows=batch, context=256, device=torch.device("cpu")),
+        target=Markov(target, 1),
+        drafter=drafter,
+        lengths=lengths,
+        coupling=coupling,
+        clock=Clock(ticks),
+        graphs=FakeGraphs(ticks) if graphs else None,
+    )
 
 
 def rounds_of(loop, given):
     """(what was generated, each round's draft length and what rows kept of it)."""
     seen = []
-    found = drive(loop, given, on_round=lambda done, hosts: seen.append((done.width, done.accepted, done.meant)))
+    found = drive(
+        loop,
+        given,
+        on_round=lambda done, hosts: seen.append((done.width, done.accepted, done.meant)),
+    )
     return found, seen
 
 
 CONTROLLERS = {
     "bass": lambda coupling: make_lengths("bass", limit=32, coupling=coupling),
     "bass to 20": lambda coupling: make_lengths("bass", limit=20, coupling=coupling),
-    "bass+table": lambda coupling: make_lengths("bass+table", limit=32, coupling=coupling, surface=LINES),
+    "bass+table": lambda coupling: make_lengths(
+        "bass+table", limit=32, coupling=coupling, surface=LINES
+    ),
     "auto": lambda coupling: make_lengths("auto", limit=32, coupling=coupling),
-    "auto with a profile": lambda coupling: make_lengths("auto", limit=32, coupling=coupling, surface=LINES),
+    "auto with a profile": lambda coupling: make_lengths(
+        "auto", limit=32, coupling=coupling, surface=LINES
+    ),
     "9": lambda coupling: make_lengths(9, limit=32, coupling=coupling),
     "33": lambda coupling: make_lengths(33, limit=64, coupling=coupling),
 }
 
 
-@pytest.mark.parametrize(("coupling", "name"), [("shared", name) for name in ("bass", "bass to 20", "bass+table")]
-                         + [("maximal", name) for name in CONTROLLERS])
+@pytest.mark.parametrize(
+    ("coupling", "name"),
+    [("shared", name) for name in ("bass", "bass to 20", "bass+table")]
+    + [("maximal", name) for name in CONTROLLERS],
+)
 @pytest.mark.parametrize("distance", [0.3, 3.0])
 def test_captured_rounds_are_those_of_an_uncaptured_loop(coupling, name, distance):
-    (found, seen), (due, rounds) = (rounds_of(loop_of(distance, CONTROLLERS[name](coupling), coupling=coupling,
-                                                      graphs=graphs), rows()) for graphs in (True, False))
+    (found, seen), (due, rounds) = (
+        rounds_of(
+            loop_of(distance, CONTROLLERS[name](coupling), coupling=coupling, graphs=graphs), rows()
+        )
+        for graphs in (True, False)
+    )
     assert seen == rounds
     assert found == due
 
 
 @pytest.mark.parametrize("name", ["bass", "auto with a profile", "33"])
 def test_under_maximal_coupling_lookup_verifies_nothing_but_what_it_found(name):
-    """Not what earlier rounds left behind in a wider graph. The samples repeat themselves, so that drafts are long."""
+    """Not what earlier rounds left behind in a wider graph. The samples repeat themselves, so
+    that drafts are long."""
     (found, seen), (due, rounds) = (
-        rounds_of(loop_of(0, CONTROLLERS[name]("maximal"), coupling="maximal", draft="lookup", graphs=graphs),
-                  rows(100, temperature=0.4)) for graphs in (True, False))
+        rounds_of(
+            loop_of(
+                0, CONTROLLERS[name]("maximal"), coupling="maximal", draft="lookup", graphs=graphs
+            ),
+            rows(100, temperature=0.4),
+        )
+        for graphs in (True, False)
+    )
     assert len({width for width, _, _ in rounds} - set(WIDTHS)) > 2, "this showed little"
     assert seen == rounds
     assert found == due
 
 
-@pytest.mark.parametrize(("coupling", "name"), [("shared", "bass"), ("maximal", "bass"), ("maximal", "auto"),
-                                                ("shared", "bass+table")])
+@pytest.mark.parametrize(
+    ("coupling", "name"),
+    [("shared", "bass"), ("maximal", "bass"), ("maximal", "auto"), ("shared", "bass+table")],
+)
 def test_algorithm_1_grows_beyond_what_is_captured(coupling, name):
     """The draft is the target, so that all is kept; few graphs serve all lengths."""
     loop = loop_of(0.0, CONTROLLERS[name](coupling), coupling=coupling, batch=1)
@@ -99,36 +162,67 @@ def test_algorithm_1_grows_beyond_what_is_captured(coupling, name):
 
 
 def test_no_round_is_wider_than_a_rows_place(tmp_path):
-    """Real caches, whose rows have place for the longest draft: a wider graph still fits where it is at its end."""
+    """Real caches, whose rows have place for the longest draft: a wider graph still fits where
+    it is at its end."""
     write_checkpoint(FAMILIES[0], tmp_path)
     checkpoint = open_checkpoint(tmp_path)
-    model = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+    model = Decoder(
+        checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    )
     limit, longest = 23, 17
     span, ticks = limit + cover(longest) + 1, Ticks()
-    drafter = make_drafter("model", runner=Runner(model, rows=2, span=span, lag=2), coupling="shared", temperature=None)
-    loop = Loop(batch=Batch(rows=2, context=64, device=torch.device("cpu")), drafter=drafter, coupling="shared",
-                target=Runner(model, rows=2, span=span, lag=1), lengths=Bass(start=17, limit=longest), clock=Clock(ticks),
-                graphs=FakeGraphs(ticks))
+    drafter = make_drafter(
+        "model", runner=Runner(model, rows=2, span=span, lag=2), coupling="shared", temperature=None
+    )
+    loop = Loop(
+        batch=Batch(rows=2, context=64, device=torch.device("cpu")),
+        drafter=drafter,
+        coupling="shared",
+        target=Runner(model, rows=2, span=span, lag=1),
+        lengths=Bass(start=17, limit=longest),
+        clock=Clock(ticks),
+        graphs=FakeGraphs(ticks),
+    )
     given = [Row(str(p), 0, 1, [3, 1, 4], limit, temperature=0.9) for p in range(4)]
     found, seen = rounds_of(loop, given)
-    assert found == rounds_of(loop_for(model, model, rows=2, lengths=Bass(start=17, limit=longest)), given_again(given))[0]
+    assert (
+        found
+        == rounds_of(
+            loop_for(model, model, rows=2, lengths=Bass(start=17, limit=longest)),
+            given_again(given),
+        )[0]
+    )
     assert max(width for width, _, _ in seen) == 17
     assert max(key.width for _, key in loop.graphs.done) == 24
 
 
 def given_again(given):
-    return [Row(row.key, row.sample, row.seed, row.tokens[: row.prompt_length], row.limit, temperature=row.temperature)
-            for row in given]
+    return [
+        Row(
+            row.key,
+            row.sample,
+            row.seed,
+            row.tokens[: row.prompt_length],
+            row.limit,
+            temperature=row.temperature,
+        )
+        for row in given
+    ]
 
 
-@pytest.mark.parametrize(("coupling", "length", "widest"), [("shared", "bass", 32), ("maximal", "bass", 32),
-                                                            ("maximal", 23, 23), ("shared", 23, 16)])
+@pytest.mark.parametrize(
+    ("coupling", "length", "widest"),
+    [("shared", "bass", 32), ("maximal", "bass", 32), ("maximal", 23, 23), ("shared", 23, 16)],
+)
 def test_warming_up_captures_all_that_rounds_with_a_deadline_need(coupling, length, widest):
     """Nothing else may be captured then, and an uncaptured round takes too long."""
     lengths = make_lengths(length, limit=32, coupling=coupling)
     loop = loop_of(0.0, lengths, coupling=coupling)
     loop.drafter.prepare_prompts = lambda: None
-    pair, speculation = Pair(name="toy", target="toy", draft="toy"), Speculation(length=length, coupling=coupling)
+    pair, speculation = (
+        Pair(name="toy", target="toy", draft="toy"),
+        Speculation(length=length, coupling=coupling),
+    )
     job = Job(pair=pair, n=3, speculation=speculation)
     spec = SimpleNamespace(context=999)
     plan = SimpleNamespace(job=job, device=torch.device("cpu"), target=SimpleNamespace(spec=spec))

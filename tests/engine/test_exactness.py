@@ -1,6 +1,8 @@
-"""Token for token: speculation gives what plain decoding gives, for every family, drafter, width, batch and controller.
+"""Token for token: speculation gives what plain decoding gives, for every family, drafter, width,
+batch and controller.
 
-Rows of unequal prompts and limits, greedy and sampled in one batch, so rows also join and leave at different rounds.
+Rows of unequal prompts and limits, greedy and sampled in one batch, so rows also join and leave
+at different rounds.
 """
 
 import functools
@@ -24,16 +26,19 @@ def auto(coupling):
     return make_lengths("auto", limit=9, coupling=coupling, surface=SURFACE)
 
 
-CONTROLLERS = (lambda: auto("shared"), lambda: make_lengths("auto", limit=9, coupling="shared"),
-               lambda: make_lengths("table", limit=9, coupling="shared", surface=SURFACE),
-               lambda: make_lengths("bass+table", limit=9, coupling="shared", surface=SURFACE))
+CONTROLLERS = (
+    lambda: auto("shared"),
+    lambda: make_lengths("auto", limit=9, coupling="shared"),
+    lambda: make_lengths("table", limit=9, coupling="shared", surface=SURFACE),
+    lambda: make_lengths("bass+table", limit=9, coupling="shared", surface=SURFACE),
+)
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
 
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """A function from a family's name to (target, draft): the draft is the target with noise on its weights, so that
-    some drafts are accepted and some are not."""
+    """A function from a family's name to (target, draft): the draft is the target with noise on
+    its weights, so that some drafts are accepted and some are not."""
 
     @functools.cache
     def pair(family):
@@ -45,9 +50,15 @@ def decoders(tmp_path_factory):
             weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
             generator = torch.Generator().manual_seed(1)
             if checkpoint.spec.tied:  # a random model with a tied head just repeats itself
-                weights["head.weight"] = torch.randn(weights["embed.weight"].shape, generator=generator)
-            weights = {name: w + noise * w.std() * torch.randn(w.shape, generator=generator) if w.dim() > 1 else w
-                       for name, w in weights.items()}
+                weights["head.weight"] = torch.randn(
+                    weights["embed.weight"].shape, generator=generator
+                )
+            weights = {
+                name: w + noise * w.std() * torch.randn(w.shape, generator=generator)
+                if w.dim() > 1
+                else w
+                for name, w in weights.items()
+            }
             both.append(Decoder(checkpoint.spec, weights))
         return tuple(both)
 
@@ -56,16 +67,22 @@ def decoders(tmp_path_factory):
 
 def rows():
     """Two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
-    return [Row(str(p), s, 11, list(tokens), 12 - (s + p) % 3, temperature=0.8 * s, top_p=1 - 0.05 * s)
-            for p, tokens in enumerate(PROMPTS) for s in range(2)]
+    return [
+        Row(str(p), s, 11, list(tokens), 12 - (s + p) % 3, temperature=0.8 * s, top_p=1 - 0.05 * s)
+        for p, tokens in enumerate(PROMPTS)
+        for s in range(2)
+    ]
 
 
-# Those with a model, which sees what the target sees, and the words of a pair's `draft` that need none.
+# Those with a model, which sees what the target sees, and the words of a pair's `draft` that
+# need none.
 DRAFTERS = ("model", "skip", "lookup")
 
 
 def drafter_of(name, target, draft):
-    return {"model": draft, "skip": target.keep_layers(range(target.spec.layers - 1))}.get(name, name)
+    return {"model": draft, "skip": target.keep_layers(range(target.spec.layers - 1))}.get(
+        name, name
+    )
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -74,11 +91,23 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
     target, draft = decoders(family)
     due, accepted, drafted = plain(target, rows()), 0, 0
     for batch in (1, 2, 5):
-        for lengths in (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive, *CONTROLLERS):
+        for lengths in (
+            lambda: Fixed(1),
+            lambda: Fixed(3),
+            lambda: Fixed(7),
+            Bass,
+            Reactive,
+            *CONTROLLERS,
+        ):
             live = rows()
-            loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths())
+            loop = loop_for(
+                target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths()
+            )
             assert drive(loop, live) == due, f"batch {batch}, {lengths()}"
-            accepted, drafted = accepted + sum(r.accepted for r in live), drafted + sum(r.drafted for r in live)
+            accepted, drafted = (
+                accepted + sum(r.accepted for r in live),
+                drafted + sum(r.drafted for r in live),
+            )
     if drafter in ("model", "skip"):
         assert 0 < accepted < drafted, "the drafts were all alike: this run showed nothing"
 
@@ -88,8 +117,20 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
 def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, family, drafter):
     target, draft = decoders(family)
     due = {key: tokens for key, tokens in plain(target, rows()).items() if key[1] == 0}
-    for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass()), (5, Fixed(1)), (5, auto("maximal"))):
-        loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths, coupling="maximal")
+    for batch, lengths in (
+        (1, Fixed(3)),
+        (2, Fixed(7)),
+        (5, Bass()),
+        (5, Fixed(1)),
+        (5, auto("maximal")),
+    ):
+        loop = loop_for(
+            target,
+            drafter_of(drafter, target, draft),
+            rows=batch,
+            lengths=lengths,
+            coupling="maximal",
+        )
         found = drive(loop, rows())
         assert {key: found[key] for key in due} == due
 
@@ -97,7 +138,8 @@ def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, family, 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_target_accepts_all_of_its_own_drafts(decoders, family, coupling):
-    """Also right after a fully accepted round, after rounds without drafts, and in rows that were moved."""
+    """Also right after a fully accepted round, after rounds without drafts, and in rows that
+    were moved."""
     target, _ = decoders(family)
     for lengths in (Fixed(4), Reactive()):
         seen = []
@@ -118,7 +160,8 @@ def test_full_acceptance_commits_one_token_more_than_was_drafted(decoders):
 
 
 def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
-    """Plain rounds leave the draft's cache behind by one token each; afterwards it accepts as before."""
+    """Plain rounds leave the draft's cache behind by one token each; afterwards it accepts as
+    before."""
     target, _ = decoders(FAMILIES[0])
 
     class Pause(Fixed):
@@ -152,7 +195,8 @@ def test_one_nearly_full_row_does_not_throttle_the_others(decoders):
 
 
 def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
-    """The equalities above rest on it: the same position computed in another batch shape differs by rounding only."""
+    """The equalities above rest on it: the same position computed in another batch shape differs
+    by rounding only."""
     target, _ = decoders("llama")
     found = []
     for batch in (1, 5):
@@ -167,7 +211,8 @@ def test_float_noise_between_batch_shapes_is_far_below_what_decides(decoders):
 
 
 def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
-    """Whatever the controller wants, a round without a drafter is a plain one, counts none and scores every token."""
+    """Whatever the controller wants, a round without a drafter is a plain one, counts none and
+    scores every token."""
     target, _ = decoders("llama")
     live, asked = rows(), []
     loop = loop_for(target, "none", rows=3, lengths=Fixed(5))
@@ -180,7 +225,8 @@ def test_a_drafter_that_proposes_nothing_is_never_asked_for_more(decoders):
 
 
 def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders):
-    """Wrong drafts' keys lie where plain rounds then put other tokens: the draft's cache must hold these in the end."""
+    """Wrong drafts' keys lie where plain rounds then put other tokens: the draft's cache must
+    hold these in the end."""
     target, draft = decoders(FAMILIES[0])
     plan = iter([6, 0, 0, 0, 6, 0, 5])
     lengths = Fixed(0)
@@ -190,7 +236,9 @@ def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders)
     loop.open("0", live[0].tokens)
     for row in live:
         loop.admit(row)
-    wrong = sum(done.width - kept for done in (loop.round() for _ in range(7)) for kept in done.accepted)
+    wrong = sum(
+        done.width - kept for done in (loop.round() for _ in range(7)) for kept in done.accepted
+    )
     assert wrong > 10, "hardly a wrong draft: this run showed nothing"
     loop.drafter.propose(loop.batch, 1)
     fresh = loop_for(target, draft, rows=3, lengths=Fixed(1))
@@ -200,7 +248,11 @@ def test_drafts_after_plain_rounds_do_not_see_the_wrong_ones_of_before(decoders)
     for row, line in enumerate(live):
         span = fresh.drafter._runner.cache._of_row[row]
         fed, base = span.length, loop.drafter._runner.cache.base(row)
-        for found, due in zip(loop.drafter._runner.cache.own_keys, fresh.drafter._runner.cache.prompt_keys, strict=True):
+        for found, due in zip(
+            loop.drafter._runner.cache.own_keys,
+            fresh.drafter._runner.cache.prompt_keys,
+            strict=True,
+        ):
             due = due[:, span.start + base : span.start + fed]
             torch.testing.assert_close(found[row, :, : fed - base], due, rtol=1e-4, atol=1e-4)
         assert fed == len(line.tokens) - 2

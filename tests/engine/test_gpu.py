@@ -1,4 +1,5 @@
-"""The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured decoding gives. Float32."""
+"""The engine on a CUDA device: Triton kernels and captured rounds give what plain, uncaptured
+decoding gives. Float32."""
 
 import collections
 import copy
@@ -42,7 +43,8 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(scope="module")
 def decoders(tmp_path_factory):
-    """From a family's name to (target, draft) on the device; the draft is the target with some noise."""
+    """From a family's name to (target, draft) on the device; the draft is the target with some
+    noise."""
 
     @functools.cache
     def pair(family):
@@ -54,7 +56,9 @@ def decoders(tmp_path_factory):
             weights = load(checkpoint, dtype=torch.float32, device=CUDA)
             generator = torch.Generator(CUDA).manual_seed(1)
             if checkpoint.spec.tied:
-                weights["head.weight"] = torch.randn(weights["embed.weight"].shape, generator=generator, device=CUDA)
+                weights["head.weight"] = torch.randn(
+                    weights["embed.weight"].shape, generator=generator, device=CUDA
+                )
             for w in weights.values():
                 if w.dim() > 1:
                     w += noise * w.std() * torch.randn(w.shape, generator=generator, device=CUDA)
@@ -67,9 +71,16 @@ def decoders(tmp_path_factory):
 def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
     name = draft if isinstance(draft, str) else "model"
     runner = None if isinstance(draft, str) else Runner(draft, rows=batch, span=SPAN, lag=2)
-    return Loop(batch=Batch(rows=batch, context=128, device=CUDA), target=Runner(target, rows=batch, span=SPAN, lag=1),
-                drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None), lengths=lengths,
-                coupling=coupling, clock=Clock(), graphs=Graphs(CUDA) if graphs else None, acceptance=acceptance)
+    return Loop(
+        batch=Batch(rows=batch, context=128, device=CUDA),
+        target=Runner(target, rows=batch, span=SPAN, lag=1),
+        drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None),
+        lengths=lengths,
+        coupling=coupling,
+        clock=Clock(),
+        graphs=Graphs(CUDA) if graphs else None,
+        acceptance=acceptance,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,7 +90,10 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
     kept = 0
     for drafter in (draft, "lookup", "none"):
         for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
-            loop, live = loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True), rows()
+            loop, live = (
+                loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True),
+                rows(),
+            )
             loop.prepare(range(1, batch + 1), range(0, 9, 2))
             assert drive(loop, live) == due, f"batch {batch}, {drafter}"
             assert loop.graphs.captures > 0
@@ -91,15 +105,25 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
 def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, family):
-    """With rows that end, and others in their places, while a round is under way that knows nothing of it."""
+    """With rows that end, and others in their places, while a round is under way that knows
+    nothing of it."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     for drafter, length in ((draft, 3), (draft, 0), (target, 4), ("none", 0)):
         for batch in (2, 5):
-            loop, live, behind = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True), rows(), []
+            loop, live, behind = (
+                loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True),
+                rows(),
+                [],
+            )
             loop.prepare(range(1, batch + 1), [length])
             loop._worth.pays = lambda waiting: True
-            found = drive(loop, live, ahead=True, on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight))
+            found = drive(
+                loop,
+                live,
+                ahead=True,
+                on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight),
+            )
             assert found == due, f"batch {batch}, {length} drafts"
             assert sum(one is not None for one in behind) > 5
             if drafter is target:
@@ -129,32 +153,49 @@ def test_two_results_may_be_under_way():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gptj"])
 def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
-    """With draft lengths that do not depend on time, also such as no graph is made for at first: the same rows uncaptured,
-    and all in plain torch."""
+    """With draft lengths that do not depend on time, also such as no graph is made for at first:
+    the same rows uncaptured, and all in plain torch."""
     target, draft = decoders(family)
     kept = drafted = 0
     for drafter in (draft, target, "lookup", "none"):
         for batch, lengths in ((1, lambda: Fixed(3)), (2, lambda: Fixed(9)), (5, Bass)):
             ops.use("reference")
             try:
-                due = drive(loop_for(target, drafter, batch=batch, lengths=lengths(), graphs=False, coupling="maximal"),
-                            rows())
+                due = drive(
+                    loop_for(
+                        target,
+                        drafter,
+                        batch=batch,
+                        lengths=lengths(),
+                        graphs=False,
+                        coupling="maximal",
+                    ),
+                    rows(),
+                )
             finally:
                 ops.use(None)
-            loop = loop_for(target, drafter, batch=batch, lengths=lengths(), graphs=True, coupling="maximal")
+            loop = loop_for(
+                target, drafter, batch=batch, lengths=lengths(), graphs=True, coupling="maximal"
+            )
             live = rows()
-            loop.prepare(range(1, batch + 1), range(0, 9, 2))  # 9 drafts run in a graph for 10, 3 in one for 4
+            loop.prepare(
+                range(1, batch + 1), range(0, 9, 2)
+            )  # 9 drafts run in a graph for 10, 3 in one for 4
             assert drive(loop, live) == due, f"batch {batch}, {drafter}"
             assert loop.graphs.captures > 0
             assert all(len(row.log_probabilities) >= row.limit for row in live)
             if drafter is draft:
-                kept, drafted = kept + sum(row.accepted for row in live), drafted + sum(row.drafted for row in live)
+                kept, drafted = (
+                    kept + sum(row.accepted for row in live),
+                    drafted + sum(row.drafted for row in live),
+                )
     assert 0 < kept < drafted, "all or nothing accepted: this showed little"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, monkeypatch):
-    """A prompt's rows read it together, while they come, end and move; then the paper's schedules, on the same rows."""
+    """A prompt's rows read it together, while they come, end and move; then the paper's
+    schedules, on the same rows."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 1)
@@ -163,7 +204,10 @@ def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, 
         try:
             loop = loop_for(target, draft, batch=batch, lengths=Fixed(3), graphs=True)
             assert drive(loop, rows()) == due, f"{schedule}, batch {batch}"
-            assert loop.target.cache.decode(torch.zeros(batch, 1).long().cuda(), None).segments.teams is not None
+            assert (
+                loop.target.cache.decode(torch.zeros(batch, 1).long().cuda(), None).segments.teams
+                is not None
+            )
         finally:
             ops.attention_schedule("ragged")
 
@@ -172,7 +216,8 @@ def test_the_target_drafting_for_itself_accepts_everything(decoders):
     target, _ = decoders("llama")
     live = rows()
     drive(loop_for(target, target, batch=5, lengths=Fixed(4), graphs=True), live)
-    # What is drafted beyond a row's limit is not counted against it: full acceptance is k + 1 tokens a round.
+    # What is drafted beyond a row's limit is not counted against it: full acceptance is k + 1
+    # tokens a round.
     assert sum(row.accepted for row in live) == sum(row.drafted for row in live) > 0
 
 
@@ -185,13 +230,25 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
     assert loop.graphs.captures == before > 0
 
 
-@pytest.mark.parametrize(("draft", "coupling"), [("model", "shared"), ("model", "maximal"), ("lookup", "shared")])
+@pytest.mark.parametrize(
+    ("draft", "coupling"), [("model", "shared"), ("model", "maximal"), ("lookup", "shared")]
+)
 def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
-    """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is compiled any more."""
+    """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is
+    compiled any more."""
     target, model = decoders("qwen2")
-    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows())
+    due = drive(
+        loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows()
+    )
     forget_kernels()
-    loop = loop_for(target, model if draft == "model" else draft, batch=5, lengths=Fixed(3), graphs=True, coupling=coupling)
+    loop = loop_for(
+        target,
+        model if draft == "model" else draft,
+        batch=5,
+        lengths=Fixed(3),
+        graphs=True,
+        coupling=coupling,
+    )
     row = Row("alone", 0, 0, [5, 6, 7], 8)
     loop.open(row.key, row.tokens)
     loop.admit(row)
@@ -210,7 +267,17 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
 
 
 def forget_kernels():
-    for module in (choice, mixing, pointwise, products, ragged, ragged_kernel, rejection, skinny, truncation):
+    for module in (
+        choice,
+        mixing,
+        pointwise,
+        products,
+        ragged,
+        ragged_kernel,
+        rejection,
+        skinny,
+        truncation,
+    ):
         for kernel in vars(module).values():
             if isinstance(kernel, triton.JITFunction):
                 kernel.device_caches.clear()
@@ -221,7 +288,8 @@ def refuse(kernel, *arguments, **options):
 
 
 def test_catching_up_by_graphs_leaves_nothing_out(decoders):
-    """Plain rounds between: the target, drafting for itself, keeps all of its drafts only if it has caught up."""
+    """Plain rounds between: the target, drafting for itself, keeps all of its drafts only if it
+    has caught up."""
     target, _ = decoders("llama")
     loop, live = loop_for(target, target, batch=5, lengths=Reactive(), graphs=True), rows()
     loop.prepare(range(1, 6), range(8))
@@ -233,7 +301,8 @@ def test_catching_up_by_graphs_leaves_nothing_out(decoders):
 
 
 def test_sampling_parameters_are_not_baked_in(decoders):
-    """One graph serves rows of any temperature: greedy rows first, sampled ones after them in the same places."""
+    """One graph serves rows of any temperature: greedy rows first, sampled ones after them in
+    the same places."""
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
@@ -259,9 +328,14 @@ def test_a_store_that_moves_is_captured_again(decoders):
 @pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
 def test_imposed_acceptance(decoders, rate):
     target, draft = decoders("llama")
-    loop, live = loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)), rows()
+    loop, live = (
+        loop_for(target, draft, batch=5, lengths=Fixed(4), graphs=True, acceptance=(rate,)),
+        rows(),
+    )
     drive(loop, live)
-    drafted, kept, rounds = (sum(getattr(row, name) for row in live) for name in ("drafted", "accepted", "rounds"))
+    drafted, kept, rounds = (
+        sum(getattr(row, name) for row in live) for name in ("drafted", "accepted", "rounds")
+    )
     if rate in (0.0, 1.0):
         assert kept == rate * drafted
     else:
@@ -283,20 +357,30 @@ def test_nothing_is_freed_while_a_graph_is_captured():
 
 
 def text(length, seed=0):
-    return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+    return torch.randint(
+        3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)
+    ).tolist()
 
 
 def job_of(lengths, seed):
-    return [Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, temperature=0.7 * s) for n in lengths for s in range(2)]
+    return [
+        Row(f"{seed}-{n}", s, 5, text(n, seed), 9 + s, temperature=0.7 * s)
+        for n in lengths
+        for s in range(2)
+    ]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
 def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
-    """Captured at the first meeting, replayed at the second, with other tokens at other places; then in a moved store."""
+    """Captured at the first meeting, replayed at the second, with other tokens at other places;
+    then in a moved store."""
     target, draft = decoders(family)
     jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
     monkeypatch.setattr(prompts, "PATIENCE", 10**9)
-    due = [drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job()) for job in jobs]
+    due = [
+        drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job())
+        for job in jobs
+    ]
     monkeypatch.setattr(prompts, "PATIENCE", 0)
     loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
     runners = loop.target, loop.drafter._runner
@@ -313,7 +397,9 @@ def test_prepared_prompts_are_not_captured_again(decoders):
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
     loop.target.prepare_prompts()
     loop.drafter.prepare_prompts()
-    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0))
+    due = drive(
+        loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0)
+    )
     assert drive(loop, job_of((9, 40, 90), 0)) == due
     assert loop.target._graphs.captures == len(prompts.SIZES)
 
@@ -332,17 +418,25 @@ def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, coupling):
-    """NaN for one token: a row that gets it has no log-probability after it; drafts that have it and fail do no harm."""
+    """NaN for one token: a row that gets it has no log-probability after it; drafts that have it
+    and fail do no harm."""
     target, draft = decoders("llama")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    token = collections.Counter(t for tokens in due.values() for t in set(tokens[:-1])).most_common()[-1][0]
+    token = collections.Counter(
+        t for tokens in due.values() for t in set(tokens[:-1])
+    ).most_common()[-1][0]
     broken = copy.copy(target)
     broken._weights = dict(target._weights)
     broken._weights["embed.weight"] = target._weights["embed.weight"].clone()
     broken._weights["embed.weight"][token] = torch.nan
     for drafter, batch in ((draft, 5), (broken, 3), ("lookup", 2), ("none", 1)):
         live = rows()
-        found = drive(loop_for(broken, drafter, batch=batch, lengths=Fixed(3), graphs=True, coupling=coupling), live)
+        found = drive(
+            loop_for(
+                broken, drafter, batch=batch, lengths=Fixed(3), graphs=True, coupling=coupling
+            ),
+            live,
+        )
         for row in live:
             tokens = found[row.key, row.sample]
             met = tokens.index(token) + 1 if token in tokens[:-1] else None
@@ -350,16 +444,25 @@ def test_captured_rounds_end_rows_that_are_not_sound_and_no_others(decoders, cou
             assert all(0 <= t < target.vocab for t in tokens)
             if coupling == "shared":
                 assert tokens[:met] == due[row.key, row.sample][:met]
-        assert 0 < sum(token in tokens[:-1] for tokens in found.values()) < len(found) or coupling == "maximal"
+        assert (
+            0 < sum(token in tokens[:-1] for tokens in found.values()) < len(found)
+            or coupling == "maximal"
+        )
 
 
 def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch):
-    """As in large models: each round's positions are written right before the chain of launches that reads them early."""
+    """As in large models: each round's positions are written right before the chain of launches
+    that reads them early."""
     target, draft = decoders("qwen2")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     monkeypatch.setattr("bass_cli.model.fused_decode._large", lambda spec, layers: True)
     for _ in range(3):
-        for drafter, batch, length in ((draft, 3, 3), ("none", 1, 0), ("lookup", 2, 5), (draft, 5, 1)):
+        for drafter, batch, length in (
+            (draft, 3, 3),
+            ("none", 1, 0),
+            ("lookup", 2, 5),
+            (draft, 5, 1),
+        ):
             for graphs in (True, False):
                 loop = loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=graphs)
                 assert drive(loop, rows()) == due, f"batch {batch}, {drafter}"
@@ -375,7 +478,9 @@ def test_a_graph_keeps_the_counters_that_it_was_captured_with(decoders):
     size, place = len(old), old.data_ptr()
     del old
     others = [torch.full((size,), 7, dtype=torch.int32, device=CUDA) for _ in range(8)]
-    assert all(other.data_ptr() != place for other in others), "the memory of the counters was given away"
+    assert all(other.data_ptr() != place for other in others), (
+        "the memory of the counters was given away"
+    )
     assert drive(loop, rows()) == due
 
 

@@ -41,7 +41,12 @@ def test_a_shape_runs_once_uncaptured_and_is_then_captured_if_nothing_else_serve
 
 def test_nothing_is_captured_for_the_last_rounds():
     bench = Bench()
-    assert [bench.ask(8, 4, left=left).how for left in (2, 1, 2, 3)] == ["run", "run", "run", "capture"]
+    assert [bench.ask(8, 4, left=left).how for left in (2, 1, 2, 3)] == [
+        "run",
+        "run",
+        "run",
+        "capture",
+    ]
 
 
 def test_more_rows_serve_until_the_dummies_have_cost_a_capture():
@@ -60,9 +65,13 @@ def test_near_draft_lengths_serve_until_the_wish_has_persisted():
     bench.hold(("round", 8, 4), ("round", 8, 8))
     assert bench.ask(8, 5).shape.width == 4
     assert bench.ask(8, 7).shape.width == 8
-    assert bench.ask(8, 0).shape.width == 4, "also when nothing should be drafted: a few rounds are cheaper than a capture"
+    assert bench.ask(8, 0).shape.width == 4, (
+        "also when nothing should be drafted: a few rounds are cheaper than a capture"
+    )
     assert 100 < bench.rounds_until_captured(8, 5) < 300
-    assert bench.rounds_until_captured(8, 0) < bench.rounds_until_captured(8, 3), "what costs more is captured sooner"
+    assert bench.rounds_until_captured(8, 0) < bench.rounds_until_captured(8, 3), (
+        "what costs more is captured sooner"
+    )
 
 
 def test_a_wish_that_cannot_last_is_not_captured_though_it_has_lost_much():
@@ -79,10 +88,14 @@ def test_looked_up_drafts_rather_fill_up_a_wide_round_than_lose_their_ends():
     assert bench.ask(1, 6, kind="given").shape.width == 12
     bench = Bench(drafts="given")
     bench.hold(("given", 1, 2))
-    assert bench.rounds_until_captured(1, 12, kind="given") < 50, "ten drafts of each round are lost"
+    assert bench.rounds_until_captured(1, 12, kind="given") < 50, (
+        "ten drafts of each round are lost"
+    )
     bench = Bench(drafts="given")
     bench.hold(("given", 1, 12))
-    assert bench.rounds_until_captured(1, 2, kind="given") > 500, "ten places more cost one row next to nothing"
+    assert bench.rounds_until_captured(1, 2, kind="given") > 500, (
+        "ten places more cost one row next to nothing"
+    )
 
 
 def test_plain_rounds_never_serve_where_drafts_are_wanted():
@@ -94,10 +107,19 @@ def test_plain_rounds_never_serve_where_drafts_are_wanted():
 def test_where_the_very_length_counts_longer_ones_serve_and_no_shorter_ones():
     bench = Bench()
     bench.hold(("round", 8, 4), ("round", 8, 6))
-    assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [4, 4, 4, 6, 6]
-    assert [bench.ask(8, 9, fit="wider") for _ in range(3)] == [Step(Shape("round", 8, 10), how)
-                                                                for how in ("run", "capture", "replay")]
-    assert bench.ask(8, 33, fit="wider") == Step(Shape("round", 8, 33), "run"), "beyond the usual lengths"
+    assert [bench.ask(4, width, fit="wider").shape.width for width in (0, 1, 3, 5, 6)] == [
+        4,
+        4,
+        4,
+        6,
+        6,
+    ]
+    assert [bench.ask(8, 9, fit="wider") for _ in range(3)] == [
+        Step(Shape("round", 8, 10), how) for how in ("run", "capture", "replay")
+    ]
+    assert bench.ask(8, 33, fit="wider") == Step(Shape("round", 8, 33), "run"), (
+        "beyond the usual lengths"
+    )
 
 
 def test_where_the_very_length_counts_it_has_a_graph_once_longer_ones_have_wasted_as_much():
@@ -143,8 +165,8 @@ def test_what_a_length_costs_at_first():
 
 
 def test_drafts_of_the_host_cost_no_launches():
-    """A model's steps are launched one by one; where the host drafts, any length is the same few launches, and a plain
-    round that ran tells what they take."""
+    """A model's steps are launched one by one; where the host drafts, any length is the same few
+    launches, and a plain round that ran tells what they take."""
     ladders = [Ladder(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
     for ladder in ladders:
         ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
@@ -153,7 +175,10 @@ def test_drafts_of_the_host_cost_no_launches():
     assert host == pytest.approx((0.05,) * len(host))
     assert model[0] == pytest.approx(0.05)
     assert model[4] > 3 * host[4]
-    assert [ladder.shape(8, 3) for ladder in ladders] == [Shape("round", 8, 3), Shape("given", 8, 3)]
+    assert [ladder.shape(8, 3) for ladder in ladders] == [
+        Shape("round", 8, 3),
+        Shape("given", 8, 3),
+    ]
     assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
 
 

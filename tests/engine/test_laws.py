@@ -1,8 +1,9 @@
-"""The law of what comes out, against exact enumeration on a tiny vocabulary: both couplings, every kind of proposal.
+"""The law of what comes out, against exact enumeration on a tiny vocabulary: both couplings, every
+kind of proposal.
 
-Bound: the total variation between the exact law and the frequencies of N draws from it has mean at most
-sum sqrt(p (1 - p) / N) / 2 and exceeds its mean by t with probability at most exp(-2 N t^2) (McDiarmid); the tests allow
-one in a million.
+Bound: the total variation between the exact law and the frequencies of N draws from it has mean
+at most sum sqrt(p (1 - p) / N) / 2 and exceeds its mean by t with probability at most exp(-2 N
+t^2) (McDiarmid); the tests allow one in a million.
 """
 
 import itertools
@@ -20,10 +21,16 @@ from bass_cli.lengths.round_cost import make_surface
 VOCAB, LENGTH, DRAWS = 5, 3, 25_000  # draws of each of the four kinds of row: 100,000 in all
 DRAWS_LOOKUP = 8_000  # a drafter on the host takes its time for so many rows
 # (prompt, temperature, top_k, top_p): a ragged batch with sampling mixed by row.
-ROWS = (([0], 1.0, 0, 1.0), ([1, 2, 3], 0.6, 0, 0.8), ([4, 0], 1.5, 3, 1.0), ([2, 2, 1, 3, 0, 1], 0.9, 4, 0.7))
+ROWS = (
+    ([0], 1.0, 0, 1.0),
+    ([1, 2, 3], 0.6, 0, 0.8),
+    ([4, 0], 1.5, 3, 1.0),
+    ([2, 2, 1, 3, 0, 1], 0.9, 4, 0.7),
+)
 
 
-# Drafting that costs little with any number of rows, so that `auto` drafts, as far as what was kept says.
+# Drafting that costs little with any number of rows, so that `auto` drafts, as far as what was
+# kept says.
 CHEAP = make_surface((1,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.4]])
 
 
@@ -63,23 +70,43 @@ def distance(law, draws):
     """Total variation between law and draws, and what it may be."""
     n, seen = len(draws), Counter(map(tuple, draws))
     assert all(law.get(t, 0) > 0 for t in seen), "a token sequence of probability 0 came out"
-    bound = sum(math.sqrt(p * (1 - p) / n) for p in law.values()) / 2 + math.sqrt(math.log(1e6) / (2 * n))
+    bound = sum(math.sqrt(p * (1 - p) / n) for p in law.values()) / 2 + math.sqrt(
+        math.log(1e6) / (2 * n)
+    )
     return sum(abs(p - seen[t] / n) for t, p in law.items()) / 2, bound
 
 
 # Whatever is not one of these is a word of a pair's `draft`.
-TOYS = {"model": lambda: Markov(tables(1), 2), "smaller": lambda: Markov(tables(2, VOCAB - 1), 2),
-        "point": lambda: Guess(VOCAB)}
+TOYS = {
+    "model": lambda: Markov(tables(1), 2),
+    "smaller": lambda: Markov(tables(2, VOCAB - 1), 2),
+    "point": lambda: Guess(VOCAB),
+}
 DRAFTERS = (*TOYS, "lookup")
 
 
 def frequencies(draft, coupling, lengths):
-    """DRAWS samples of each row of ROWS, in one ragged batch of all of them; for lookup all of a kind are siblings."""
+    """DRAWS samples of each row of ROWS, in one ragged batch of all of them; for lookup all of a
+    kind are siblings."""
     drafter = TOYS[draft]() if draft in TOYS else draft
     draws = DRAWS_LOOKUP if draft == "lookup" else DRAWS
-    rows = [Row(str(kind), sample, 7, list(prompt), LENGTH, temperature=temperature, top_k=top_k, top_p=top_p)
-            for sample in range(draws) for kind, (prompt, temperature, top_k, top_p) in enumerate(ROWS)]
-    loop = loop_for(Markov(tables(0), 1), drafter, rows=len(rows), lengths=lengths, coupling=coupling)
+    rows = [
+        Row(
+            str(kind),
+            sample,
+            7,
+            list(prompt),
+            LENGTH,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+        )
+        for sample in range(draws)
+        for kind, (prompt, temperature, top_k, top_p) in enumerate(ROWS)
+    ]
+    loop = loop_for(
+        Markov(tables(0), 1), drafter, rows=len(rows), lengths=lengths, coupling=coupling
+    )
     admit_all(loop, rows)
     while any(row.generated < LENGTH for row in rows):  # a finished row goes on, unread
         for row in rows:
@@ -95,7 +122,9 @@ def admit_all(loop, rows):
     """What Loop.admit does for each row, for very many rows at once."""
     batch, widest = loop.batch, max(len(row.tokens) for row in rows)
     batch.hosts.extend(rows)
-    batch.tokens[:, :widest] = torch.tensor([row.tokens + [0] * (widest - len(row.tokens)) for row in rows])
+    batch.tokens[:, :widest] = torch.tensor(
+        [row.tokens + [0] * (widest - len(row.tokens)) for row in rows]
+    )
     batch.lengths[:] = torch.tensor([len(row.tokens) for row in rows])
     batch._alive[:] = 1
     batch._temperature[:] = torch.tensor([row.temperature for row in rows])
@@ -109,8 +138,15 @@ def admit_all(loop, rows):
         loop.drafter.attach(index, row.key)
 
 
-@pytest.mark.parametrize("lengths", [lambda: Fixed(2), Reactive, lambda: make_lengths(
-    "auto", limit=4, coupling="maximal", surface=CHEAP)], ids=["fixed", "reactive", "auto"])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        lambda: Fixed(2),
+        Reactive,
+        lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
+    ],
+    ids=["fixed", "reactive", "auto"],
+)
 @pytest.mark.parametrize("draft", DRAFTERS)
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_sampled_law_is_the_targets(coupling, draft, lengths):
@@ -134,33 +170,58 @@ def test_temperature_zero_gives_the_first_maximum_only(coupling):
     table = tables(0)
     table[:, :, 3] = table[:, :, 1] = table.amax(-1) + 1  # a tie: the first index is due
     rows = [Row("0", s, s, [0, 2], 8, temperature=0.0) for s in range(50)]
-    draft = Markov(table + 0.5 * torch.randn(table.shape, generator=torch.Generator().manual_seed(3)), 2)
-    for tokens in drive(loop_for(Markov(table, 1), draft, rows=50, coupling=coupling), rows).values():
+    draft = Markov(
+        table + 0.5 * torch.randn(table.shape, generator=torch.Generator().manual_seed(3)), 2
+    )
+    for tokens in drive(
+        loop_for(Markov(table, 1), draft, rows=50, coupling=coupling), rows
+    ).values():
         assert tokens == [1] * 8
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-@pytest.mark.parametrize("lengths", [lambda: Fixed(1), lambda: Fixed(4), Bass], ids=["1", "4", "bass"])
+@pytest.mark.parametrize(
+    "lengths", [lambda: Fixed(1), lambda: Fixed(4), Bass], ids=["1", "4", "bass"]
+)
 def test_the_target_drafting_for_itself_is_always_accepted(coupling, lengths):
-    rows = [Row(str(k), s, 3, list(p), 12, temperature=t, top_k=k_, top_p=tp)
-            for s in range(20) for k, (p, t, k_, tp) in enumerate(ROWS)]
+    rows = [
+        Row(str(k), s, 3, list(p), 12, temperature=t, top_k=k_, top_p=tp)
+        for s in range(20)
+        for k, (p, t, k_, tp) in enumerate(ROWS)
+    ]
     rounds = []
-    drive(loop_for(Markov(tables(0), 1), Markov(tables(0), 2), rows=40, lengths=lengths(), coupling=coupling), rows,
-          on_round=lambda done, _: rounds.append(done))
+    drive(
+        loop_for(
+            Markov(tables(0), 1),
+            Markov(tables(0), 2),
+            rows=40,
+            lengths=lengths(),
+            coupling=coupling,
+        ),
+        rows,
+        on_round=lambda done, _: rounds.append(done),
+    )
     assert sum(done.width for done in rounds) >= 4
     assert all(kept == done.width for done in rounds for kept in done.accepted)
 
 
 def test_acceptance_is_what_the_theory_says():
-    """Maximal: sum min(p, q). Shared: sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i) (arXiv 2408.07978)."""
+    """Maximal: sum min(p, q). Shared: sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
+    (arXiv 2408.07978)."""
     table, other = tables(0)[:1], tables(1)[:1]
     rows = [Row("0", s, 5, [2], 2) for s in range(20_000)]
     p, q = table[0, 2].softmax(-1), other[0, 2].softmax(-1)
-    due = {"maximal": torch.minimum(p, q).sum().item(),
-           "shared": (1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1)).sum().item()}
+    due = {
+        "maximal": torch.minimum(p, q).sum().item(),
+        "shared": (1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1))
+        .sum()
+        .item(),
+    }
     for coupling, expected in due.items():
         fresh = [Row(r.key, r.sample, r.seed, list(r.tokens), r.limit) for r in rows]
-        loop = loop_for(Markov(table, 1), Markov(other, 2), rows=len(rows), lengths=Fixed(1), coupling=coupling)
+        loop = loop_for(
+            Markov(table, 1), Markov(other, 2), rows=len(rows), lengths=Fixed(1), coupling=coupling
+        )
         admit_all(loop, fresh)
         rate = sum(loop.round().accepted) / len(rows)
         assert abs(rate - expected) < 5 * math.sqrt(expected * (1 - expected) / len(rows))

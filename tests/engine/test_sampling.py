@@ -1,4 +1,5 @@
-"""Processed laws, the noisy argmax and the acceptance arithmetic, against definitions written out naively."""
+"""Processed laws, the noisy argmax and the acceptance arithmetic, against definitions written
+out naively."""
 
 import pytest
 import torch
@@ -8,7 +9,11 @@ from bass_kernels.noise import bits_all, gumbel
 
 
 def parameters(rows, *, temperature=1.0, top_k=0, top_p=1.0):
-    return (torch.full((rows,), temperature), torch.full((rows,), top_k), torch.full((rows,), top_p))
+    return (
+        torch.full((rows,), temperature),
+        torch.full((rows,), top_k),
+        torch.full((rows,), top_p),
+    )
 
 
 def keys_for(rows):
@@ -32,8 +37,16 @@ def naive(logits, temperature, top_k, top_p):
     return p
 
 
-MIXED = [(1.0, 0, 1.0), (0.3, 0, 0.9), (0.0, 0, 0.5), (1.7, 5, 1.0), (0.8, 40, 0.6), (2.0, 1, 1.0),
-         (5.0, 0, 0.999), (1.0, 700, 0.95)]
+MIXED = [
+    (1.0, 0, 1.0),
+    (0.3, 0, 0.9),
+    (0.0, 0, 0.5),
+    (1.7, 5, 1.0),
+    (0.8, 40, 0.6),
+    (2.0, 1, 1.0),
+    (5.0, 0, 0.999),
+    (1.0, 700, 0.95),
+]
 
 
 @pytest.mark.parametrize("vocab", [5, 127, 1000])
@@ -43,7 +56,9 @@ def test_process_is_the_naive_law_row_by_row(vocab):
     columns = [torch.tensor(column) for column in zip(*MIXED, strict=True)]
     law = ops.process(logits, columns[0], columns[1], columns[2])
     for row, mixed in enumerate(MIXED):
-        torch.testing.assert_close(law[row].double(), naive(logits[row], *mixed), atol=2e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            law[row].double(), naive(logits[row], *mixed), atol=2e-6, rtol=1e-4
+        )
         alone = ops.process(logits[row : row + 1], *(c[row : row + 1] for c in columns))
         torch.testing.assert_close(law[row], alone[0], atol=1e-7, rtol=1e-5)
 
@@ -55,7 +70,9 @@ def test_ties_at_the_cut_are_kept_whatever_their_order():
     assert (law[1] > 0).tolist() == [True, False, True, True]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.2, 7, 1.0), (0.9, 20, 0.5)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 0.9), (1.2, 7, 1.0), (0.9, 20, 0.5)]
+)
 def test_sample_is_the_argmax_of_log_law_plus_noise(temperature, top_k, top_p):
     logits = torch.randn(200, 301, generator=torch.Generator().manual_seed(1)) * 2
     keys, positions = keys_for(200), torch.arange(200) * 3
@@ -72,15 +89,23 @@ def test_a_mixed_batch_samples_each_row_as_if_it_were_alone():
     together = ops.sample(logits, *columns, keys, positions)
     for row in range(len(MIXED)):
         one = slice(row, row + 1)
-        assert together[row] == ops.sample(logits[one], *(c[one] for c in columns), keys[one], positions[one])[0]
+        assert (
+            together[row]
+            == ops.sample(logits[one], *(c[one] for c in columns), keys[one], positions[one])[0]
+        )
 
 
 def test_greedy_takes_the_first_of_equal_maxima():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert ops.sample(logits, *parameters(2, temperature=0.0), keys_for(2), torch.arange(2)).tolist() == [1, 0]
+    assert ops.sample(
+        logits, *parameters(2, temperature=0.0), keys_for(2), torch.arange(2)
+    ).tolist() == [1, 0]
     mixed = (torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.tensor([1.0, 1.0]))
     assert ops.sample(logits, *mixed, keys_for(2), torch.arange(2))[0] == 1
-    assert ops.process(logits, *parameters(2, temperature=0.0)).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert ops.process(logits, *parameters(2, temperature=0.0)).tolist() == [
+        [0, 1, 0, 0],
+        [1, 0, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 3e-39, 1e-37, 9e-31, 1e-29, 1e-20])
@@ -92,7 +117,9 @@ def test_tiny_temperatures_are_greedy_and_huge_ones_uniform(temperature):
     for top_k, top_p in ((0, 1.0), (0, 0.9), (7, 0.9)):
         columns = parameters(40, temperature=temperature, top_k=top_k, top_p=top_p)
         assert torch.equal(ops.sample(logits, *columns, keys, positions), greedy)
-        assert torch.equal(ops.process(logits, *columns), torch.nn.functional.one_hot(greedy, 301).float())
+        assert torch.equal(
+            ops.process(logits, *columns), torch.nn.functional.one_hot(greedy, 301).float()
+        )
     law = ops.process(logits, *parameters(40, temperature=3e38))
     torch.testing.assert_close(law, torch.full_like(law, 1 / 301))
 
@@ -101,7 +128,9 @@ def test_log_probability_is_at_temperature_one_without_truncation():
     logits = torch.randn(3, 2, 11, generator=torch.Generator().manual_seed(2))
     tokens = torch.tensor([[1, 2], [10, 0], [5, 5]])
     due = logits.double().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
-    torch.testing.assert_close(ops.log_probability(logits, tokens).double(), due, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        ops.log_probability(logits, tokens).double(), due, atol=1e-6, rtol=1e-6
+    )
 
 
 def test_shared_acceptance_counts_the_equal_prefix():
@@ -115,8 +144,12 @@ def test_shared_acceptance_counts_the_equal_prefix():
 def test_maximal_acceptance_survives_a_residual_without_mass():
     """p == q: rounding may still reject; the draw then comes from p, never from nothing."""
     law = torch.tensor([0.0, 0.25, 0.75])
-    drafts = torch.tensor([[0]])  # a token that neither law can give: always rejected, and what a draw from nothing gives
-    accepted, following = ops.accept_maximal(drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4]))
+    drafts = torch.tensor(
+        [[0]]
+    )  # a token that neither law can give: always rejected, and what a draw from nothing gives
+    accepted, following = ops.accept_maximal(
+        drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4])
+    )
     assert accepted.tolist() == [0]
     assert following[0] in (1, 2)
 
@@ -125,7 +158,9 @@ def test_maximal_point_mass_is_accepted_with_its_probability_and_never_drawn_aga
     rows, p = 40_000, torch.tensor([0.3, 0.6, 0.1])
     drafts = torch.zeros(rows, 1, dtype=torch.int64)
     keys = torch.stack((torch.arange(rows), torch.zeros(rows, dtype=torch.int64)), 1)
-    accepted, following = ops.accept_maximal(drafts, None, p.expand(rows, 2, 3), keys, torch.full((rows,), 3))
+    accepted, following = ops.accept_maximal(
+        drafts, None, p.expand(rows, 2, 3), keys, torch.full((rows,), 3)
+    )
     assert abs(accepted.float().mean() - 0.3) < 0.012
     rejected = following[accepted == 0]
     assert (rejected != 0).all()
@@ -135,8 +170,13 @@ def test_maximal_point_mass_is_accepted_with_its_probability_and_never_drawn_aga
 
 
 def test_a_test_number_of_exactly_zero_does_not_accept_an_impossible_token(monkeypatch):
-    monkeypatch.setattr("bass_kernels.acceptance.uniform", lambda random: torch.zeros_like(random, dtype=torch.float32))
+    monkeypatch.setattr(
+        "bass_kernels.acceptance.uniform",
+        lambda random: torch.zeros_like(random, dtype=torch.float32),
+    )
     laws, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
-    accepted, following = ops.accept_maximal(torch.tensor([[0]]), q, laws, keys_for(1), torch.tensor([2]))
+    accepted, following = ops.accept_maximal(
+        torch.tensor([[0]]), q, laws, keys_for(1), torch.tensor([2])
+    )
     assert accepted.tolist() == [0]
     assert following.tolist() == [1]

@@ -1,4 +1,5 @@
-"""Drafting that ends where the draft is unsure of itself: when it stops, that it pays, and that it harms nothing."""
+"""Drafting that ends where the draft is unsure of itself: when it stops, that it pays, and that
+it harms nothing."""
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ SURFACE = make_surface((1, 8), (0, 8), verify=[[0.01, 0.012]] * 2, draft=[[0.0, 
 
 
 def tables():
-    """Target and draft agree after the ids below 13, and are sure of it; after the others the draft is unsure, wrong."""
+    """Target and draft agree after the ids below 13, and are sure of it; after the others the
+    draft is unsure, wrong."""
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(1, VOCAB, VOCAB, generator=generator)
     target[0, torch.arange(VOCAB), (torch.arange(VOCAB) * 5 + 3) % VOCAB] += 9.0
@@ -30,12 +32,16 @@ def tables():
 
 
 def run(stops, *, lengths=None, rows=1, ticks=None):
-    """Seconds and rounds of a job on a device like SURFACE's; `stops`: whether drafting may end inside a round."""
+    """Seconds and rounds of a job on a device like SURFACE's; `stops`: whether drafting may end
+    inside a round."""
     target, draft = tables()
     ticks = ticks or Ticks()
-    loop = loop_for(Timed(target, 1, ticks, lambda rows, width: 0.01 + 0.00025 * (width - 1)),
-                    Timed(draft, 2, ticks, lambda rows, width: 0.004), rows=rows,
-                    lengths=lengths or Goodput(limit=16, surface=SURFACE))
+    loop = loop_for(
+        Timed(target, 1, ticks, lambda rows, width: 0.01 + 0.00025 * (width - 1)),
+        Timed(draft, 2, ticks, lambda rows, width: 0.004),
+        rows=rows,
+        lengths=lengths or Goodput(limit=16, surface=SURFACE),
+    )
     loop.clock = Clock(ticks)
     if not stops:
         loop._stopping = None
@@ -62,17 +68,32 @@ def test_fixed_lengths_are_never_cut():
 
 
 def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
-    """A rejected or stopped draft may leave nothing behind: the target drafting for itself keeps all, always."""
+    """A rejected or stopped draft may leave nothing behind: the target drafting for itself keeps
+    all, always."""
     target, draft = tables()
-    jobs = [Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, temperature=0.9 * s) for p in range(3) for s in range(2)]
+    jobs = [
+        Row(str(p), s, 3, [p, 5, 2 * s], 24 - 5 * s, temperature=0.9 * s)
+        for p in range(3)
+        for s in range(2)
+    ]
 
     def fresh():
-        return [Row(row.key, row.sample, 3, list(row.tokens), row.limit, temperature=row.temperature) for row in jobs]
+        return [
+            Row(row.key, row.sample, 3, list(row.tokens), row.limit, temperature=row.temperature)
+            for row in jobs
+        ]
 
     for batch in (1, 4):
-        loop = loop_for(Markov(target, 1), Markov(draft, 2), rows=batch, lengths=Goodput(limit=9, surface=SURFACE))
+        loop = loop_for(
+            Markov(target, 1),
+            Markov(draft, 2),
+            rows=batch,
+            lengths=Goodput(limit=9, surface=SURFACE),
+        )
         assert drive(loop, fresh()) == plain(Markov(target, 1), fresh())
-    own = loop_for(Markov(target, 1), Markov(target, 2), rows=4, lengths=Goodput(limit=9, surface=SURFACE))
+    own = loop_for(
+        Markov(target, 1), Markov(target, 2), rows=4, lengths=Goodput(limit=9, surface=SURFACE)
+    )
     seen = []
     drive(own, fresh(), on_round=lambda done, hosts: seen.append(done))
     assert all(kept == done.width for done in seen for kept in done.accepted)
@@ -91,8 +112,9 @@ def test_a_stopped_draft_counts_only_what_it_has_fed():
     assert proposal.tokens.shape == (1, 1)
     assert drafter._fed == [3]
     with pytest.raises(AssertionError):
-        make_drafter("model", runner=Markov(target, 2), coupling="maximal", temperature=None).propose_while(
-            loop.batch, 2, lambda confidence: True)
+        make_drafter(
+            "model", runner=Markov(target, 2), coupling="maximal", temperature=None
+        ).propose_while(loop.batch, 2, lambda confidence: True)
 
 
 class Half(Fixed):

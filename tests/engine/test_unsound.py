@@ -1,6 +1,6 @@
-"""Logits that are not finite: nothing is read or written outside the vocabulary, the sample that meets them ends with an
-error, every other one is as if they had not been there, and where only the draft's are so, nothing is. Triton by its
-interpreter too."""
+"""Logits that are not finite: nothing is read or written outside the vocabulary, the sample that
+meets them ends with an error, every other one is as if they had not been there, and where only
+the draft's are so, nothing is. Triton by its interpreter too."""
 
 import math
 from collections import Counter
@@ -18,10 +18,18 @@ from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 from bass_cli.scheduler import Conductor
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN in numpy: the interpreter's arithmetic
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # NaN in numpy: the interpreter's arithmetic
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF, NAN = math.inf, math.nan
-LAWS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 0, 0.9), (1.0, 5, 1.0), (0.9, 4, 0.8)]  # temperature, top_k, top_p
+LAWS = [
+    (0.0, 0, 1.0),
+    (1.0, 0, 1.0),
+    (0.8, 0, 0.9),
+    (1.0, 5, 1.0),
+    (0.9, 4, 0.8),
+]  # temperature, top_k, top_p
 KINDS = ["reference"] + (["triton"] if ops.has_triton() else [])
 
 
@@ -45,15 +53,23 @@ def spoiled(vocab, last):
 
 
 def cases(kind, vocab):
-    """(rows [N, V] that are not sound, parameters [N] each, keys, positions): every such row by every law; through the
-    interpreter, which takes 0.1 s a row, each law and each kind of row once or twice."""
+    """(rows [N, V] that are not sound, parameters [N] each, keys, positions): every such row by
+    every law; through the interpreter, which takes 0.1 s a row, each law and each kind of row
+    once or twice."""
     pairs = [(row, law) for row in range(7) for law in LAWS]
     if kind == "triton" and DEVICE.type == "cpu":
         pairs = [(i % 7, LAWS[i % 5]) for i in range(7)]
     rows, laws = zip(*pairs, strict=True)
-    keys = torch.randint(0, 2**32, (len(pairs), 2), generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    keys = torch.randint(0, 2**32, (len(pairs), 2), generator=torch.Generator().manual_seed(4)).to(
+        DEVICE
+    )
     columns = [torch.tensor(column, device=DEVICE) for column in zip(*laws, strict=True)]
-    return spoiled(vocab, vocab - 2)[list(rows)], columns, keys, torch.arange(len(pairs), device=DEVICE) * 9 + 4
+    return (
+        spoiled(vocab, vocab - 2)[list(rows)],
+        columns,
+        keys,
+        torch.arange(len(pairs), device=DEVICE) * 9 + 4,
+    )
 
 
 def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probability(kind):
@@ -62,7 +78,9 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
     good = 2 * randn(len(bad), vocab, seed=6)
     good[:, 5:40] = -INF  # masked tokens are lawful
     good[0, :-1] = -INF
-    good[1] = torch.where(torch.arange(vocab, device=DEVICE) == 41, -3.0, torch.finfo(torch.float32).min)
+    good[1] = torch.where(
+        torch.arange(vocab, device=DEVICE) == 41, -3.0, torch.finfo(torch.float32).min
+    )
     mixed = torch.stack((good, bad), 1).flatten(0, 1)
     columns, keys, positions = laws
     both = [t.repeat_interleave(2, 0) for t in (*columns, keys, positions)]
@@ -76,7 +94,9 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
 
 
 @pytest.mark.parametrize("points", [True, False])
-def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_probability(kind, points):
+def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_probability(
+    kind, points
+):
     vocab, width = 70, 2
     bad, columns, keys, lengths = cases(kind, vocab)
     rows = len(bad)
@@ -88,10 +108,14 @@ def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_pro
     if not points:
         each = [t.repeat_interleave(width, 0) for t in (*columns, keys, lengths)]
         steps = torch.arange(width, device=DEVICE).repeat(rows)
-        drafts, given = ops.draft_sample(guess.flatten(0, 1), *each[:-1], each[-1] + steps, each[-1])
+        drafts, given = ops.draft_sample(
+            guess.flatten(0, 1), *each[:-1], each[-1] + steps, each[-1]
+        )
         drafts = drafts.view(rows, width)
         given = ops.Law(*(None if t is None else t.view(rows, width, -1) for t in given))
-    accepted, following, block, scores = ops.rejection_sample(drafts, given, logits, *columns, keys, lengths)
+    accepted, following, block, scores = ops.rejection_sample(
+        drafts, given, logits, *columns, keys, lengths
+    )
     assert ((following >= 0) & (following < vocab)).all()
     for row, kept in enumerate(accepted.tolist()):
         found = scores[row, : kept + 1].isfinite().tolist()
@@ -108,12 +132,16 @@ def test_a_draft_law_that_is_not_sound_is_rejected_and_takes_nothing_off_the_tar
     tokens, given = ops.draft_sample(bad, *columns, keys, lengths, lengths)
     assert ((tokens >= 0) & (tokens < vocab)).all()
     given = ops.Law(*(None if t is None else t[:, None] for t in given))
-    accepted, following, _, scores = ops.rejection_sample(tokens[:, None], given, target, *columns, keys, lengths)
+    accepted, following, _, scores = ops.rejection_sample(
+        tokens[:, None], given, target, *columns, keys, lengths
+    )
     assert scores[torch.arange(len(bad), device=DEVICE), accepted].isfinite().all()
     lawless = ops.process(bad, *columns).sum(-1).isnan()
     assert lawless.sum() >= len(bad) / 2
     assert not accepted[lawless].any()
-    due = ops.draw(ops.process(target[:, 0], *columns), keys, lengths, stream=ops.RESIDUAL, origin=lengths)
+    due = ops.draw(
+        ops.process(target[:, 0], *columns), keys, lengths, stream=ops.RESIDUAL, origin=lengths
+    )
     assert following[lawless].tolist() == due[lawless].tolist()
 
 
@@ -135,41 +163,78 @@ def broken_after(token):
 
 
 def conduct(target, draft, settings, given, *, rows, lengths, coupling):
-    loop = loop_for(Markov(target, 1), draft if isinstance(draft, str) else Markov(draft, 2), rows=rows, lengths=lengths,
-                    coupling=coupling)
-    return list(Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}).run(iter(given), ()))
+    loop = loop_for(
+        Markov(target, 1),
+        draft if isinstance(draft, str) else Markov(draft, 2),
+        rows=rows,
+        lengths=lengths,
+        coupling=coupling,
+    )
+    return list(
+        Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS}).run(iter(given), ())
+    )
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("draft", ["model", "lookup", "none"])
-def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_other_does(coupling, draft):
-    settings, given, token = job(n=6, max_new_tokens=14, top_p=0.95), prompts("abc", "dd", "f"), SPOILER
+def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_other_does(
+    coupling, draft
+):
+    settings, given, token = (
+        job(n=6, max_new_tokens=14, top_p=0.95),
+        prompts("abc", "dd", "f"),
+        SPOILER,
+    )
     drafts = table(1) if draft == "model" else draft
     clean = conduct(sound(), "none", settings, given, rows=1, lengths=Fixed(0), coupling="shared")
     whole = {(c.id, c.sample): c for c in clean}
     for rows, lengths in ((1, Fixed(3)), (4, Bass()), (30, Fixed(0))):
-        found = conduct(broken_after(token), drafts, settings, given, rows=rows, lengths=lengths, coupling=coupling)
+        found = conduct(
+            broken_after(token),
+            drafts,
+            settings,
+            given,
+            rows=rows,
+            lengths=lengths,
+            coupling=coupling,
+        )
         assert len(by_key(found)) == len(whole)
         for c in found:
-            met = token in c.token_ids[:-1] or (token in c.token_ids and c.tokens < 14 and c.finish_reason != "eos")
+            met = token in c.token_ids[:-1] or (
+                token in c.token_ids and c.tokens < 14 and c.finish_reason != "eos"
+            )
             assert (c.finish_reason == "error") == met == (c.error is not None)
-            assert not met or (c.token_ids.index(token) == c.tokens - 1 and f"token {c.tokens + 1}" in c.error)
+            assert not met or (
+                c.token_ids.index(token) == c.tokens - 1 and f"token {c.tokens + 1}" in c.error
+            )
             assert c.text == Letters().decode(c.token_ids)
             assert c.sum_logprob is not None
             assert math.isfinite(c.sum_logprob)
             due = whole[c.id, c.sample]
             if coupling == "shared":
                 assert c.token_ids == due.token_ids[: c.tokens]
-                assert met or (c.finish_reason, c.sum_logprob) == (due.finish_reason, pytest.approx(due.sum_logprob))
+                assert met or (c.finish_reason, c.sum_logprob) == (
+                    due.finish_reason,
+                    pytest.approx(due.sum_logprob),
+                )
         reasons = [c.finish_reason for c in found]
         assert 3 <= reasons.count("error") < len(reasons)
 
 
 def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples():
-    found = conduct(broken_after(SPOILER), table(1), job(n=3, max_new_tokens=5), prompts("j", "a"), rows=2,
-                    lengths=Fixed(2), coupling="shared")
+    found = conduct(
+        broken_after(SPOILER),
+        table(1),
+        job(n=3, max_new_tokens=5),
+        prompts("j", "a"),
+        rows=2,
+        lengths=Fixed(2),
+        coupling="shared",
+    )
     failed = [c for c in found if c.id == "p0"]
-    assert [(c.finish_reason, c.tokens, c.text, c.sum_logprob) for c in failed] == [("error", 0, "", None)] * 3
+    assert [(c.finish_reason, c.tokens, c.text, c.sum_logprob) for c in failed] == [
+        ("error", 0, "", None)
+    ] * 3
     assert all(c.finish_reason == "length" for c in found if c.id == "p1" and 9 not in c.token_ids)
 
 
@@ -179,10 +244,19 @@ def test_a_draft_that_is_not_finite_changes_nothing_under_shared_coupling(kind):
     n, tokens = (3, 8) if kind == "reference" else (1, 4)  # the interpreter takes its time
     settings, given = job(n=n, max_new_tokens=tokens, top_p=0.9), prompts("abc", "dd")
     ops.use("reference")
-    due = by_key(conduct(table(), "none", settings, given, rows=1, lengths=Fixed(0), coupling="shared"))
+    due = by_key(
+        conduct(table(), "none", settings, given, rows=1, lengths=Fixed(0), coupling="shared")
+    )
     ops.use(kind)
     for draft in (broken_after(4), torch.full_like(table(), NAN)):
-        assert by_key(conduct(table(), draft, settings, given, rows=3, lengths=Fixed(2), coupling="shared")) == due
+        assert (
+            by_key(
+                conduct(
+                    table(), draft, settings, given, rows=3, lengths=Fixed(2), coupling="shared"
+                )
+            )
+            == due
+        )
 
 
 def test_a_draft_that_is_not_finite_leaves_maximal_couplings_law():
@@ -191,14 +265,17 @@ def test_a_draft_that_is_not_finite_leaves_maximal_couplings_law():
     draft[:, ::2] = NAN
     settings = job(n=n, max_new_tokens=2, temperature=1.0, top_p=1.0)
     target = table(eos=-50.0)
-    found = conduct(target, draft, settings, prompts("abc"), rows=n, lengths=Fixed(2), coupling="maximal")
+    found = conduct(
+        target, draft, settings, prompts("abc"), rows=n, lengths=Fixed(2), coupling="maximal"
+    )
     assert {c.finish_reason for c in found} == {"length"}
     law = target.softmax(-1)
     due = law[2, 2][:, None] * law[0]
     counts = torch.zeros_like(due)
     for c in found:
         counts[tuple(c.token_ids)] += 1
-    # Total variation: its mean is below half the sum of sqrt(p / n), and it deviates by less than 4 / (2 sqrt(n)).
+    # Total variation: its mean is below half the sum of sqrt(p / n), and it deviates by less
+    # than 4 / (2 sqrt(n)).
     assert (counts / n - due).abs().sum() / 2 < (due / n).sqrt().sum() / 2 + 2 / n**0.5
 
 
@@ -217,7 +294,9 @@ def decoder(folder, *, noise=0.0, spoiler=None):
 
 
 def samples(count):
-    return [Row(f"p{i}", 0, 3, [7 + i, 1, 5][: 1 + i % 3], 14, temperature=0.6) for i in range(count)]
+    return [
+        Row(f"p{i}", 0, 3, [7 + i, 1, 5][: 1 + i % 3], 14, temperature=0.6) for i in range(count)
+    ]
 
 
 def finish(loop, rows):
@@ -233,39 +312,57 @@ def finish(loop, rows):
         for index in reversed(range(len(loop.batch))):
             row = loop.batch.hosts[index]
             if row.broken is not None or row.room <= 0:
-                kept = row.tokens[row.prompt_length :][: row.limit if row.broken is None else row.broken]
+                kept = row.tokens[row.prompt_length :][
+                    : row.limit if row.broken is None else row.broken
+                ]
                 out[row.key] = kept, row.broken is not None and row.broken < row.limit
                 loop.retire(index)
     return out
 
 
 def test_what_a_row_left_in_the_cache_harms_neither_it_nor_those_after_it(tmp_path):
-    """NaN for one token: in rejected drafts, and in places that later rows of the same span do not see."""
+    """NaN for one token: in rejected drafts, and in places that later rows of the same span do
+    not see."""
     write_checkpoint("llama", tmp_path)
     whole = finish(loop_for(decoder(tmp_path), "none", rows=1, lengths=Fixed(0)), samples(16))
     often = Counter(token for tokens, _ in whole.values() for token in set(tokens[:-1]))
     token = next(token for token, count in often.most_common() if count < 8)
-    due = {key: (tokens[: tokens.index(token) + 1], True) if token in tokens[:-1] else (tokens, False)
-           for key, (tokens, _) in whole.items()}
+    due = {
+        key: (tokens[: tokens.index(token) + 1], True) if token in tokens[:-1] else (tokens, False)
+        for key, (tokens, _) in whole.items()
+    }
     failed = sum(failed for _, failed in due.values())
     assert failed > 3
     for rows, width in ((1, 0), (3, 6)):
         proposed = []
-        loop = loop_for(decoder(tmp_path, spoiler=token), decoder(tmp_path, noise=0.1), rows=rows, lengths=Fixed(width))
+        loop = loop_for(
+            decoder(tmp_path, spoiler=token),
+            decoder(tmp_path, noise=0.1),
+            rows=rows,
+            lengths=Fixed(width),
+        )
         propose = loop.drafter.propose
-        loop.drafter.propose = lambda batch, length, p=propose, seen=proposed: seen.append(p(batch, length)) or seen[-1]
+        loop.drafter.propose = lambda batch, length, p=propose, seen=proposed: (
+            seen.append(p(batch, length)) or seen[-1]
+        )
         assert finish(loop, samples(16)) == due
         drafted = sum(int((one.tokens == token).sum()) for one in proposed)
         assert width == 0 or drafted > failed, "none was rejected: this showed little"
 
 
 def test_a_later_place_that_is_not_finite_does_not_reach_an_earlier_one(kind):
-    """Keys and values as they are written, seen by queries before and after the place that is NaN or infinite."""
+    """Keys and values as they are written, seen by queries before and after the place that is
+    NaN or infinite."""
     rows, width, heads, size = 2, 4, 2, 16
     positions = torch.arange(width, device=DEVICE).expand(rows, -1)
-    segments = ops.Segments(positions.contiguous(), *torch.zeros(2, rows, dtype=torch.int64, device=DEVICE), (), width)
+    segments = ops.Segments(
+        positions.contiguous(), *torch.zeros(2, rows, dtype=torch.int64, device=DEVICE), (), width
+    )
     prompt = tuple(torch.zeros(heads, 8, size, device=DEVICE) for _ in range(2))
-    angles = torch.ones(rows, width, size // 2, device=DEVICE), torch.zeros(rows, width, size // 2, device=DEVICE)
+    angles = (
+        torch.ones(rows, width, size // 2, device=DEVICE),
+        torch.zeros(rows, width, size // 2, device=DEVICE),
+    )
     plain = randn(rows, width, 3 * heads * size)
     for part, value in ((1, INF), (2, NAN)):
         qkv = plain.clone()
@@ -275,16 +372,32 @@ def test_a_later_place_that_is_not_finite_does_not_reach_an_earlier_one(kind):
                 continue
             found = []
             for given in (plain, qkv):
-                own = tuple(torch.full((rows, heads, 8, size), NAN, device=DEVICE) for _ in range(2))
+                own = tuple(
+                    torch.full((rows, heads, 8, size), NAN, device=DEVICE) for _ in range(2)
+                )
                 if narrow:
                     from bass_kernels import mixing
 
                     flat = torch.stack([a.flatten(0, 1) for a in angles])
-                    mixed = mixing.mix(given.flatten(0, 1), flat, None, segments, own, prompt, heads=heads, eps=1e-6,
-                                       scale=0.25, keys=16).view(rows, width, heads, size)
+                    mixed = mixing.mix(
+                        given.flatten(0, 1),
+                        flat,
+                        None,
+                        segments,
+                        own,
+                        prompt,
+                        heads=heads,
+                        eps=1e-6,
+                        scale=0.25,
+                        keys=16,
+                    ).view(rows, width, heads, size)
                 else:
-                    q = ops.rope_write(given, angles, positions, own, heads=heads, norms=None, eps=1e-6)
-                    mixed = ops.attention(q, own, prompt, segments, scale=0.25).view(rows, width, heads, size)
+                    q = ops.rope_write(
+                        given, angles, positions, own, heads=heads, norms=None, eps=1e-6
+                    )
+                    mixed = ops.attention(q, own, prompt, segments, scale=0.25).view(
+                        rows, width, heads, size
+                    )
                 assert own[1][:, :, :width].isfinite().all()
                 found.append(mixed)
             nan = found[1].isnan().any(-1)

@@ -1,4 +1,5 @@
-"""What whole jobs take, captures included, on a simulated device: `auto` must not be slower than plain decoding."""
+"""What whole jobs take, captures included, on a simulated device: `auto` must not be slower than
+plain decoding."""
 
 import pytest
 from fakes import FakeGraphs, Ticks
@@ -35,7 +36,8 @@ def test_auto_is_plain_decoding_where_the_job_is_too_short_to_win(rate):
 
 
 def speed_of_looking(found, rate, *, asking):
-    """Of a second job of 512 samples in 16 rows, in plain decoding's speed, and the rounds in which it looked."""
+    """Of a second job of 512 samples in 16 rows, in plain decoding's speed, and the rounds in
+    which it looked."""
     job = {"prompts": 32, "n": 16, "limit": 46}
     graphs = FakeGraphs(Ticks())
     drafter = Finder(found, asking=asking, ticks=graphs.ticks)
@@ -68,7 +70,8 @@ def test_a_cheap_look_is_never_given_up():
 
 
 def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with():
-    """The share of looks that found something fades; it must not become 0, by which costs would be divided."""
+    """The share of looks that found something fades; it must not become 0, by which costs would
+    be divided."""
     looking = Looking()
     for _ in range(50_000):
         looking.observe(-0.001, 0.005, False)
@@ -79,7 +82,8 @@ def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with
 
 
 def test_the_last_rows_of_a_batch_are_no_reason_to_capture():
-    """Rows leave one by one: fewer rows and all the shorter last drafts are served by what is there."""
+    """Rows leave one by one: fewer rows and all the shorter last drafts are served by what is
+    there."""
     loop = Simulated(Fixed(5), 0.7)
     seconds_of(loop, prompts=3)
     assert loop.graphs.captures == 1
@@ -103,7 +107,9 @@ def test_a_length_must_save_more_than_it_costs():
     assert controller.next(8, Outlook(left=50, entries=(0.0,) + (0.3,) * 8)) == 0
     assert controller.next(8, Outlook(left=50, entries=(0.0,) * 9)) >= 4
     held = (0.0, 0.3, 0.3, 0.0, 0.3, 0.3, 0.3, 0.3, 0.3)
-    assert controller.next(8, Outlook(left=200, entries=held)) == 3, "what is captured already is better than plain"
+    assert controller.next(8, Outlook(left=200, entries=held)) == 3, (
+        "what is captured already is better than plain"
+    )
     assert controller.next(8, Outlook(left=50, catch_up=0.3)) == 0
 
 
@@ -119,7 +125,9 @@ def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
     assert rounds_before_a_probe(Outlook()) < 40
     assert 400 < rounds_before_a_probe(Outlook(1e6, (0.0,) + (0.02,) * 8)) < 600
     assert rounds_before_a_probe(Outlook(100, (0.0,) + (0.02,) * 8)) == 3000, "it could not pay"
-    assert rounds_before_a_probe(Outlook(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 80, "one that is captured can"
+    assert rounds_before_a_probe(Outlook(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 80, (
+        "one that is captured can"
+    )
 
 
 def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():

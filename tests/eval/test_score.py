@@ -1,4 +1,5 @@
-"""`bass score`, with a stand-in for the sandbox: what is read, what is run and how often, the report, interruptions."""
+"""`bass score`, with a stand-in for the sandbox: what is read, what is run and how often, the
+report, interruptions."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ SUMMARIES = Texts({str(number): Problem(str(number), "", {}) for number in range
 def _stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mbpp = Programs({number: Problem(number, "", {"tests": "assert n"}) for number in ("11", "12")})
     mbpp.name = "mbpp"
-    install(monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(12)}), SUMMARIES, mbpp)
+    install(
+        monkeypatch,
+        tmp_path,
+        Programs({f"HumanEval/{i}": adding(i) for i in range(12)}),
+        SUMMARIES,
+        mbpp,
+    )
 
 
 def cli(*arguments: str, **settings: Any) -> Any:
@@ -49,38 +56,78 @@ def verdicts(path: str = "f.jsonl") -> list[dict[str, Any]]:
 
 
 def mixed() -> list[dict[str, Any]]:
-    """Problem 0: both finish, the likelier fails; 1: only one in time, which passes; 2: late, a failed line for 3."""
+    """Problem 0: both finish, the likelier fails; 1: only one in time, which passes; 2: late, a
+    failed line for 3."""
     return [
         line(0, 0, "+ 1", mean_logprob=-0.7, seconds=1.0),
         line(0, 1, "+ 2", mean_logprob=-0.2, seconds=1.5),
-        line(1, 0, "+ 2", mean_logprob=-0.1, seconds=2.25, reason="budget", tokens=4, rounds=2, drafted=8, accepted=2),
+        line(
+            1,
+            0,
+            "+ 2",
+            mean_logprob=-0.1,
+            seconds=2.25,
+            reason="budget",
+            tokens=4,
+            rounds=2,
+            drafted=8,
+            accepted=2,
+        ),
         line(1, 1, "+ 1", mean_logprob=-0.9, seconds=0.5, reason="length"),
         line(2, 0, "+ 1", mean_logprob=-0.3, seconds=2.5, reason="budget"),
         line(2, 1, "+ 1", mean_logprob=-0.3, seconds=2.5, reason="budget"),
-        line(3, 0, "", reason="error", tokens=0, mean_logprob=None, seconds=0.0, rounds=0, drafted=0, accepted=0),
+        line(
+            3,
+            0,
+            "",
+            reason="error",
+            tokens=0,
+            mean_logprob=None,
+            seconds=0.0,
+            rounds=0,
+            drafted=0,
+            accepted=0,
+        ),
     ]
 
 
 def test_the_report_of_a_file_of_ours() -> None:
     write("f.jsonl", mixed(), results={"task": "humaneval", "budget": 2.0, "n": 2})
     report = scored("f.jsonl", "--k", "2,1,3")
-    assert (report["task"], report["file"], report["problems"], report["samples"]) == ("humaneval", "f.jsonl", 4, 7)
+    assert (report["task"], report["file"], report["problems"], report["samples"]) == (
+        "humaneval",
+        "f.jsonl",
+        4,
+        7,
+    )
     assert (report["finished"], report["ranked_by"]) == (3, "mean_logprob")
     assert report["pass_first"] == 1 / 4  # 0's likelier sample fails; 1's likelier one was cut off
     assert report["pass_first_of_finished"] == 1 / 2
     assert report["pass_all"] == 2 / 4
-    assert list(report["pass_at_k"].items()) == [("1", (0.5 + 0.5 + 0 + 0) / 4), ("2", (1 + 1 + 0 + 0) / 4), ("3", None)]
-    assert report["seconds_to_first"] == pytest.approx({"mean": 0.75, "median": 0.75, "p90": 0.95, "max": 1.0})
-    assert report["seconds_to_last"] == pytest.approx({"mean": 1.0, "median": 1.0, "p90": 1.4, "max": 1.5})
+    assert list(report["pass_at_k"].items()) == [
+        ("1", (0.5 + 0.5 + 0 + 0) / 4),
+        ("2", (1 + 1 + 0 + 0) / 4),
+        ("3", None),
+    ]
+    assert report["seconds_to_first"] == pytest.approx(
+        {"mean": 0.75, "median": 0.75, "p90": 0.95, "max": 1.0}
+    )
+    assert report["seconds_to_last"] == pytest.approx(
+        {"mean": 1.0, "median": 1.0, "p90": 1.4, "max": 1.5}
+    )
     assert (report["tokens"], report["tokens_per_second"]) == (54, 54 / (1.5 + 2.25 + 2.5))
     assert (report["accepted_per_round"], report["acceptance_rate"]) == (42 / 22, 42 / 88)
     assert report["overshoot"] == pytest.approx(
         {"median": 0.25, "p90": 0.45, "p99": 0.495, "max": 0.5, "share_over": 2 / 3}
     )
-    assert (report["budget"], report["isolation"]) == (2.0, {"network": "namespace", "files": "none"})
+    assert (report["budget"], report["isolation"]) == (
+        2.0,
+        {"network": "namespace", "files": "none"},
+    )
     assert report["statuses"] == {"failed": 1, "not finished": 4, "passed": 2}
     assert report["notes"] == [
-        "the file has 4 of the 12 problems", "pass@3 is not known: 3 of 4 problems have fewer than 3 samples",
+        "the file has 4 of the 12 problems", "pass@3 is not known: 3 of 4 problems have fewer "
+                                             "than 3 samples",
     ]  # fmt: skip
     assert report["by_problem"][1] == {
         "task_id": "HumanEval/1", "samples": 2, "finished": 1, "late": 0, "passed": 1, "pass_first": True, "pass_all": True,
@@ -89,7 +136,9 @@ def test_the_report_of_a_file_of_ours() -> None:
     assert [row["overshoot"] for row in report["by_problem"]] == [-0.5, 0.25, 0.5, None]
     assert len(Sandbox.ran) == 3, "a sample that was cut off must not be run"
     random.Random(3).shuffle(rows := mixed())
-    again = scored(write("g.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2}), "--k", "1,2,3")
+    again = scored(
+        write("g.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2}), "--k", "1,2,3"
+    )
     assert again | {"file": "f.jsonl"} == report, "the order of a file's lines says nothing"
 
 
@@ -104,20 +153,33 @@ def test_samples_that_end_after_the_deadline_are_late_and_count_as_failed() -> N
     write("f.jsonl", rows, results={"task": "humaneval", "budget": 2.0, "n": 2})
     report = scored("f.jsonl", "--k", "1")
     assert (report["samples"], report["finished"], report["late"]) == (6, 2, 3)
-    assert (report["pass_first"], report["pass_first_of_finished"], report["pass_all"]) == (1 / 3, 1 / 2, 1 / 3)
+    assert (report["pass_first"], report["pass_first_of_finished"], report["pass_all"]) == (
+        1 / 3,
+        1 / 2,
+        1 / 3,
+    )
     assert report["pass_at_k"] == {"1": pytest.approx((0 + 0 + 1 / 2) / 3)}
     assert report["statuses"] == {"failed": 1, "late": 3, "not finished": 1, "passed": 1}
-    assert [(row["finished"], row["late"]) for row in report["by_problem"]] == [(1, 1), (0, 1), (1, 1)]
+    assert [(row["finished"], row["late"]) for row in report["by_problem"]] == [
+        (1, 1),
+        (0, 1),
+        (1, 1),
+    ]
     assert (report["seconds_to_last"]["max"], report["overshoot"]["max"]) == (2.0, 0.5)
     assert len(Sandbox.ran) == 2, "what came late is not run"
     shown = "2 of 6 samples in time; 2 of 3 problems have one; 3 more ended after the deadline"
     assert shown in cli("f.jsonl", ALLOW).stdout
     free = scored(write("g.jsonl", rows, results={"task": "humaneval", "n": 2}))
-    assert (free["finished"], free["late"], free["pass_first"]) == (5, 0, 1.0), "without a budget nothing is late"
+    assert (free["finished"], free["late"], free["pass_first"]) == (5, 0, 1.0), (
+        "without a budget nothing is late"
+    )
 
 
 def test_copies_are_samples_whose_tokens_were_drawn_once() -> None:
-    rows = [line(0, 0, "+ 1"), *(line(0, i, "+ 1", rounds=0, drafted=0, accepted=0, copy_of=0) for i in (1, 2))]
+    rows = [
+        line(0, 0, "+ 1"),
+        *(line(0, i, "+ 1", rounds=0, drafted=0, accepted=0, copy_of=0) for i in (1, 2)),
+    ]
     report = scored(write("f.jsonl", rows, results={"n": 3}, totals={"seconds": 4.0}), "--k", "1,3")
     assert (report["samples"], report["tokens"], report["tokens_per_second"]) == (3, 10, 2.5)
     assert (report["accepted_per_round"], report["acceptance_rate"]) == (2.0, 0.5)
@@ -128,13 +190,19 @@ def test_a_late_summary_is_not_rated() -> None:
     rows = [{"task_id": "0", "completion": text, "sample": i, "finish_reason": "eos", "seconds": 0.9 + 0.2 * i}
             for i, text in enumerate(("abc", "abcde"))]  # fmt: skip
     report = scored(write("f.jsonl", rows, results={"task": "xsum", "budget": 1.0}))
-    assert (report["finished"], report["late"], report["statuses"]) == (1, 1, {"late": 1, "rated": 1})
+    assert (report["finished"], report["late"], report["statuses"]) == (
+        1,
+        1,
+        {"late": 1, "rated": 1},
+    )
     assert report["rouge"]["best"]["rougeL"] == len("abc") / 20
 
 
 def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:
     rows = [line(0, 0, "+ 1"), line(1, 0, "+ 1")]
-    report = scored(write("f.jsonl", rows, results={"n": 2}, totals={"seconds": 4.0}, finished=False))
+    report = scored(
+        write("f.jsonl", rows, results={"n": 2}, totals={"seconds": 4.0}, finished=False)
+    )
     assert (report["tokens_per_second"], report["budget"], report["overshoot"]) == (5.0, None, None)
     assert "the run that wrote the file did not come to its end" in report["notes"]
     assert "2 problems have fewer samples than the 2 that were asked for" in report["notes"]
@@ -142,9 +210,15 @@ def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:
 
 
 def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
-    rows = [{"task_id": f"HumanEval/{i}", "completion": text} for text in ("+ 2", "+ 1", "+ 1") for i in (0, 1)]
+    rows = [
+        {"task_id": f"HumanEval/{i}", "completion": text}
+        for text in ("+ 2", "+ 1", "+ 1")
+        for i in (0, 1)
+    ]
     rows += [{"task_id": "HumanEval/2", "solution": "n = 3", "completion": "nonsense"}]
-    Path("f.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n\n" for row in rows).encode()))
+    Path("f.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps(row) + "\n\n" for row in rows).encode())
+    )
     result = cli("f.jsonl.gz", ALLOW)
     assert (result.exit_code, result.stderr.count("warning: ")) == (0, result.stderr.count("\n"))
     assert "ranked by order (no log-probabilities)" in result.stdout
@@ -153,16 +227,28 @@ def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
     assert BY_ORDER in report["notes"]
     assert (report["ranked_by"], report["pass_first"], report["pass_all"]) == ("order", 1 / 3, 1.0)
     assert report["pass_at_k"] == {"1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
-    unknown = ("seconds_to_first", "seconds_to_last", "tokens", "tokens_per_second", "acceptance_rate", "overshoot")
+    unknown = (
+        "seconds_to_first",
+        "seconds_to_last",
+        "tokens",
+        "tokens_per_second",
+        "acceptance_rate",
+        "overshoot",
+    )
     assert [report[key] for key in unknown] == [None] * len(unknown)
 
 
-def test_all_canonical_solutions_pass_and_no_empty_completion_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    known = {name: Problem(name, row["prompt"], {"tests": f"{row['test']}\ncheck({row['entry_point']})"})
+def test_all_canonical_solutions_pass_and_no_empty_completion_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = {name: Problem(name, row["prompt"], {"tests": f"{row['test']}\n"
+                                                          f"check({row['entry_point']})"})
              for name, row in read_problems().items()}  # fmt: skip
     install(monkeypatch, tmp_path, Programs(known))
     canonical = {name: row["canonical_solution"] for name, row in read_problems().items()}
-    whole = [{"task_id": name, "solution": known[name].prompt + text} for name, text in canonical.items()]
+    whole = [
+        {"task_id": name, "solution": known[name].prompt + text} for name, text in canonical.items()
+    ]
     parts = [{"task_id": name, "completion": text} for name, text in canonical.items()]
     empty = [{"task_id": name, "completion": ""} for name in canonical]
     for rows, worth in ((whole[:82] + parts[82:], 1.0), (empty, 0.0)):
@@ -211,31 +297,43 @@ BAD: list[tuple[str | None, list[str], str]] = [
     (f'{GOOD}{{"completion": "x"}}\n', [], 'f.jsonl:2: field "task_id": it is missing'),
     ('{"task_id": "HumanEval/0", "completions": "x"}\n', [],
      'f.jsonl:1: field "completion" (or "solution"): it is missing; the line has "completions"'),
-    ('{"task_id": "HumanEval/0", "completion": null}\n', [], 'f.jsonl:1: field "completion": it must be a text'),
-    ('{"task_id": true, "completion": "x"}\n', [], 'f.jsonl:1: field "task_id": it must be a text or a whole number'),
+    ('{"task_id": "HumanEval/0", "completion": null}\n', [], 'f.jsonl:1: field "completion": it '
+                                                             'must be a text'),
+    ('{"task_id": true, "completion": "x"}\n', [], 'f.jsonl:1: field "task_id": it must be a text '
+                                                   'or a whole number'),
     ('{"task_id": "HumanEval/0", "completion": "x", "seconds": "1"}\n', [],
      "f.jsonl:1: field \"seconds\": a finite number from 0 on is needed, not '1'"),
-    (f'{LINE}, "seconds": -1}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 on is needed, not -1'),
-    (f'{LINE}, "seconds": {10**400}}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 on is needed, not 1000'),
-    (f'{LINE}, "tokens": {10**400}}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on is needed, not 1000'),
-    (f'{LINE}, "tokens": 3.5}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on is needed, not 3.5'),
-    (f'{LINE}, "mean_logprob": [1]}}\n', [], 'f.jsonl:1: field "mean_logprob": a finite number is needed, not [1]'),
+    (f'{LINE}, "seconds": -1}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 on is '
+                                       'needed, not -1'),
+    (f'{LINE}, "seconds": {10**400}}}\n', [], 'f.jsonl:1: field "seconds": a finite number from 0 '
+                                              'on is needed, not 1000'),
+    (f'{LINE}, "tokens": {10**400}}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on '
+                                             'is needed, not 1000'),
+    (f'{LINE}, "tokens": 3.5}}\n', [], 'f.jsonl:1: field "tokens": a whole number from 0 on is '
+                                       'needed, not 3.5'),
+    (f'{LINE}, "mean_logprob": [1]}}\n', [], 'f.jsonl:1: field "mean_logprob": a finite number is '
+                                             'needed, not [1]'),
     (f'{LINE}, "finish_reason": []}}\n', [], 'f.jsonl:1: field "finish_reason": it must be a text'),
-    (f'{{"task_id": "{"H" * 10**6}", "completion": "x"}}\n', ["--task", "humaneval"], 'f.jsonl:1: unknown task_id "HHHH'),
+    (f'{{"task_id": "{"H" * 10**6}", "completion": '
+     f'"x"}}\n', ["--task", "humaneval"], 'f.jsonl:1: unknown task_id "HHHH'),
     (f'{GOOD}{"[" * 10**5}\n{GOOD}', [], "f.jsonl:2: broken JSON: it is nested too deep"),
-    (f'{GOOD}{{"a": {"9" * 6000}}}\n{GOOD}', [], "f.jsonl:2: broken JSON: a number has too many digits"),
+    (f'{GOOD}{{"a": {"9" * 6000}}}\n{GOOD}', [], "f.jsonl:2: broken JSON: a number has too many "
+                                                 "digits"),
     ('{"task_id": "HumanEval/0", "completion": "x", "sample": -1}\n', [],
      'f.jsonl:1: field "sample": a whole number from 0 on is needed, not -1'),
     (f'{GOOD}{{"task_id": "HumanEval/0", "completion": "x", "sample": 0}}\n', [],
      'f.jsonl:2: sample 0 of "HumanEval/0" is in the file twice, first in line 1'),
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
      'f.jsonl:2: unknown task_id "HumanEvil/3"; did you mean "HumanEval/3"?'),
-    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell the task; give --task hum'),
+    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell '
+                                                    'the task; give --task hum'),
     (GOOD, ["--task", "humanevil"], 'unknown task "humanevil"'),
     (GOOD, ["--k", "1,0"], '--k (or BASS_K): "0" is not a whole number above 0'),
-    *((GOOD, ["--workers", number], "--workers (or BASS_WORKERS): it should be a whole number from 1 to 1024")
+    *((GOOD, ["--workers", number], "--workers (or BASS_WORKERS): it should be a whole number "
+                                    "from 1 to 1024")
       for number in ("0", "100000", "9" * 400)),
-    (GOOD, ["--timeout", "1e400"], '--timeout (or BASS_TIMEOUT): "1e400" is not a time above 0 and up to'),
+    (GOOD, ["--timeout", "1e400"], '--timeout (or BASS_TIMEOUT): "1e400" is not a time above 0 '
+                                   'and up to'),
     (GOOD, ["--timeout", "soon"], '--timeout (or BASS_TIMEOUT): "soon" is not a time above 0'),
     (GOOD, ["--report", "no/r.json"], "--report no/r.json: the folder no is not there"),
     (GOOD, ["--report", "f.jsonl"], "--report f.jsonl: this is the generation file"),
@@ -243,28 +341,43 @@ BAD: list[tuple[str | None, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("content", "arguments", "expected"), BAD)
-def test_bad_input_is_found_before_anything_is_run(content: str | None, arguments: list[str], expected: str) -> None:
+def test_bad_input_is_found_before_anything_is_run(
+    content: str | None, arguments: list[str], expected: str
+) -> None:
     if content is not None:
         Path("f.jsonl").write_text(content)
     result = cli("f.jsonl", ALLOW, *arguments)
     assert expected in result.stderr
-    assert (result.exit_code, result.stdout, Sandbox.opened, Path("f.jsonl.verdicts.jsonl").exists()) == (2, "", 0, False)
+    assert (
+        result.exit_code,
+        result.stdout,
+        Sandbox.opened,
+        Path("f.jsonl.verdicts.jsonl").exists(),
+    ) == (2, "", 0, False)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "bomb"])
 def test_what_has_no_end_is_not_read(kind: str) -> None:
     """A pipe that nobody writes to, a device, and a small file with a line of 100 MB in it."""
     path = Path("f.jsonl")
-    {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"),
-     "bomb": lambda: path.write_bytes(gzip.compress(b'{"text": "' + bytes(100 * 2**20), 1))}[kind]()
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "bomb": lambda: path.write_bytes(gzip.compress(b'{"text": "' + bytes(100 * 2**20), 1)),
+    }[kind]()
     result = cli("f.jsonl", ALLOW)
-    expected = "f.jsonl:1: the line has more than 64 MB" if kind == "bomb" else "generation file: a file is needed, not"
+    expected = (
+        "f.jsonl:1: the line has more than 64 MB"
+        if kind == "bomb"
+        else "generation file: a file is needed, not"
+    )
     assert (result.exit_code, result.stdout) == (2, "")
     assert expected in result.stderr
 
 
 @pytest.mark.parametrize("manifest", [
-    "null", "[]", "{", '{"results": null}', '{"results": [], "totals": 3}', "[" * 10**5, '{"a": ' + "9" * 6000 + "}",
+    "null", "[]", "{", '{"results": null}', '{"results": [], "totals": '
+                                            '3}', "[" * 10**5, '{"a": ' + "9" * 6000 + "}",
     '{"results": {"budget": Infinity, "n": "2"}, "totals": {"seconds": NaN}}',
     f'{{"results": {{"budget": {10**400}, "n": -1}}, "totals": {{"seconds": {10**400}}}}}',
     '{"results": {"budget": [], "task": ["a"], "n": {}}, "totals": {"seconds": "1"}}',
@@ -284,7 +397,9 @@ def test_a_verdict_of_other_types_is_none(change: dict[str, Any]) -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 1")])
     scored("f.jsonl")
     first, second = verdicts()
-    Path("f.jsonl.verdicts.jsonl").write_text(f"{json.dumps(first | change)}\n{json.dumps(second)}\n")
+    Path("f.jsonl.verdicts.jsonl").write_text(
+        f"{json.dumps(first | change)}\n{json.dumps(second)}\n"
+    )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
     assert "f.jsonl.verdicts.jsonl:1: this is not a verdict" in result.stderr
@@ -308,7 +423,12 @@ def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
     report = scored("f.jsonl")
     assert (report["samples"], report["pass_all"]) == (2, 1.0)
     assert "line 3 is the last one and torn; it is left out" in report["notes"]
-    mbpp = scored(write("m.jsonl", [{"task_id": "Mbpp/12", "solution": ""}, {"task_id": 11, "solution": "n = 1"}]))
+    mbpp = scored(
+        write(
+            "m.jsonl",
+            [{"task_id": "Mbpp/12", "solution": ""}, {"task_id": 11, "solution": "n = 1"}],
+        )
+    )
     assert mbpp["task"] == "mbpp"
     assert [(row["task_id"], row["passed"]) for row in mbpp["by_problem"]] == [("11", 1), ("12", 0)]
 
@@ -327,15 +447,29 @@ def test_the_same_program_is_run_once_and_every_sample_has_its_line() -> None:
     found = {row["sample"]: row["status"] for row in verdicts()}
     assert found == {0: "failed", 1: "passed", 2: "failed", 3: "passed", 4: "failed", 5: "passed"}
     assert len(verdicts()) == 6
-    assert set(verdicts()[0]) == {"task_id", "sample", "sha256", "status", "detail", "seconds", "isolation"}
+    assert set(verdicts()[0]) == {
+        "task_id",
+        "sample",
+        "sha256",
+        "status",
+        "detail",
+        "seconds",
+        "isolation",
+    }
     write("f.jsonl", [line(0, sample, "+ 1") for sample in range(8)])
     assert scored("f.jsonl")["by_problem"][0]["passed"] == 8
-    assert (len(Sandbox.ran), len(verdicts())) == (2, 6 + 5), "known programs are not run for new samples"
+    assert (len(Sandbox.ran), len(verdicts())) == (2, 6 + 5), (
+        "known programs are not run for new samples"
+    )
 
 
 @pytest.mark.parametrize("torn", [0, 1, 20])
 def test_scoring_goes_on_after_an_interruption(torn: int) -> None:
-    rows = [line(i, sample, "+ 1" if sample < i else f"+ {sample + 2}") for i in range(4) for sample in range(3)]
+    rows = [
+        line(i, sample, "+ 1" if sample < i else f"+ {sample + 2}")
+        for i in range(4)
+        for sample in range(3)
+    ]
     report = scored(write("f.jsonl", rows))
     whole, count = verdicts(), len(Sandbox.ran)
     Path("f.jsonl.verdicts.jsonl").unlink()
@@ -368,7 +502,9 @@ def test_what_is_judged_again() -> None:
         assert (len(Sandbox.ran), Sandbox.limits) == (2, limits), "other limits, other verdicts"
     scored("f.jsonl", "--rejudge")
     assert (len(Sandbox.ran), len(verdicts())) == (4, 2)
-    Path("f.jsonl.verdicts.jsonl").write_text('{"task_id": 1}\n' + Path("f.jsonl.verdicts.jsonl").read_text())
+    Path("f.jsonl.verdicts.jsonl").write_text(
+        '{"task_id": 1}\n' + Path("f.jsonl.verdicts.jsonl").read_text()
+    )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
     assert "f.jsonl.verdicts.jsonl:1: this is not a verdict; --rejudge" in result.stderr
@@ -380,7 +516,10 @@ def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() 
         assert "another process is scoring this file" in cli(path, ALLOW).stderr
         ledger.add(Ruling("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
         assert len(verdicts()) == 1, "what is judged is in the file at once"
-    two = [Ruling("a", 0, "1", "passed", "", 0.0, {"network": word}) for word in ("none", "namespace", "none")]
+    two = [
+        Ruling("a", 0, "1", "passed", "", 0.0, {"network": word})
+        for word in ("none", "namespace", "none")
+    ]
     assert (isolation_of(two), isolation_of([])) == ({"network": "namespace or none"}, None)
 
 
@@ -392,7 +531,13 @@ def test_what_runs_is_ended_when_the_disk_is_full() -> None:
         ledger.add = refuse  # type: ignore[method-assign]
         programs = [(("a", 0), "x = 1"), (("a", 1), "x = 2")]
         with pytest.raises(MachineError) as caught:
-            judge(programs, ledger, {}, open_executor=lambda: Executor(Sandbox().run, {}), progress=lambda *_: None)
+            judge(
+                programs,
+                ledger,
+                {},
+                open_executor=lambda: Executor(Sandbox().run, {}),
+                progress=lambda *_: None,
+            )
     assert caught.tb is not None, "which keeps what was running alive unless it is closed"
     assert (len(Sandbox.ran), Sandbox.running) == (1, 0)
 
@@ -407,15 +552,29 @@ def test_texts_are_rated_and_nothing_is_run() -> None:
         {"task_id": "0", "sample": 0, "completion": "abcd", "mean_logprob": -0.1},
         {"task_id": "0", "sample": 1, "completion": "abcdef", "mean_logprob": -0.5},
         {"task_id": "0", "sample": 2, "completion": "abcd", "mean_logprob": float("nan")},
-        {"task_id": "0", "sample": 3, "completion": "abcdefghij", "finish_reason": "budget", "mean_logprob": 0.0},
-        {"task_id": "1", "sample": 0, "completion": "a", "finish_reason": "budget", "mean_logprob": 0.0},
+        {
+            "task_id": "0",
+            "sample": 3,
+            "completion": "abcdefghij",
+            "finish_reason": "budget",
+            "mean_logprob": 0.0,
+        },
+        {
+            "task_id": "1",
+            "sample": 0,
+            "completion": "a",
+            "finish_reason": "budget",
+            "mean_logprob": 0.0,
+        },
     ]
     result = cli(write("f.jsonl", rows), "--task", "xsum", "--json")
     report = json.loads(result.stdout)
     assert "1 finished samples have no log-probability; they are ranked last" in report["notes"]
     assert report["rouge"]["first"] == pytest.approx({"rouge1": 0.2, "rouge2": 0.3, "rougeL": 0.1})
     assert report["rouge"]["best"] == pytest.approx({"rouge1": 0.3, "rouge2": 0.2, "rougeL": 0.15})
-    assert report["rouge"]["mean"] == pytest.approx({"rouge1": 1.4 / 6, "rouge2": 1.6 / 6, "rougeL": 0.7 / 6})
+    assert report["rouge"]["mean"] == pytest.approx(
+        {"rouge1": 1.4 / 6, "rouge2": 1.6 / 6, "rougeL": 0.7 / 6}
+    )
     assert report["by_problem"][1]["rouge"] is None
     assert (report["statuses"], report["isolation"]) == ({"not finished": 2, "rated": 3}, None)
     assert (Sandbox.opened, "pass_first" in report, SUMMARIES.rated["abcd"]) == (0, False, 1)
@@ -426,16 +585,28 @@ def test_where_the_report_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     write("f.jsonl", mixed(), results={"budget": 2.0})
     result = cli("f.jsonl", ALLOW, "--report", "r.json", "--k", "1")
     assert result.exit_code == 0
-    for words in ("Pass@First", "25.0 % (of problems with a finished sample 50.0 %); ranked by mean log-probability",
-                  "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 drafts accepted a round",
+    for words in ("Pass@First", "25.0 % (of problems with a finished sample 50.0 %); ranked by "
+                                "mean log-probability",
+                  "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 drafts accepted "
+                                                              "a round",
                   "66.7 % of problems over; by median 0.25 s", "HumanEval/3"):  # fmt: skip
         assert words in result.stdout  # what the command is for
     assert "warning: files are not kept in" in result.stderr
     assert "warning" not in result.stdout
     quiet = cli("f.jsonl", ALLOW, "--quiet", "--json", "--k", "1")
     assert (quiet.stderr, json.loads(quiet.stdout)) == ("", json.loads(Path("r.json").read_text()))
-    for name, value in {"ALLOW_CODE_EXECUTION": "1", "K": "2", "REPORT": "s.json", "QUIET": "1", "JSON": "1"}.items():
+    for name, value in {
+        "ALLOW_CODE_EXECUTION": "1",
+        "K": "2",
+        "REPORT": "s.json",
+        "QUIET": "1",
+        "JSON": "1",
+    }.items():
         monkeypatch.setenv(f"BASS_{name}", value)
     result = cli("f.jsonl")
-    assert (result.exit_code, result.stderr, list(json.loads(result.stdout)["pass_at_k"])) == (0, "", ["2"])
+    assert (result.exit_code, result.stderr, list(json.loads(result.stdout)["pass_at_k"])) == (
+        0,
+        "",
+        ["2"],
+    )
     assert json.loads(Path("s.json").read_text()) == json.loads(result.stdout)

@@ -1,4 +1,5 @@
-"""The tasks: what a model is asked, what its text contributes, which program decides; faults of the data."""
+"""The tasks: what a model is asked, what its text contributes, which program decides; faults of
+the data."""
 
 from __future__ import annotations
 
@@ -10,8 +11,13 @@ import pytest
 from bass_cli.errors import UserError
 from bass_cli.eval.tasks import Answer, code_in, load_task, prompt_format, shape_prompt
 
-MBPP = {"task_id": 11, "text": "Write a function to add one.", "test_list": ["assert f(1) == 2", "assert f(2) == 3"],
-        "test_setup_code": "import math", "code": "def f(x): return x + 1"}
+MBPP = {
+    "task_id": 11,
+    "text": "Write a function to add one.",
+    "test_list": ["assert f(1) == 2", "assert f(2) == 3"],
+    "test_setup_code": "import math",
+    "code": "def f(x): return x + 1",
+}
 
 
 def passes(program: tuple[str, str]) -> bool:
@@ -41,13 +47,16 @@ def test_humaneval_is_packaged_and_its_programs_are_those_of_its_own_scorer() ->
 
 @pytest.mark.parametrize("form", ["raw", "strip", "strip-nl"])
 def test_a_completion_fits_the_original_prompt_in_every_format(form: str) -> None:
-    """A public scorer puts it after the prompt as the data set has it, whatever the model was shown."""
+    """A public scorer puts it after the prompt as the data set has it, whatever the model was
+    shown."""
     task = load_task("humaneval")
     for problem in list(task.problems.values())[:20]:
         shown = shape_prompt(problem.prompt, prompt_format(form))
         assert shown.strip() == problem.prompt.strip()
         text = ("" if shown.endswith("\n") else "\n") + problem.fields["canonical_solution"]
-        assert passes(task.program(problem, Answer(task.completion(problem, text, chat=False), False)))
+        assert passes(
+            task.program(problem, Answer(task.completion(problem, text, chat=False), False))
+        )
     assert shape_prompt("\n  a \n", "strip") == "a"
     assert shape_prompt("\n  a \n", "strip-nl") == "  a "
     assert shape_prompt("\n  a \n", "raw") == "\n  a \n"
@@ -57,7 +66,10 @@ def test_a_chat_answer_s_code_follows_the_prompt() -> None:
     task = load_task("humaneval")
     for problem in list(task.problems.values())[:40]:
         code = problem.prompt + problem.fields["canonical_solution"]
-        answer = f"Sure!\n```python\nprint('not this one')\n```\nrather\n```python\n{code}\n```\nIt works."
+        answer = (
+            f"Sure!\n```python\nprint('not this one')\n```\nrather\n```python\n{code}\n```\n"
+            "It works."
+        )
         completion = task.completion(problem, answer, chat=True)
         assert passes(task.program(problem, Answer(completion, False)))
         assert problem.fields["entry_point"] in task.question(problem)
@@ -77,12 +89,21 @@ def test_stops_do_not_cut_what_is_right() -> None:
 
 
 def test_mbpp_in_both_of_its_versions(tmp_path: Path) -> None:
-    sanitized = {"task_id": 12, "prompt": "Add two.", "test_list": ["assert g(1) == 3"], "test_imports": ["import math"]}
+    sanitized = {
+        "task_id": 12,
+        "prompt": "Add two.",
+        "test_list": ["assert g(1) == 3"],
+        "test_imports": ["import math"],
+    }
     task = load_task("mbpp", write(tmp_path / "m.jsonl", MBPP, sanitized))
     assert list(task.problems) == ["Mbpp/11", "Mbpp/12"]
     one, two = task.problems.values()
-    assert one.prompt == '"""\nWrite a function to add one.\nassert f(1) == 2\nassert f(2) == 3\n"""\n'
-    assert passes(task.program(one, Answer("def f(x):\n    return x + len(str(math.floor(1)))", False)))
+    assert (
+        one.prompt == '"""\nWrite a function to add one.\nassert f(1) == 2\nassert f(2) == 3\n"""\n'
+    )
+    assert passes(
+        task.program(one, Answer("def f(x):\n    return x + len(str(math.floor(1)))", False))
+    )
     assert not passes(task.program(one, Answer("def f(x): return 2", False)))  # the second test
     answer = task.completion(two, "```python\ndef g(x): return x + 2\n```", chat=True)
     assert passes(task.program(two, Answer(answer, True)))
@@ -91,13 +112,24 @@ def test_mbpp_in_both_of_its_versions(tmp_path: Path) -> None:
 
 def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
-    task = load_task("xsum", write(tmp_path / "x.jsonl", {"id": 7, "document": "A long story.", "summary": "The cat sat."}))
+    task = load_task(
+        "xsum",
+        write(
+            tmp_path / "x.jsonl", {"id": 7, "document": "A long story.", "summary": "The cat sat."}
+        ),
+    )
     (problem,) = task.problems.values()
     assert problem.task_id == "7"
     assert problem.prompt.startswith("Article: A long story.")
     assert task.rate(problem, "The cat sat.") == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-    rated = task.rate(problem, "sat the cats")  # stems: three words of three, "the cat" of two pairs, two in order
-    assert rated == {"rouge1": pytest.approx(1.0), "rouge2": pytest.approx(0.5), "rougeL": pytest.approx(2 / 3)}
+    rated = task.rate(
+        problem, "sat the cats"
+    )  # stems: three words of three, "the cat" of two pairs, two in order
+    assert rated == {
+        "rouge1": pytest.approx(1.0),
+        "rouge2": pytest.approx(0.5),
+        "rougeL": pytest.approx(2 / 3),
+    }
     assert task.completion(problem, "\n The cat.\n", chat=False) == "The cat."
 
 
@@ -111,12 +143,21 @@ def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
     ("mbpp", {k: v for k, v in MBPP.items() if k != "test_list"}, r'm.jsonl:2: field "test_list": it is missing'),
     ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" is in the data twice'),
     ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be an object"),
-    ("xsum", {"id": "a", "documents": "x", "summary": "y"}, 'field "document": it is missing; did you mean "documents"'),
+    ("xsum", {"id": "a", "documents": "x", "summary": "y"}, 'field "document": it is missing; did '
+                                                            'you mean "documents"'),
 ])  # fmt: skip
-def test_faults_of_the_data_name_their_place(tmp_path: Path, name: str, record: object, fault: str) -> None:
-    first = {"mbpp": [MBPP], "humaneval": [], "xsum": [{"id": "b", "document": "x", "summary": "y"}]}[name]
+def test_faults_of_the_data_name_their_place(
+    tmp_path: Path, name: str, record: object, fault: str
+) -> None:
+    first = {
+        "mbpp": [MBPP],
+        "humaneval": [],
+        "xsum": [{"id": "b", "document": "x", "summary": "y"}],
+    }[name]
     data = write(tmp_path / "m.jsonl", *first, *([3] if name == "humaneval" else []), record)
-    with pytest.raises(UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be an object"):
+    with pytest.raises(
+        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be an object"
+    ):
         load_task(name, data)
 
 

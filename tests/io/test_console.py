@@ -26,17 +26,24 @@ def cli(*arguments: str) -> Any:
 
 def test_help_is_fast_and_loads_nothing_heavy() -> None:
     seconds = []
-    while len(seconds) < 30 and min(seconds, default=1.0) >= 0.3:  # of processor time: other work on the machine
+    while (
+        len(seconds) < 30 and min(seconds, default=1.0) >= 0.3
+    ):  # of processor time: other work on the machine
         began = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # may slow some down even so
         result = subprocess.run(
-            [sys.executable, "-m", "bass_cli.cli.commands", "--help"], cwd=ROOT, capture_output=True, check=True
+            [sys.executable, "-m", "bass_cli.cli.commands", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
         )
         seconds.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - began)
     assert b"generate" in result.stdout
     assert min(seconds) < 0.3
     code = "import sys, bass_cli.cli.commands; print([m for m in sys.argv[1:] if m in sys.modules])"
     heavy = ["torch", "pydantic", "yaml", "rich", "transformers", "datasets", "numpy", "pyarrow"]
-    found = subprocess.run([sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code, *heavy], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -47,16 +54,27 @@ def test_pairs_and_doctor_tell_what_is_here() -> None:
     assert known["qwen2.5-coder-7b"]["weight_bytes"] == 15e9
     table = cli("pairs")
     assert (table.exit_code, table.stderr) == (0, "")
-    assert [line.split()[0] for line in table.stdout.splitlines()] == ["pair", *sorted(known)]  # whole lines, for grep
+    assert [line.split()[0] for line in table.stdout.splitlines()] == [
+        "pair",
+        *sorted(known),
+    ]  # whole lines, for grep
     facts = json.loads(cli("doctor", "--json").stdout)
     assert facts["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}")
-    assert (facts["device"] in ("cpu", "cuda"), facts["memory_bytes"] > 0, facts["cores"] >= 1) == (True, True, True)
+    assert (facts["device"] in ("cpu", "cuda"), facts["memory_bytes"] > 0, facts["cores"] >= 1) == (
+        True,
+        True,
+        True,
+    )
     assert set(facts["ready"]) <= set(facts["fits"]) <= set(known)
     assert "transformers" in cli("doctor").stdout
 
 
 def test_what_a_name_tells_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"Qwen/Qwen2.5-Coder-7B-Instruct": 7e9, "Qwen/Qwen3-0.6B": 6e8, "Salesforce/codegen-350M-mono": 3.5e8}
+    names = {
+        "Qwen/Qwen2.5-Coder-7B-Instruct": 7e9,
+        "Qwen/Qwen3-0.6B": 6e8,
+        "Salesforce/codegen-350M-mono": 3.5e8,
+    }
     assert {name: parameters_in(name) for name in names} == names
     assert parameters_in("models/target-v2.bin") is None
     monkeypatch.chdir(tmp_path)
@@ -67,7 +85,9 @@ def test_what_a_name_tells_of_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert place_of("package:no_such_module/x.gguf") == "package no_such_module is not installed"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = [0.0]
     screen = Screen(now=lambda: now[0])
     screen.start(4)
@@ -77,9 +97,15 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
         screen.round(4, 6, 2, 1.0)
         screen.advance(completion)
     written = capsys.readouterr().err.splitlines()
-    assert written == ["2/4 samples, 10 tokens/s, 3.00 accepted a round, 0:06 elapsed"]  # two samples tell too little
+    assert written == [
+        "2/4 samples, 10 tokens/s, 3.00 accepted a round, 0:06 elapsed"
+    ]  # two samples tell too little
     summary = screen.summary("o.jsonl")
-    assert (summary["seconds"], summary["tokens_per_second"], summary["finish_reasons"]) == (7.0, 17.14, {"eos": 4})
+    assert (summary["seconds"], summary["tokens_per_second"], summary["finish_reasons"]) == (
+        7.0,
+        17.14,
+        {"eos": 4},
+    )
 
 
 def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str]) -> None:

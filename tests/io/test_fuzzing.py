@@ -1,4 +1,5 @@
-"""Files that were damaged or made up at random: each is either read, or refused with an error that names it."""
+"""Files that were damaged or made up at random: each is either read, or refused with an error
+that names it."""
 
 from __future__ import annotations
 
@@ -40,9 +41,15 @@ from bass_cli.model.hf_config import spec_of_config
 from bass_cli.model.tensor_files import read_torch
 from bass_cli.model.tokenizer import Tokenizer
 
-# The same examples on every machine and in every run; a test's own folder is used again by all of them.
-FUZZ = settings(max_examples=100, deadline=None, derandomize=True, database=None,
-                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+# The same examples on every machine and in every run; a test's own folder is used again by all
+# of them.
+FUZZ = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 
 PAIR = b"""name: &n mine
 target: ./model  # a folder
@@ -62,25 +69,63 @@ BITS = [b"&a", b"*n", b"<<: ", b"? ", b"- ", b"[", b"{", b"!!int ", b"!!binary "
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes, bits: list[bytes]) -> bytes:
-    """The bytes with up to six places overwritten, or cut out, or with something put in; and perhaps cut off."""
+    """The bytes with up to six places overwritten, or cut out, or with something put in; and
+    perhaps cut off."""
     content = bytearray(whole)
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(content)))
         length = draw(st.integers(0, 8))
         content[at : at + length] = draw(st.one_of(st.sampled_from(bits), st.binary(max_size=8)))
-    return bytes(content[: draw(st.integers(0, len(content)))] if draw(st.integers(0, 4)) == 0 else content)
+    return bytes(
+        content[: draw(st.integers(0, len(content)))] if draw(st.integers(0, 4)) == 0 else content
+    )
 
 
-ODD = st.sampled_from([None, True, False, 0, -1, 1, 2**31, 2**63, -(2**70), 10**400, 0.0, 0.5, -1.5, 1e308, float("nan"),
-                       float("inf"), "", "0", "a", "\ud800", "x" * 10**4, [], {}, [[]], [None], [0] * 99, [1.5, "a"],
-                       {"a": 1}])
-JSON = st.recursive(ODD, lambda part: st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3),
-                    max_leaves=4)
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2**31,
+        2**63,
+        -(2**70),
+        10**400,
+        0.0,
+        0.5,
+        -1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "0",
+        "a",
+        "\ud800",
+        "x" * 10**4,
+        [],
+        {},
+        [[]],
+        [None],
+        [0] * 99,
+        [1.5, "a"],
+        {"a": 1},
+    ]
+)
+JSON = st.recursive(
+    ODD,
+    lambda part: (
+        st.lists(part, max_size=3) | st.dictionaries(st.text(max_size=3), part, max_size=3)
+    ),
+    max_leaves=4,
+)
 
 
 @st.composite
 def replaced(draw: st.DrawFn, whole: Any) -> Any:
-    """The JSON value with one to three of its parts, at any depth, replaced by random ones, removed, or swapped."""
+    """The JSON value with one to three of its parts, at any depth, replaced by random ones,
+    removed, or swapped."""
     value = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 3))):
         part = value
@@ -101,7 +146,8 @@ def replaced(draw: st.DrawFn, whole: Any) -> Any:
 
 
 def assert_read_or_named(read: Callable[[], object], file: Path) -> None:
-    """Whatever else is raised than an error that names the file, in one line and perhaps a list, is a fault of ours."""
+    """Whatever else is raised than an error that names the file, in one line and perhaps a list,
+    is a fault of ours."""
     try:
         read()
     except UserError as error:
@@ -126,13 +172,28 @@ def test_configs_of_every_family(config: dict[str, Any]) -> None:
 
 
 @FUZZ
-@given(metadata=replaced({**GGUF, "general.architecture": "gemma3", "split.count": 1, "llama.rope.scaling.type": "linear"}
-                         | {key.replace("llama", "gemma3"): value for key, value in GGUF.items() if "." in key}
-                         | {"gemma3.attention.sliding_window": 4, "gemma3.attention.sliding_window_pattern": [True, False],
-                            "gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 2.0}))
+@given(
+    metadata=replaced(
+        {
+            **GGUF,
+            "general.architecture": "gemma3",
+            "split.count": 1,
+            "llama.rope.scaling.type": "linear",
+        }
+        | {key.replace("llama", "gemma3"): value for key, value in GGUF.items() if "." in key}
+        | {
+            "gemma3.attention.sliding_window": 4,
+            "gemma3.attention.sliding_window_pattern": [True, False],
+            "gemma3.rope.scaling.type": "linear",
+            "gemma3.rope.scaling.factor": 2.0,
+        }
+    )
+)
 def test_metadata_of_gguf_files(metadata: dict[str, Any]) -> None:
     place = Path("model.gguf")
-    assert_read_or_named(lambda: parameters(spec_of_gguf(metadata, EMBEDDING, place=str(place))), place)
+    assert_read_or_named(
+        lambda: parameters(spec_of_gguf(metadata, EMBEDDING, place=str(place))), place
+    )
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +203,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 32}
     model = write_checkpoint("llama", folder / "folder", shards=False, **sizes)
     write_gguf("llama", folder / "model.gguf", **sizes)
-    torch.save({name: value for name, value in model.state_dict().items() if "layers" not in name}, folder / "model.bin")
+    torch.save(
+        {name: value for name, value in model.state_dict().items() if "layers" not in name},
+        folder / "model.bin",
+    )
     return folder
 
 
-NUMBERS = [struct.pack("<Q", number) for number in (0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64 - 1)] + [
-    struct.pack("<I", number) for number in (0, 1, 4, 5, 6, 7, 8, 9, 10, 12, 99, 2**31, 2**32 - 1)]
+NUMBERS = [
+    struct.pack("<Q", number)
+    for number in (0, 1, 2**16, 2**31, 2**32, 2**40, 2**62, 2**63, 2**64 - 1)
+] + [struct.pack("<I", number) for number in (0, 1, 4, 5, 6, 7, 8, 9, 10, 12, 99, 2**31, 2**32 - 1)]
 
 
 @FUZZ
@@ -204,7 +270,10 @@ RESULTS = [json.loads(sample(prompt, number).to_line()) for prompt in "ab" for n
 
 
 @FUZZ
-@given(content=lines(RESULTS), manifest=st.one_of(st.just(MANIFEST), replaced({**MANIFEST, "totals": {"samples": 4}})))
+@given(
+    content=lines(RESULTS),
+    manifest=st.one_of(st.just(MANIFEST), replaced({**MANIFEST, "totals": {"samples": 4}})),
+)
 def test_results_that_a_run_goes_on_from(tmp_path: Path, content: bytes, manifest: Any) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
@@ -215,12 +284,17 @@ def test_results_that_a_run_goes_on_from(tmp_path: Path, content: bytes, manifes
             pass
         with open_output(str(path), MANIFEST) as again:
             assert again.done == writer.done
+
     assert_read_or_named(go_on, path)
 
 
 @FUZZ
-@given(content=lines([line(number, 0, "+ 1", token_ids=[1], meta={"a": 1}) for number in range(3)]),
-       manifest=replaced({"results": {"task": "humaneval", "budget": 2.0, "n": 2}, "totals": {"seconds": 4.0}}))
+@given(
+    content=lines([line(number, 0, "+ 1", token_ids=[1], meta={"a": 1}) for number in range(3)]),
+    manifest=replaced(
+        {"results": {"task": "humaneval", "budget": 2.0, "n": 2}, "totals": {"seconds": 4.0}}
+    ),
+)
 def test_generation_files_and_their_reports(tmp_path: Path, content: bytes, manifest: Any) -> None:
     path = tmp_path / "f.jsonl"
     path.write_bytes(content)
@@ -230,15 +304,26 @@ def test_generation_files_and_their_reports(tmp_path: Path, content: bytes, mani
         file = read_generations(str(path))
         guess_task(file)
         problems = by_problem(file, [f"HumanEval/{number}" for number in range(12)])
-        outcomes = {name: [Outcome(row, "passed") for row in rows] for name, rows in problems.items()}
-        found = report.build(file, outcomes, task="humaneval", executes=True, known=12, ks=[1, 2], isolation=None)
+        outcomes = {
+            name: [Outcome(row, "passed") for row in rows] for name, rows in problems.items()
+        }
+        found = report.build(
+            file, outcomes, task="humaneval", executes=True, known=12, ks=[1, 2], isolation=None
+        )
         json.dumps(found, allow_nan=False)
+
     assert_read_or_named(build, path)
 
 
 @FUZZ
-@given(content=lines([Ruling("HumanEval/0", number, "0" * 64, "passed", "", 0.5, {"files": "none"})._asdict()
-                      for number in range(3)]))
+@given(
+    content=lines(
+        [
+            Ruling("HumanEval/0", number, "0" * 64, "passed", "", 0.5, {"files": "none"})._asdict()
+            for number in range(3)
+        ]
+    )
+)
 def test_verdicts(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "f.jsonl.verdicts.jsonl"
     path.write_bytes(content)
@@ -246,6 +331,7 @@ def test_verdicts(tmp_path: Path, content: bytes) -> None:
     def read() -> None:
         with Ledger(str(path)) as ledger:
             json.dumps(isolation_of(ledger.rulings.values()))
+
     assert_read_or_named(read, path)
 
 
@@ -263,7 +349,11 @@ def test_profiles(tmp_path: Path, content: bytes) -> None:
 
 
 @FUZZ
-@given(content=lines([MBPP, {**MBPP, "task_id": 12, "test_imports": ["import re"], "prompt": "Do it."}]))
+@given(
+    content=lines(
+        [MBPP, {**MBPP, "task_id": 12, "test_imports": ["import re"], "prompt": "Do it."}]
+    )
+)
 def test_data_of_tasks(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(content)
@@ -273,6 +363,7 @@ def test_data_of_tasks(tmp_path: Path, content: bytes) -> None:
         for problem in task.problems.values():
             task.question(problem)
             task.program(problem, Answer("", True))
+
     assert_read_or_named(read, path)
 
 
@@ -304,15 +395,19 @@ BAD_COMMANDS = {
                  'm/config.json: key "model_type"'),
     "weights": (["generate", "p.txt", "--model", "m.gguf"], {"p.txt": "a", "m.gguf": "GGUF" + "\0" * 40},
                 "m.gguf: not a GGUF file"),
-    "samples": (["score", "f.jsonl"], {"f.jsonl": '{"task_id": "HumanEval/0", "completion": "", "sample": "1"}'},
+    "samples": (["score", "f.jsonl"], {"f.jsonl": '{"task_id": "HumanEval/0", "completion": "", '
+                                                  '"sample": "1"}'},
                 'f.jsonl:1: field "sample"'),
-    "data": (["eval", "mbpp", "--data", "m.jsonl"], {"m.jsonl": '{"task_id": 1, "text": "a", "test_list": [1]}'},
+    "data": (["eval", "mbpp", "--data", "m.jsonl"], {"m.jsonl": '{"task_id": 1, "text": "a", '
+                                                                '"test_list": [1]}'},
              'm.jsonl:1: field "test_list"'),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BAD_COMMANDS)
-def test_a_command_ends_with_a_sentence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_ends_with_a_sentence(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arguments, contents, expected = BAD_COMMANDS[kind]
     monkeypatch.chdir(tmp_path)
     for name, content in contents.items():
@@ -324,7 +419,17 @@ def test_a_command_ends_with_a_sentence(kind: str, tmp_path: Path, monkeypatch: 
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "./" + "x" * 5000, "package:a..b/c", "package:" + "x" * 5000, "a\0b",
-                                  "~nobody-here/x", "a/b c"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "x" * 5000,
+        "./" + "x" * 5000,
+        "package:a..b/c",
+        "package:" + "x" * 5000,
+        "a\0b",
+        "~nobody-here/x",
+        "a/b c",
+    ],
+)
 def test_any_name_of_a_model_may_be_asked_about(name: str) -> None:
     assert place_of(name) != "here"

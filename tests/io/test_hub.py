@@ -1,4 +1,5 @@
-"""What a user reads when the Hugging Face hub gives nothing: the cause in one line, the remedy in another."""
+"""What a user reads when the Hugging Face hub gives nothing: the cause in one line, the remedy
+in another."""
 
 from __future__ import annotations
 
@@ -19,21 +20,37 @@ from bass_cli.io.prompts import check_prompts, open_source
 from bass_cli.model.sources import locate
 
 ROOT = Path(__file__).parents[2]
-UNREACHABLE = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "http_proxy": "", "HTTP_PROXY": ""}
+UNREACHABLE = {
+    "HF_ENDPOINT": "http://127.0.0.1:9",
+    "HF_HUB_OFFLINE": "0",
+    "http_proxy": "",
+    "HTTP_PROXY": "",
+}
 
 
 @pytest.mark.parametrize(("arguments", "setting", "expected"), [
-    (["eval", "xsum"], UNREACHABLE, ["the hub cannot be reached", "--repo-type dataset EdinburghNLP/xsum"]),
-    (["generate", "p.txt", "--pair", "qwen3-8b"], UNREACHABLE, ["the hub cannot be reached", "HF_HOME"]),
+    (["eval", "xsum"], UNREACHABLE, ["the hub cannot be reached", "--repo-type dataset "
+                                                                  "EdinburghNLP/xsum"]),
+    (["generate", "p.txt", "--pair", "qwen3-8b"], UNREACHABLE, ["the hub cannot be "
+                                                                "reached", "HF_HOME"]),
     (["generate", "p.txt", "--pair", "qwen3-8b"], {"HF_HUB_OFFLINE": "1"}, ["HF_HUB_OFFLINE is set", "unset HF_HUB"]),
 ])  # fmt: skip
 def test_without_the_hub_two_lines_name_cause_and_remedy(
     tmp_path: Path, arguments: list[str], setting: dict[str, str], expected: list[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("a\n")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"} | setting
-    done = subprocess.run([sys.executable, "-m", "bass_cli", *arguments, "--quiet"], cwd=tmp_path, env=environment,
-                          text=True, capture_output=True)
+    environment = (
+        os.environ
+        | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"}
+        | setting
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "bass_cli", *arguments, "--quiet"],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
     assert (done.returncode, done.stdout) == (3, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr
@@ -42,8 +59,10 @@ def test_without_the_hub_two_lines_name_cause_and_remedy(
 
 
 @pytest.mark.parametrize(("kind", "expected"), [
-    (errors.GatedRepoError, "accept its terms and log in there (hf auth login, or HF_TOKEN); or do without"),
-    (errors.RepositoryNotFoundError, "check the name, or log in there (hf auth login, or HF_TOKEN) if it is private; or"),
+    (errors.GatedRepoError, "accept its terms and log in there (hf auth login, or HF_TOKEN); or "
+                            "do without"),
+    (errors.RepositoryNotFoundError, "check the name, or log in there (hf auth login, or "
+                                     "HF_TOKEN) if it is private; or"),
     (OSError, "nor to be had from the Hugging Face hub: no space left\n  do without"),
 ])  # fmt: skip
 def test_a_hub_that_answers_is_no_lack_of_the_machine(
@@ -59,7 +78,9 @@ def test_a_hub_that_answers_is_no_lack_of_the_machine(
     assert expected in str(found)
 
 
-def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import datasets
 
     def refuse(name: str, timeout: float) -> Any:
@@ -70,7 +91,9 @@ def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(monk
     assert check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None).count is None
 
 
-def test_files_are_looked_for_without_fetching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_looked_for_without_fetching(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[SimpleNamespace] = []
 
     def download(repo: str, **settings: Any) -> str:

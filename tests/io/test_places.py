@@ -1,4 +1,5 @@
-"""Only regular files are written, and what is not ours is not replaced without --overwrite: refused before any work."""
+"""Only regular files are written, and what is not ours is not replaced without --overwrite:
+refused before any work."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
 def test_what_cannot_be_replaced_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, kind: str
 ) -> None:
-    monkeypatch.setattr(charts.importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
+    monkeypatch.setattr(
+        charts.importlib.util, "find_spec", lambda name: name
+    )  # as if matplotlib were installed
     if kind == "pipe":
         os.mkfifo(name)
     elif kind == "folder":
@@ -82,15 +85,18 @@ def test_places_that_do_not_take_files(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "away").symlink_to("nowhere/f")
     (tmp_path / "file").write_text("")
     access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "file" and access(path, mode))
-    for name, says in (("loop", "Too many levels"), ("away", "nowhere is not there"), ("x" * 300, "too long"),
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: Path(path) != tmp_path / "file" and access(path, mode)
+    )
+    for name, says in (("loop", "Too many levels"), ("away", "nowhere is not "
+                                                             "there"), ("x" * 300, "too long"),
                        ("file", "write-protected"), ("file/f", "Not a directory")):  # fmt: skip
         with pytest.raises(UserError, match=says):
             check_place("--out", tmp_path / name)
     check_place("--out", tmp_path / "new")
 
 
-def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:
     before = tree(tmp_path)
     for name in ("-", "/dev/stdout", "/dev/fd/1"):
         result = cli("generate", "p.jsonl", "--n", "2", "--out", name)
@@ -101,13 +107,19 @@ def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:  # 
     assert tree(tmp_path) == before
 
 
-def test_a_manifest_that_is_not_ours_is_kept(cli: Any, tmp_path: Path) -> None:  # noqa: F811
-    command, beside = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl"), tmp_path / "o.jsonl.manifest.json"
+def test_a_manifest_that_is_not_ours_is_kept(cli: Any, tmp_path: Path) -> None:
+    command, beside = (
+        ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl"),
+        tmp_path / "o.jsonl.manifest.json",
+    )
     beside.write_text('{"name": "a web app"}')
     before = tree(tmp_path)
     refused = cli(*command)
     assert refused.exit_code == 2
-    assert "o.jsonl.manifest.json: it exists and is not the manifest of o.jsonl; use --overwrite" in refused.stderr
+    assert (
+        "o.jsonl.manifest.json: it exists and is not the manifest of o.jsonl; use --overwrite"
+        in refused.stderr
+    )
     assert tree(tmp_path) == before
     assert cli(*command, "--overwrite").exit_code == 0
     (tmp_path / "o.jsonl").unlink()
@@ -116,7 +128,9 @@ def test_a_manifest_that_is_not_ours_is_kept(cli: Any, tmp_path: Path) -> None: 
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install(monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(2)}), Texts({}))
+    install(
+        monkeypatch, tmp_path, Programs({f"HumanEval/{i}": adding(i) for i in range(2)}), Texts({})
+    )
     for name in ("f.jsonl", "g.jsonl"):
         write(name, [line(0, 0, "+ 1")])
 
@@ -131,7 +145,10 @@ def test_a_report_replaces_its_like_and_nothing_else() -> None:
     content = Path("r.json").read_bytes()
     other = score("g.jsonl")
     assert other.exit_code == 2
-    assert "--report r.json: it exists and is not a report on g.jsonl; use --overwrite to replace it" in other.stderr
+    assert (
+        "--report r.json: it exists and is not a report on g.jsonl; use --overwrite to replace it"
+        in other.stderr
+    )
     for foreign in (b"precious", b"[" * 100_000, b'{"file": "f.jsonl"}', content[:-9]):
         Path("r.json").write_bytes(foreign)
         assert score("f.jsonl").exit_code == 2
@@ -162,7 +179,10 @@ def test_a_file_in_the_place_of_verdicts_is_kept(flags: list[str]) -> None:
     Path("f.jsonl.verdicts.jsonl").write_text("precious\n")
     result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, *flags])
     assert result.exit_code == 2
-    assert "f.jsonl.verdicts.jsonl: it exists and is not a file of verdicts; move it away" in result.stderr
+    assert (
+        "f.jsonl.verdicts.jsonl: it exists and is not a file of verdicts; move it away"
+        in result.stderr
+    )
     assert Path("f.jsonl.verdicts.jsonl").read_text() == "precious\n"
 
 
@@ -192,7 +212,7 @@ def test_a_report_to_an_open_stream_adds_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [[*SCORE, "--overwrite"], [*BENCH, "--overwrite"]])
-def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:  # noqa: F811
+def test_overwrite_without_a_file_is_an_error(place: Path, command: list[str]) -> None:
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
     assert "--overwrite (or BASS_OVERWRITE): it is for a --" in result.stderr

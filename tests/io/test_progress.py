@@ -1,4 +1,5 @@
-"""Progress that is honest: what is going on has a name, silence has an end, and the time that is left is no wish."""
+"""Progress that is honest: what is going on has a name, silence has an end, and the time that is
+left is no wish."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def test_the_last_sample_is_not_said_to_take_a_second_for_minutes() -> None:
     assert len(short) <= 2
 
 
-def test_phases_are_named_and_silence_ends_after_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_phases_are_named_and_silence_ends_after_30_seconds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     now = [0.0]
     screen = Screen(now=lambda: now[0])
     assert screen._display is not None
@@ -98,7 +101,8 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(capsys: pytest.Captu
     assert printed == {
         5: "loading the weights, 0:05 elapsed", 35: "loading the weights, 0:35 elapsed",
         65: "loading the weights, 1:05 elapsed",
-        88: "reading the first prompts, 0:05 elapsed", 130: "0/3 samples, 0 tokens/s, 3.00 accepted a round, 2:10 elapsed",
+        88: "reading the first prompts, 0:05 elapsed", 130: "0/3 samples, 0 tokens/s, 3.00 "
+                                                            "accepted a round, 2:10 elapsed",
         160: "0/3 samples, 0 tokens/s, 3.00 accepted a round, 2:40 elapsed",
     }  # fmt: skip
     screen.close()
@@ -107,8 +111,9 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
-def test_lines_come_while_nothing_reports_anything(monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_while_nothing_reports_anything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "SILENCE", 0.02)
     display, written = Display(), ""
     display.show(lambda: "at work", first=0.01)
@@ -152,8 +157,9 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--budget", "60s")])
-def test_a_job_names_what_it_does_before_the_first_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                         flags: tuple[str, ...]) -> None:
+def test_a_job_names_what_it_does_before_the_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
     write_checkpoint("llama", tmp_path / "target", seed=0, shards=False)
     write_tokenizer(tmp_path / "target")
     (tmp_path / "p.txt").write_text("the cat sat\n")
@@ -165,5 +171,6 @@ def test_a_job_names_what_it_does_before_the_first_round(tmp_path: Path, monkeyp
     result = CliRunner().invoke(app, ["generate", "p.txt", *options, *flags])
     assert result.exit_code == 0, result.stderr
     warming = ["warming up"] if flags else []
-    assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the models", "loading the weights", *warming,
+    assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the "
+                                                                  "models", "loading the weights", *warming,
                                            "reading the first prompts", "round"]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Prompts: every format gives the same prompts, nothing is read ahead, every fault is named by file, line and field."""
+"""Prompts: every format gives the same prompts, nothing is read ahead, every fault is named by
+file, line and field."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ EXPECTED = [
 
 
 def seen(prompts: list[Prompt]) -> list[tuple[Any, ...]]:
-    return [(prompt.id, prompt.text, prompt.messages, prompt.meta, prompt.reference) for prompt in prompts]
+    return [
+        (prompt.id, prompt.text, prompt.messages, prompt.meta, prompt.reference)
+        for prompt in prompts
+    ]
 
 
 def lines(records: list[dict[str, Any]]) -> str:
@@ -62,7 +66,9 @@ def test_jsonl_and_json_and_parquet_give_the_same_prompts(tmp_path: Path) -> Non
 
 def test_places_are_lines(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    (tmp_path / "p.json").write_text('[\n {"prompt":\n "a"}, {"prompt": "b"},\n\n {"prompt": "c"}]\n')
+    (tmp_path / "p.json").write_text(
+        '[\n {"prompt":\n "a"}, {"prompt": "b"},\n\n {"prompt": "c"}]\n'
+    )
     places = [prompt.place.rpartition("/")[2] for prompt in read_prompts(str(tmp_path / "p.jsonl"))]
     assert places == ["p.jsonl:2", "p.jsonl:4"]
     places = [prompt.place.rpartition("/")[2] for prompt in read_prompts(str(tmp_path / "p.json"))]
@@ -82,7 +88,9 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
         (b"one\ntwo\n", [("0", "one", None, {}, None), ("1", "two", None, {}, None)]),
     ],
 )
-def test_stdin_is_read_once_and_twice_over(monkeypatch: pytest.MonkeyPatch, content: bytes, expected: Any) -> None:
+def test_stdin_is_read_once_and_twice_over(
+    monkeypatch: pytest.MonkeyPatch, content: bytes, expected: Any
+) -> None:
     feed(monkeypatch, content)
     source = open_source("-")
     assert check_prompts(source, column="prompt", limit=None).count == len(expected)
@@ -113,7 +121,8 @@ def test_prompts_stream(tmp_path: Path) -> None:
         ('{"prompt": "a"}\n\n["b"]\n', "p.jsonl:3: a prompt is an object"),
         (
             '{"promt": "a"}\n',
-            'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; did you mean "promt"?',
+            'p.jsonl:1: field "prompt": it is missing, and there is no "messages"; did you mean '
+            '"promt"?',
         ),
         ('{"prompt": null}\n', 'p.jsonl:1: field "prompt": it is missing'),
         ('{"prompt": ""}\n', 'p.jsonl:1: field "prompt": it is empty'),
@@ -122,15 +131,30 @@ def test_prompts_stream(tmp_path: Path) -> None:
         ('{"messages": "hi"}\n', 'p.jsonl:1: field "messages": it must be a list'),
         ('{"messages": []}\n', 'p.jsonl:1: field "messages": it must be a list'),
         ('{"messages": ["hi"]}\n', 'p.jsonl:1: field "messages[0]": it must be'),
-        ('{"messages": [{"role": "user"}]}\n', 'p.jsonl:1: field "messages[0].content": it must be a string, not null'),
-        ('{"messages": [{"role": 1, "content": "x"}]}\n', 'p.jsonl:1: field "messages[0].role": it must be a string'),
+        (
+            '{"messages": [{"role": "user"}]}\n',
+            'p.jsonl:1: field "messages[0].content": it must be a string, not null',
+        ),
+        (
+            '{"messages": [{"role": 1, "content": "x"}]}\n',
+            'p.jsonl:1: field "messages[0].role": it must be a string',
+        ),
         ('{"prompt": "a", "id": 1.5}\n', 'p.jsonl:1: field "id": it must be a string'),
         ('{"prompt": "a", "id": true}\n', 'p.jsonl:1: field "id": it must be a string'),
         ('{"prompt": "a", "id": ""}\n', 'p.jsonl:1: field "id": it is empty'),
         ('{"prompt": "a", "reference": 1}\n', 'p.jsonl:1: field "reference": it must be a string'),
-        ('{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}\n', 'p.jsonl:2: field "id": "x" is already the id of'),
-        ('{"prompt": "a", "id": 1}\n{"prompt": "b"}\n', 'p.jsonl:2: field "id": "1" is already the id of'),
-        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "p.jsonl:2: the text is not valid UTF-8: byte 0xff at byte 13"),
+        (
+            '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}\n',
+            'p.jsonl:2: field "id": "x" is already the id of',
+        ),
+        (
+            '{"prompt": "a", "id": 1}\n{"prompt": "b"}\n',
+            'p.jsonl:2: field "id": "1" is already the id of',
+        ),
+        (
+            b'{"prompt": "a"}\n{"prompt": "\xff"}\n',
+            "p.jsonl:2: the text is not valid UTF-8: byte 0xff at byte 13",
+        ),
         ("\n \n", "p.jsonl: there is no prompt in it"),
         ("", "p.jsonl: there is no prompt in it"),
         ("[" * 100_000 + "\n", "p.jsonl:1: broken JSON"),
@@ -187,7 +211,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:
     import datasets
     import huggingface_hub
 
-    def load(name: str, config: str | None, *, split: str | None, streaming: bool, trust_remote_code: bool) -> Any:
+    def load(
+        name: str,
+        config: str | None,
+        *,
+        split: str | None,
+        streaming: bool,
+        trust_remote_code: bool,
+    ) -> Any:
         calls.append((name, config, split, streaming))
         assert not trust_remote_code
         if isinstance(found, Exception):
@@ -206,7 +237,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, calls: list[Any], found: Any) -> None:
         ("hf:o/n::s", ("o/n", None, "s", True)),
     ],
 )
-def test_a_hub_dataset_is_named_and_streamed(monkeypatch: pytest.MonkeyPatch, source: str, call: Any) -> None:
+def test_a_hub_dataset_is_named_and_streamed(
+    monkeypatch: pytest.MonkeyPatch, source: str, call: Any
+) -> None:
     calls: list[Any] = []
     hub(monkeypatch, calls, ({"prompt": f"p{i}"} for i in range(10**9)))
     prompts = read_prompts(source, limit=3)
@@ -227,7 +260,9 @@ def test_faults_of_a_hub_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
         check_prompts(open_source("hf:o/n:zz"), column="prompt", limit=None)
 
 
-def test_a_script_of_a_dataset_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_of_a_dataset_is_never_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, answers = tmp_path / "data", io.StringIO("y\n" * 10)
     folder.mkdir()
     (folder / "data.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")

@@ -1,4 +1,5 @@
-"""Result files: the line, the manifest, going on after any kind of end, the lock, refusals that change nothing."""
+"""Result files: the line, the manifest, going on after any kind of end, the lock, refusals that
+change nothing."""
 
 from __future__ import annotations
 
@@ -61,11 +62,19 @@ def test_a_line_has_the_fields_in_order() -> None:
 
 def test_a_line_is_strict_json_whatever_it_holds() -> None:
     odd = replace(
-        SAMPLE, mean_logprob=math.nan, sum_logprob=-math.inf, text="é\u2028\n", meta={"x": [math.nan, "\ud800"]}
+        SAMPLE,
+        mean_logprob=math.nan,
+        sum_logprob=-math.inf,
+        text="é\u2028\n",
+        meta={"x": [math.nan, "\ud800"]},
     )
     line = odd.to_line()
     row = json.loads(line, parse_constant=lambda word: pytest.fail(word))
-    assert (row["mean_logprob"], row["sum_logprob"], row["meta"]) == (None, None, {"x": [None, "\ud800"]})
+    assert (row["mean_logprob"], row["sum_logprob"], row["meta"]) == (
+        None,
+        None,
+        {"x": [None, "\ud800"]},
+    )
     assert row["text"] == "é\u2028\n"
     assert b"\n" not in line.encode("utf-8")
 
@@ -84,14 +93,20 @@ def test_a_line_is_in_the_file_at_once_and_the_manifest_has_totals(tmp_path: Pat
     assert written["totals"]["samples"] == 2
     assert written["totals"]["tokens"] == 6
     assert written["totals"]["finish_reasons"] == {"eos": 1, "budget": 1}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.manifest.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "out.jsonl.manifest.json",
+    ]
 
 
 def test_overwrite_replaces_the_file_only_when_the_run_begins(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0), sample("b", 0))
     before = path.read_bytes()
-    with pytest.raises(RuntimeError, match="no model"), open_output(str(path), manifest(seed=1), overwrite=True):
+    with (
+        pytest.raises(RuntimeError, match="no model"),
+        open_output(str(path), manifest(seed=1), overwrite=True),
+    ):
         raise RuntimeError("no model")
     assert path.read_bytes() == before
     with open_output(str(path), manifest(seed=1), overwrite=True) as writer:
@@ -102,7 +117,10 @@ def test_overwrite_replaces_the_file_only_when_the_run_begins(tmp_path: Path) ->
 
 
 def test_a_run_that_never_begins_leaves_no_file(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no model"), open_output(str(tmp_path / "out.jsonl"), MANIFEST):
+    with (
+        pytest.raises(RuntimeError, match="no model"),
+        open_output(str(tmp_path / "out.jsonl"), MANIFEST),
+    ):
         raise RuntimeError("no model")
     assert list(tmp_path.iterdir()) == []
 
@@ -134,7 +152,9 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: not (Path(path) == tmp_path and mode == os.W_OK))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: not (Path(path) == tmp_path and mode == os.W_OK)
+    )
     with pytest.raises(UserError, match=r"the folder .* is not writable"):
         open_output(str(tmp_path / "out.jsonl"), MANIFEST)
 
@@ -142,11 +162,16 @@ def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.M
 def test_a_full_disk_is_a_lack_of_the_machine() -> None:
     with open("/dev/full", "wb") as full:
         name = f"/dev/fd/{full.fileno()}"
-        with pytest.raises(MachineError, match="No space left"), open_output(name, MANIFEST) as writer:
+        with (
+            pytest.raises(MachineError, match="No space left"),
+            open_output(name, MANIFEST) as writer,
+        ):
             writer.write(SAMPLE)
 
 
-def test_streams_have_no_manifest(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_streams_have_no_manifest(
+    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     (tmp_path / "fd").mkdir()
     with open(tmp_path / "fd" / "samples", "ab") as stream:
         stream.write(b"before\n")
@@ -157,7 +182,9 @@ def test_streams_have_no_manifest(tmp_path: Path, capfdbinary: pytest.CaptureFix
     shutil.rmtree(tmp_path / "fd")
     code = "from bass_cli.io.results import *; w = open_output('-', {})\n"
     code += "w.write(Completion.failed('é', 'e', seed=0, meta={}))"
-    subprocess.run([sys.executable, "-c", code + "; w.close(finished=True)"], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-c", code + "; w.close(finished=True)"], cwd=tmp_path, check=True
+    )
     lines = capfdbinary.readouterr().out.decode().splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["é"]
     assert list(tmp_path.iterdir()) == []
@@ -165,15 +192,21 @@ def test_streams_have_no_manifest(tmp_path: Path, capfdbinary: pytest.CaptureFix
 
 def test_another_process_cannot_write_to_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    code = "import sys; from bass_cli.io.results import *; open_output(sys.argv[1], {'results': {}})"
+    code = (
+        "import sys; from bass_cli.io.results import *; open_output(sys.argv[1], {'results': {}})"
+    )
     with open_output(str(path), MANIFEST) as writer:
         writer.write(SAMPLE)
-        other = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+        )
         assert "another process is writing to this file" in other.stderr
     assert keys(path) == [("a", 0, "eos")]
 
 
-@pytest.mark.parametrize("how", ["deleted", "renamed", "replaced", "link deleted", "folder renamed", "folder deleted"])
+@pytest.mark.parametrize(
+    "how", ["deleted", "renamed", "replaced", "link deleted", "folder renamed", "folder deleted"]
+)
 @pytest.mark.parametrize("when", ["meanwhile", "at the end"])
 def test_an_output_that_loses_its_name_is_saved_and_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, when: str
@@ -207,7 +240,9 @@ def test_an_output_that_loses_its_name_is_saved_and_the_run_fails(
             if when == "at the end":
                 displace()
 
-    with pytest.raises(MachineError, match=r"deleted, renamed or replaced while .* they are in ") as caught:
+    with pytest.raises(
+        MachineError, match=r"deleted, renamed or replaced while .* they are in "
+    ) as caught:
         write()
     saved = Path(str(caught.value).partition("they are in ")[2].partition(", and ")[0])
     assert saved.name == {"deleted": "out.saved.jsonl", "replaced": "out.saved.jsonl", "renamed": "other.jsonl",

@@ -15,7 +15,14 @@ from bass_cli.io.resume import manifest_path, rewrite_without_failed
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"id": "b", "sam', b'{"id": "b", "sam\n', sample("b", 1).to_line().encode(), b"\0\0\0", b"[]\n"]
+    "torn",
+    [
+        b'{"id": "b", "sam',
+        b'{"id": "b", "sam\n',
+        sample("b", 1).to_line().encode(),
+        b"\0\0\0",
+        b"[]\n",
+    ],
 )
 def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "out.jsonl"
@@ -49,7 +56,10 @@ def test_failed_prompts_are_tried_again_and_not_doubled(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="another process"):
             open_output(str(path), MANIFEST)
     assert keys(path) == [("a", 0, "eos"), ("c", 0, "eos"), ("b", 0, "error"), ("c", 1, "eos")]
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.manifest.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "out.jsonl",
+        "out.jsonl.manifest.json",
+    ]
 
 
 def test_the_rewritten_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
@@ -85,13 +95,20 @@ def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path, line: str, expec
 
 @pytest.mark.parametrize(("change", "fault"), [
     ({"sample": True}, '"sample": a whole number from 0 on is needed, not True'),
-    ({"sample": -1}, '"sample": a whole number from 0 on is needed, not -1'), ({"sample": 1.0}, '"sample": a whole number'),
-    ({"finish_reason": ["eos"]}, '"finish_reason": a text is needed'), ({"finish_reason": None}, '"finish_reason": a text'),
-    ({"id": 3}, '"id": a text is needed, not 3'), ({"tokens": "3"}, '"tokens": a whole number from 0 on is needed, not .3'),
-    ({"rounds": [1]}, '"rounds": a whole number'), ({"drafted": 10**400}, '"drafted": a whole number'),
-    ({"accepted": float("nan")}, '"accepted": a whole number'), ({"copy_of": "a"}, '"copy_of": a whole number'),
+    ({"sample": -1}, '"sample": a whole number from 0 on is needed, not '
+                     '-1'), ({"sample": 1.0}, '"sample": a whole number'),
+    ({"finish_reason": ["eos"]}, '"finish_reason": a text is '
+                                 'needed'), ({"finish_reason": None}, '"finish_reason": a text'),
+    ({"id": 3}, '"id": a text is needed, not 3'), ({"tokens": "3"}, '"tokens": a whole number '
+                                                                    'from 0 on is needed, not .3'),
+    ({"rounds": [1]}, '"rounds": a whole '
+                      'number'), ({"drafted": 10**400}, '"drafted": a whole number'),
+    ({"accepted": float("nan")}, '"accepted": a whole '
+                                 'number'), ({"copy_of": "a"}, '"copy_of": a whole number'),
 ])  # fmt: skip
-def test_a_line_of_other_types_is_refused(tmp_path: Path, change: dict[str, object], fault: str) -> None:
+def test_a_line_of_other_types_is_refused(
+    tmp_path: Path, change: dict[str, object], fault: str
+) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0), sample("b", 0))
     first, second = path.read_text().splitlines()
@@ -100,27 +117,37 @@ def test_a_line_of_other_types_is_refused(tmp_path: Path, change: dict[str, obje
         open_output(str(path), MANIFEST)
 
 
-@pytest.mark.parametrize("value", ["2", [2], {"a": 2}, True, 2.5, None, float("inf"), 10**400, [[[[[]]]]]])
+@pytest.mark.parametrize(
+    "value", ["2", [2], {"a": 2}, True, 2.5, None, float("inf"), 10**400, [[[[[]]]]]]
+)
 def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: object) -> None:
     """Also of those that may grow."""
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
     before = json.loads(file.read_text())
-    file.write_text(json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value}))
-    with pytest.raises(UserError, match=r"out\.jsonl: it was begun with other settings;.*\n  n: .* there, 2 now"):
+    file.write_text(
+        json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value})
+    )
+    with pytest.raises(
+        UserError, match=r"out\.jsonl: it was begun with other settings;.*\n  n: .* there, 2 now"
+    ):
         open_output(str(path), MANIFEST)
 
 
 @pytest.mark.parametrize("totals", [
-    "null", "[]", '{"samples": 1}', '{"samples": 1, "seconds": "1"}', '{"samples": 1, "seconds": NaN}',
-    f'{{"samples": 1, "seconds": {10**400}}}', '{"samples": [], "seconds": 1}', '{"samples": 1, "seconds": -1}',
+    "null", "[]", '{"samples": 1}', '{"samples": 1, "seconds": "1"}', '{"samples": 1, "seconds": '
+                                                                      'NaN}',
+    f'{{"samples": 1, "seconds": {10**400}}}', '{"samples": [], "seconds": '
+                                               '1}', '{"samples": 1, "seconds": -1}',
 ])  # fmt: skip
 def test_totals_that_are_none_are_not_known(tmp_path: Path, totals: str) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"totals": "?"}).replace('"?"', totals))
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"totals": "?"}).replace('"?"', totals)
+    )
     with open_output(str(path), MANIFEST) as writer:
         assert (writer.done, writer.totals["seconds"]) == ({("a", 0)}, None)
 
@@ -142,7 +169,9 @@ def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value", "allowed"), [
     ("n", 3, True), ("n", 1, False), ("limit", 9, True), ("limit", None, True), ("limit", 4, False),
 ])  # fmt: skip
-def test_n_and_limit_may_only_grow(tmp_path: Path, key: str, value: int | None, allowed: bool) -> None:
+def test_n_and_limit_may_only_grow(
+    tmp_path: Path, key: str, value: int | None, allowed: bool
+) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     if not allowed:
@@ -154,8 +183,12 @@ def test_n_and_limit_may_only_grow(tmp_path: Path, key: str, value: int | None, 
     assert json.loads(manifest_path(str(path)).read_text())["results"][key] == value
 
 
-def test_a_kill_at_any_moment_leaves_a_file_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power cut here, and there are a thousand
+def test_a_kill_at_any_moment_leaves_a_file_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: None
+    )  # no power cut here, and there are a thousand
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     completions = [sample(prompt, number) for prompt in "ab" for number in range(2)]
     fill(whole, *completions)

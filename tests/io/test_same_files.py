@@ -1,4 +1,5 @@
-"""No command writes over what it reads: an output that is an input, under whatever name, is refused and nothing changes."""
+"""No command writes over what it reads: an output that is an input, under whatever name, is
+refused and nothing changes."""
 
 from __future__ import annotations
 
@@ -17,9 +18,25 @@ from bass_cli.cli.commands import app
 ROOT = Path(__file__).parents[2]
 LINK, HARD, BY_ANOTHER_WAY = "link", "hard", "other/../"
 GENERATE = ["generate", "p.jsonl", "--pair", "pair.yaml"]
-EVAL = ["eval", "humaneval", "--pair", "pair.yaml", "--data", "tiny.jsonl", "--allow-code-execution"]
+EVAL = [
+    "eval",
+    "humaneval",
+    "--pair",
+    "pair.yaml",
+    "--data",
+    "tiny.jsonl",
+    "--allow-code-execution",
+]
 SWEEP = [*EVAL, "--out", "o.jsonl", "--budgets", "0.5s"]
-SCORE = ["score", "f.jsonl", "--data", "tiny.jsonl", "--task", "humaneval", "--allow-code-execution"]
+SCORE = [
+    "score",
+    "f.jsonl",
+    "--data",
+    "tiny.jsonl",
+    "--task",
+    "humaneval",
+    "--allow-code-execution",
+]
 BENCH = ["bench", "--pair", "pair.yaml", "--prompts", "p.jsonl"]
 
 
@@ -36,16 +53,27 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "draft.gguf").write_bytes(b"weights")
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "pair.yaml").write_text("target: ./target\ndraft: ./draft.gguf\n")
-    problem = {"task_id": "Tiny/0", "prompt": "def f(x):\n", "entry_point": "f", "test": "def check(f):\n    pass\n"}
+    problem = {
+        "task_id": "Tiny/0",
+        "prompt": "def f(x):\n",
+        "entry_point": "f",
+        "test": "def check(f):\n    pass\n",
+    }
     (tmp_path / "tiny.jsonl").write_text(json.dumps(problem) + "\n")
-    (tmp_path / "f.jsonl").write_text(json.dumps({"task_id": "Tiny/0", "completion": "    return x\n"}) + "\n")
+    (tmp_path / "f.jsonl").write_text(
+        json.dumps({"task_id": "Tiny/0", "completion": "    return x\n"}) + "\n"
+    )
     (tmp_path / "f.jsonl.manifest.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize(("command", "option", "read", "what"), [
@@ -87,9 +115,15 @@ def test_a_report_does_not_become_the_manifest_that_is_not_there(place: Path) ->
     assert contents(place) == before
 
 
-def test_a_chart_does_not_replace_what_is_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # as if matplotlib were installed
-    for number, (command, read) in enumerate([(BENCH, "p.jsonl"), (BENCH, "pair.yaml"), (SWEEP, "tiny.jsonl")]):
+def test_a_chart_does_not_replace_what_is_read(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name
+    )  # as if matplotlib were installed
+    for number, (command, read) in enumerate(
+        [(BENCH, "p.jsonl"), (BENCH, "pair.yaml"), (SWEEP, "tiny.jsonl")]
+    ):
         os.link(read, f"{number}.png")
         before = contents(place)
         result = CliRunner().invoke(app, [*command, "--plot", f"{number}.png"])
@@ -99,13 +133,20 @@ def test_a_chart_does_not_replace_what_is_read(place: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("command", "fault"), [
-    (["generate", "o.jsonl.manifest.json", "--out", "o.jsonl"], "the manifest of --out o.jsonl.manifest.json: this is the"),
-    ([*EVAL, "--out", "o.jsonl", "--report", "other/../o.jsonl"], "../o.jsonl: this is the file of --out too"),
-    ([*SWEEP, "--report", "o.plain-0.5s.jsonl"], "--out o.plain-0.5s.jsonl: this is the file of --report too"),
-    ([*EVAL, "--out", "o.jsonl", "--report", "o.jsonl.verdicts.jsonl"], "this is the file of --report too"),
+    (["generate", "o.jsonl.manifest.json", "--out", "o.jsonl"], "the manifest of --out "
+                                                                "o.jsonl.manifest.json: this is "
+                                                                "the"),
+    ([*EVAL, "--out", "o.jsonl", "--report", "other/../o.jsonl"], "../o.jsonl: this is the file "
+                                                                  "of --out too"),
+    ([*SWEEP, "--report", "o.plain-0.5s.jsonl"], "--out o.plain-0.5s.jsonl: this is the file of "
+                                                 "--report too"),
+    ([*EVAL, "--out", "o.jsonl", "--report", "o.jsonl.verdicts.jsonl"], "this is the file of "
+                                                                        "--report too"),
     ([*SCORE, "--report", "f.jsonl.verdicts.jsonl"], "this is the file of the verdicts too"),
 ])  # fmt: skip
-def test_files_that_go_with_an_output_are_outputs_too(place: Path, command: list[str], fault: str) -> None:
+def test_files_that_go_with_an_output_are_outputs_too(
+    place: Path, command: list[str], fault: str
+) -> None:
     Path("o.jsonl.manifest.json").write_text('[{"prompt": "a"}]')
     before = contents(place)
     result = CliRunner().invoke(app, command)
@@ -114,12 +155,25 @@ def test_files_that_go_with_an_output_are_outputs_too(place: Path, command: list
     assert contents(place) == before
 
 
-@pytest.mark.parametrize("redirection", [">> p.jsonl", "1<> other/../p.jsonl", "--out p.jsonl --overwrite"])
-def test_standard_input_and_output_are_known_by_what_they_are_connected_to(place: Path, redirection: str) -> None:
+@pytest.mark.parametrize(
+    "redirection", [">> p.jsonl", "1<> other/../p.jsonl", "--out p.jsonl --overwrite"]
+)
+def test_standard_input_and_output_are_known_by_what_they_are_connected_to(
+    place: Path, redirection: str
+) -> None:
     before = contents(place)
     prompts = "- < p.jsonl" if "--out" in redirection else "p.jsonl"
-    command = f"{sys.executable} -m bass_cli.cli.commands generate --pair pair.yaml {prompts} {redirection}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    command = (
+        f"{sys.executable} -m bass_cli.cli.commands generate --pair pair.yaml {prompts} "
+        f"{redirection}"
+    )
+    done = subprocess.run(
+        command,
+        shell=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 2, done.stderr
     assert "this is the prompt file, which would be lost" in done.stderr
     assert contents(place) == before

@@ -1,4 +1,5 @@
-"""Files replaced in one step: what reaches the disk in which order, names nobody can prepare, full disks, damage."""
+"""Files replaced in one step: what reaches the disk in which order, names nobody can prepare,
+full disks, damage."""
 
 from __future__ import annotations
 
@@ -28,12 +29,19 @@ DRAFT = r"\.f\.json\.[0-9a-f]{16}\.new"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """What is asked of the system from here on: ("open" of a draft | "fsync" | "replace", name, size or flags)."""
+    """What is asked of the system from here on: ("open" of a draft | "fsync" | "replace", name,
+    size or flags)."""
     made: list[tuple[str, str, int]] = []
     sync, replace, open_ = os.fsync, os.replace, os.open
 
     def fsync(descriptor: int) -> None:
-        made.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name, os.fstat(descriptor).st_size))
+        made.append(
+            (
+                "fsync",
+                Path(os.readlink(f"/proc/self/fd/{descriptor}")).name,
+                os.fstat(descriptor).st_size,
+            )
+        )
         sync(descriptor)
 
     def rename(source: Any, target: Any) -> None:
@@ -50,7 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
     return made
 
 
-def test_content_then_name_then_folder_reach_the_disk(tmp_path: Path, calls: list[tuple[str, str, int]]) -> None:
+def test_content_then_name_then_folder_reach_the_disk(
+    tmp_path: Path, calls: list[tuple[str, str, int]]
+) -> None:
     for content in (b"old", b"newer"):
         saving.write_file(tmp_path / "f.json", content)
     assert [what for what, _, _ in calls] == ["open", "fsync", "replace", "fsync"] * 2
@@ -64,7 +74,9 @@ def test_content_then_name_then_folder_reach_the_disk(tmp_path: Path, calls: lis
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_refusal_leaves_the_old_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_refusal_leaves_the_old_file_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -82,7 +94,10 @@ def test_the_mode_of_a_file_and_the_link_to_it_stay(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("f.json")
     saving.write_file(tmp_path / "link", b"new")
     assert (tmp_path / "link").is_symlink()
-    assert ((tmp_path / "f.json").read_bytes(), (tmp_path / "f.json").stat().st_mode & 0o777) == (b"new", 0o640)
+    assert ((tmp_path / "f.json").read_bytes(), (tmp_path / "f.json").stat().st_mode & 0o777) == (
+        b"new",
+        0o640,
+    )
 
 
 def test_what_a_kill_left_goes_and_nothing_else(tmp_path: Path) -> None:
@@ -92,7 +107,11 @@ def test_what_a_kill_left_goes_and_nothing_else(tmp_path: Path) -> None:
     for name in left + others:
         (tmp_path / name).write_text("draft")
     fill(path, sample("a", 0))
-    assert {file.name for file in tmp_path.iterdir()} == {*others, path.name, manifest_path(path.name).name}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *others,
+        path.name,
+        manifest_path(path.name).name,
+    }
 
 
 def test_what_a_kill_left_of_any_file_goes_but_not_what_is_being_written(tmp_path: Path) -> None:
@@ -105,7 +124,9 @@ def test_what_a_kill_left_of_any_file_goes_but_not_what_is_being_written(tmp_pat
         saving.write_file(path, b"quick")
 
     saving.replace_file(path, write_meanwhile).close()
-    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("report.json", b"slow")]
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [
+        ("report.json", b"slow")
+    ]
 
 
 def test_a_draft_that_is_taken_for_a_left_one_before_it_is_locked_is_made_anew(
@@ -134,16 +155,26 @@ def test_lines_are_on_the_disk_by_the_clock_and_before_the_manifest_says_so(
     with outputs.open_output(str(path), MANIFEST) as writer:
         writer.write(sample("a", 0))
         begun, size = len(calls), path.stat().st_size
-        assert ("fsync", "o.jsonl", 0) in calls[: calls.index(("replace", "o.jsonl.manifest.json", 0))]
+        assert ("fsync", "o.jsonl", 0) in calls[
+            : calls.index(("replace", "o.jsonl.manifest.json", 0))
+        ]
         for second, lines in ((1.0, 1), (outputs.SYNC_SECONDS, 2)):
             now[0] = second
             writer.write(sample("a", lines))
         assert calls[begun:] == [("fsync", "o.jsonl", 3 * size)]
-    assert [call[0] for call in calls[begun + 1 :]] == ["fsync", "open", "fsync", "replace", "fsync"]
+    assert [call[0] for call in calls[begun + 1 :]] == [
+        "fsync",
+        "open",
+        "fsync",
+        "replace",
+        "fsync",
+    ]
     assert calls[begun + 1] == ("fsync", "o.jsonl", 3 * size)
 
 
-def test_old_lines_never_lie_under_a_new_manifest(tmp_path: Path, calls: list[tuple[str, str, int]]) -> None:
+def test_old_lines_never_lie_under_a_new_manifest(
+    tmp_path: Path, calls: list[tuple[str, str, int]]
+) -> None:
     path = tmp_path / "o.jsonl"
     fill(path, sample("a", 0), sample("b", 0))
     calls.clear()
@@ -164,7 +195,7 @@ def longest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(cli: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(cli: Any, tmp_path: Path) -> None:
     command = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
     output = tmp_path / "o.jsonl"
@@ -179,16 +210,23 @@ def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(cli: Any, tmp_pa
         before = content
     assert before.count(b"\n") > 5
     assert cli(*command).exit_code == 0
-    expected = sorted((str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3))
+    expected = sorted(
+        (str(i), number, f"prompt {i}/{number}/0") for i in range(10) for number in range(3)
+    )
     assert result_keys(output.read_text()) == expected
-    assert {path.name for path in tmp_path.glob("*o.jsonl*")} == {"o.jsonl", "o.jsonl.manifest.json"}
+    assert {path.name for path in tmp_path.glob("*o.jsonl*")} == {
+        "o.jsonl",
+        "o.jsonl.manifest.json",
+    }
 
 
 DAMAGE = ["", "{", "\0" * 900, "null", "[]", '{"results": null}', '{"results": []}']
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_the_same_command_rebuilds_a_damaged_manifest(cli: Any, tmp_path: Path, damage: str) -> None:  # noqa: F811
+def test_the_same_command_rebuilds_a_damaged_manifest(
+    cli: Any, tmp_path: Path, damage: str
+) -> None:
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
     assert cli(*command).exit_code == 0
     output, beside = tmp_path / "o.jsonl", tmp_path / "o.jsonl.manifest.json"
@@ -204,11 +242,17 @@ def test_the_same_command_rebuilds_a_damaged_manifest(cli: Any, tmp_path: Path, 
 
 @pytest.mark.parametrize(("change", "says"), [
     (("--seed", "1"), "seed: 0 there, 1 now"), (("--n", "1"), "sample: 1 there, --n 1 now"),
-    (("--limit", "1"), 'there is no prompt "b"'), (("--max-new-tokens", "2"), "tokens: 3 there, --max-new-tokens 2 now"),
-    (("--token-ids",), "token_ids: not given there, given now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
+    (("--limit", "1"), 'there is no prompt '
+                       '"b"'), (("--max-new-tokens", "2"), "tokens: 3 there, --max-new-tokens 2 "
+                                                           "now"),
+    (("--token-ids",), "token_ids: not given there, given "
+                       "now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
 ])  # fmt: skip
 def test_another_command_is_refused_where_the_manifest_is_damaged(
-    cli: Any, tmp_path: Path, change: tuple[str, ...], says: str | None  # noqa: F811
+    cli: Any,
+    tmp_path: Path,
+    change: tuple[str, ...],
+    says: str | None,
 ) -> None:
     """By the lines; what they do not tell is known where the file system keeps attributes."""
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
@@ -219,7 +263,9 @@ def test_another_command_is_refused_where_the_manifest_is_damaged(
     if ATTRIBUTE in os.listxattr(output):
         told = cli(*command, *change)
         assert told.exit_code == 2
-        assert (says if says and change[0] in ("--n", "--limit") else "it was begun with other settings") in told.stderr
+        assert (
+            says if says and change[0] in ("--n", "--limit") else "it was begun with other settings"
+        ) in told.stderr
         os.removexattr(output, ATTRIBUTE)
     if says is not None:
         told = cli(*command, *change)
@@ -251,7 +297,10 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
     chart, verdicts = tmp_path / "c.png", tmp_path / "v.jsonl"
     chart.write_bytes(b"old")
     ruling = Ruling("a", 0, "0" * 64, "passed", "", 0.1, {})
-    with longest_file(250), pytest.raises(MachineError, match=r"c\.png: cannot write the chart: File too large"):
+    with (
+        longest_file(250),
+        pytest.raises(MachineError, match=r"c\.png: cannot write the chart: File too large"),
+    ):
         charts.save(Figure(), str(chart))
 
     def judge() -> None:
@@ -259,7 +308,10 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
             for number in range(2):
                 ledger.add(ruling._replace(sample=number))
 
-    with longest_file(250), pytest.raises(MachineError, match="cannot write the verdicts: File too large"):
+    with (
+        longest_file(250),
+        pytest.raises(MachineError, match="cannot write the verdicts: File too large"),
+    ):
         judge()
     assert (chart.read_bytes(), [path.name for path in tmp_path.glob(".*")]) == (b"old", [])
     with Ledger(str(verdicts)) as ledger:
@@ -273,7 +325,10 @@ def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
             ledger.add(ruling._replace(sample=number, sha256=str(number)))
     size = path.stat().st_size // 4
     content = path.read_bytes()
-    for begin, end, left in ((size + 9, 2 * size + 9, {"0", "3"}), (3 * size + 9, 4 * size, {"0", "1", "2"})):
+    for begin, end, left in (
+        (size + 9, 2 * size + 9, {"0", "3"}),
+        (3 * size + 9, 4 * size, {"0", "1", "2"}),
+    ):
         path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
         with Ledger(str(path)) as ledger:
             assert set(ledger.rulings) == left
@@ -282,12 +337,18 @@ def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
             assert set(ledger.rulings) == left | {"9"}
 
 
-@pytest.mark.parametrize("arguments", [["pairs"], ["generate", "p.txt", "--out", "o.jsonl", "--json"]])
-def test_a_full_disk_behind_standard_output_is_exit_code_3(tmp_path: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [["pairs"], ["generate", "p.txt", "--out", "o.jsonl", "--json"]]
+)
+def test_a_full_disk_behind_standard_output_is_exit_code_3(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     with open("/dev/full", "w") as full:
         process = start(tmp_path, "0", *arguments, stdout=full)
         _, messages = process.communicate(timeout=60)
     assert process.returncode == 3, messages
-    assert messages.endswith("bass: error: standard output: cannot write: No space left on device\n")
+    assert messages.endswith(
+        "bass: error: standard output: cannot write: No space left on device\n"
+    )
     assert "Traceback" not in messages

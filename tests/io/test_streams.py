@@ -1,4 +1,5 @@
-"""What prompts come from beside ordinary files: pipes, devices, lines without end; and lines made up at random."""
+"""What prompts come from beside ordinary files: pipes, devices, lines without end; and lines
+made up at random."""
 
 from __future__ import annotations
 
@@ -39,16 +40,23 @@ def refusal(source: str) -> str:
 def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")  # nobody will ever write to it
     for name in (str(tmp_path / "p.jsonl"), "/dev/zero", "/dev/urandom", "/dev/null"):
-        assert refusal(name) == (f"{name}: this is a pipe or a device, not a file; give - in its place and feed standard "
-                                 f"input: < {name}")
+        assert refusal(name) == (
+            f"{name}: this is a pipe or a device, not a file; give - in its place and feed "
+            "standard "
+            f"input: < {name}"
+        )
     assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder, a prompt file is needed"
     assert refusal(str(tmp_path / "p.jsonl" / "q.jsonl")).endswith("there is no such prompt file")
-    assert refusal(f"{'n' * 3000}.jsonl").endswith("cannot read the prompt file: File name too long")
+    assert refusal(f"{'n' * 3000}.jsonl").endswith(
+        "cannot read the prompt file: File name too long"
+    )
 
 
 @pytest.mark.parametrize(("device", "expected"), [
-    ("/dev/zero", "stdin:1: the line has more than 1 MB"), ("/dev/urandom", "the text is not valid UTF-8"),
-    ("/dev/null", "stdin: there is no prompt in it"), (".", "stdin: cannot read it: Is a directory"),
+    ("/dev/zero", "stdin:1: the line has more than 1 "
+                  "MB"), ("/dev/urandom", "the text is not valid UTF-8"),
+    ("/dev/null", "stdin: there is no prompt in it"), (".", "stdin: cannot read it: Is a "
+                                                            "directory"),
 ])  # fmt: skip
 def test_devices_and_folders_as_standard_input(
     monkeypatch: pytest.MonkeyPatch, short_lines: None, device: str, expected: str
@@ -87,7 +95,9 @@ def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt"])
-def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, short_lines: None, name: str) -> None:
+def test_a_line_without_end_is_not_read_to_its_end(
+    tmp_path: Path, short_lines: None, name: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "')
     os.truncate(path, 1 << 40)  # a hole, which takes no room on the disk
@@ -95,28 +105,54 @@ def test_a_line_without_end_is_not_read_to_its_end(tmp_path: Path, short_lines: 
     assert next(read_prompts(str(path))).place == f"{path}:1"
 
 
-def test_a_list_that_is_too_long_is_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_is_too_long_is_not_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(records, "_LONGEST_LIST", MEGABYTE)
     path = tmp_path / "p.json"
     path.write_text(json.dumps([{"prompt": "a" * (MEGABYTE - 99)}]))
     assert check_prompts(open_source(str(path)), column="prompt", limit=None).count == 1
     os.truncate(path, 1 << 40)
-    assert refusal(str(path)) == f"{path}:1: a .json file is read as a whole, so it may have 1 MB; convert it to .jsonl"
+    assert (
+        refusal(str(path))
+        == f"{path}:1: a .json file is read as a whole, so it may have 1 MB; convert it to .jsonl"
+    )
 
 
 # Lines made up at random
 
-TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(["\ud800", "\x00", "\ufeff", "\u2028"])
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ["\ud800", "\x00", "\ufeff", "\u2028"]
+)
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**400, 1e308, True, False, None])
-VALUES = st.recursive(TEXTS | NUMBERS, max_leaves=6, extend=lambda inner: (
-    st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)))
-MESSAGES = st.lists(st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "name": VALUES}), max_size=3)
+VALUES = st.recursive(
+    TEXTS | NUMBERS,
+    max_leaves=6,
+    extend=lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({}, optional={"role": VALUES, "content": VALUES, "name": VALUES}),
+    max_size=3,
+)
 KEYS = st.sampled_from(["id", "prompt", "messages", "reference", "meta", "prompt "]) | TEXTS
 OBJECTS = st.lists(st.tuples(KEYS, VALUES | MESSAGES), max_size=4)  # a key may come twice
-RAW = [b"1" * 5000, b'{"prompt": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "x": 1e999}',
-       b'{"prompt": "a", "prompt": "b"}', b'{"id": "a", "prompt": "\\ud800"}', b"[" * 3000, b'{"prompt":' * 3000,
-       b'{"prompt": "a", "m": ' + b"[" * 900 + b"]" * 900 + b"}", b'{"prompt": "a\\u0000b"}', b'"\xed\xa0\x80"',
-       b"\xff\xfe{\x00", b"\xef\xbb\xbf", b"\x00", b"", b"NaN"]
+RAW = [
+    b"1" * 5000,
+    b'{"prompt": 1' + b"0" * 5000 + b"}",
+    b'{"prompt": "a", "x": 1e999}',
+    b'{"prompt": "a", "prompt": "b"}',
+    b'{"id": "a", "prompt": "\\ud800"}',
+    b"[" * 3000,
+    b'{"prompt":' * 3000,
+    b'{"prompt": "a", "m": ' + b"[" * 900 + b"]" * 900 + b"}",
+    b'{"prompt": "a\\u0000b"}',
+    b'"\xed\xa0\x80"',
+    b"\xff\xfe{\x00",
+    b"\xef\xbb\xbf",
+    b"\x00",
+    b"",
+    b"NaN",
+]
 
 
 def spelled(pairs: list[tuple[str, Any]]) -> bytes:
@@ -132,8 +168,13 @@ CONTENTS = st.lists(st.tuples(LINES, ENDS).map(b"".join), max_size=4).map(b"".jo
 
 @example(b"\n".join(RAW), "jsonl")
 @example(b'{"\\n": ""}', "jsonl")
-@settings(max_examples=300, deadline=None, derandomize=True, database=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(CONTENTS, st.sampled_from(["jsonl", "json", "txt", "parquet", "-"]))
 def test_any_bytes_are_prompts_or_an_error_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str

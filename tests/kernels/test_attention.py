@@ -1,4 +1,5 @@
-"""Ragged attention over prompt and own spans, against one softmax per query written out; poisoned slots; dtypes."""
+"""Ragged attention over prompt and own spans, against one softmax per query written out;
+poisoned slots; dtypes."""
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ H, K, D, S, T = 6, 2, 8, 24, 64
 
 
 def case(width, window, *, dtype=torch.float32, seed=0):
-    """Five rows on two prompts and no prompt, all of unequal length; what no query may see is NaN."""
+    """Five rows on two prompts and no prompt, all of unequal length; what no query may see is
+    NaN."""
     g = torch.Generator().manual_seed(seed)
     spans = [(3, 11), (3, 11), (20, 40), None, (3, 11)]  # (start, length) in the prompt store
     base = torch.tensor([s[1] if s else 0 for s in spans])
@@ -24,7 +26,13 @@ def case(width, window, *, dtype=torch.float32, seed=0):
     segments = ops.Segments(positions, base, start, groups, extent)
     for tensor in (*prompt, *own):
         tensor.copy_(tensor.to(dtype).float())
-    return q.to(dtype), tuple(t.to(dtype) for t in own), tuple(t.to(dtype) for t in prompt), segments, window
+    return (
+        q.to(dtype),
+        tuple(t.to(dtype) for t in own),
+        tuple(t.to(dtype) for t in prompt),
+        segments,
+        window,
+    )
 
 
 def naive(q, own, prompt, segments, window):
@@ -35,8 +43,12 @@ def naive(q, own, prompt, segments, window):
             position = int(segments.positions[b, w])
             for h in range(H):
                 kv = h // (H // K)
-                keys = torch.cat((prompt[0][kv, start : start + base], own[0][b, kv]))[: position + 1].double()
-                values = torch.cat((prompt[1][kv, start : start + base], own[1][b, kv]))[: position + 1].double()
+                keys = torch.cat((prompt[0][kv, start : start + base], own[0][b, kv]))[
+                    : position + 1
+                ].double()
+                values = torch.cat((prompt[1][kv, start : start + base], own[1][b, kv]))[
+                    : position + 1
+                ].double()
                 first = max(0, position + 1 - window) if window else 0
                 weights = ((keys[first:] @ q[b, w, h].double()) * D**-0.5).softmax(0)
                 out[b, w, h] = weights @ values[first:]
@@ -48,13 +60,19 @@ def naive(q, own, prompt, segments, window):
 def test_attention_is_one_softmax_over_both_segments(width, window):
     q, own, prompt, segments, window = case(width, window)
     found = ops.attention(q, own, prompt, segments, scale=D**-0.5, window=window)
-    torch.testing.assert_close(found.double(), naive(q, own, prompt, segments, window), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        found.double(), naive(q, own, prompt, segments, window), atol=2e-6, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("window", [0, 6, 30])
 def test_many_short_prompts_side_by_side_give_the_same(window, monkeypatch):
     q, own, prompt, segments, _ = case(4, 0)
-    groups = (ops.Group(3, 11, slice(0, 2)), ops.Group(20, 40, slice(2, 3)), ops.Group(3, 11, slice(4, 5)))
+    groups = (
+        ops.Group(3, 11, slice(0, 2)),
+        ops.Group(20, 40, slice(2, 3)),
+        ops.Group(3, 11, slice(4, 5)),
+    )
     segments = segments._replace(groups=groups)
     due = naive(q, own, prompt, segments, window)
     for limit in (10_000, 0):
@@ -80,7 +98,9 @@ def test_what_lies_beyond_a_query_is_not_seen():
         beyond = int(segments.positions[b, -1] - segments.base[b]) + 1
         for poison in (0.0, 1e4):
             own[0][b, :, beyond:], own[1][b, :, beyond:] = poison, -poison
-            torch.testing.assert_close(ops.attention(q, own, prompt, segments, scale=D**-0.5), before)
+            torch.testing.assert_close(
+                ops.attention(q, own, prompt, segments, scale=D**-0.5), before
+            )
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
@@ -89,7 +109,13 @@ def test_a_row_does_not_depend_on_its_neighbours():
     for b, group in ((1, segments.groups[0]), (2, segments.groups[1]), (3, None)):
         one = slice(b, b + 1)
         groups = () if group is None else (ops.Group(group.start, group.length, slice(0, 1)),)
-        alone = ops.Segments(segments.positions[one], segments.base[one], segments.start[one], groups, segments.extent)
+        alone = ops.Segments(
+            segments.positions[one],
+            segments.base[one],
+            segments.start[one],
+            groups,
+            segments.extent,
+        )
         found = ops.attention(q[one], tuple(t[one] for t in own), prompt, alone, scale=D**-0.5)
         torch.testing.assert_close(found[0], together[b], atol=2e-6, rtol=1e-5)
 

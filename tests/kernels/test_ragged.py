@@ -1,6 +1,8 @@
-"""Triton's ragged attention against its definition: rows alone and in teams, windows, schedules, any order of programs.
+"""Triton's ragged attention against its definition: rows alone and in teams, windows, schedules,
+any order of programs.
 
-On a CUDA device where there is one, else through Triton's interpreter. What no query may see is NaN.
+On a CUDA device where there is one, else through Triton's interpreter. What no query may see is
+NaN.
 """
 
 import pytest
@@ -13,8 +15,26 @@ from bass_cli.model.prefix_groups import SIZES, TeamTable, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
-SPANS = [(3, 70), (3, 70), (80, 111), None, (3, 70), (80, 111), (200, 40), None]  # a row's prompt: start, length
-USED = [4, 90, 1, 77, 6, 30, 12, 0]  # keys before the pass in a row's own span; the last row is a dummy
+SPANS = [
+    (3, 70),
+    (3, 70),
+    (80, 111),
+    None,
+    (3, 70),
+    (80, 111),
+    (200, 40),
+    None,
+]  # a row's prompt: start, length
+USED = [
+    4,
+    90,
+    1,
+    77,
+    6,
+    30,
+    12,
+    0,
+]  # keys before the pass in a row's own span; the last row is a dummy
 SPAN, STORE = 150, 250
 
 
@@ -26,18 +46,25 @@ def triton():
     ops.attention_schedule("ragged")
 
 
-def case(width, dtype=torch.float32, *, heads=6, kv_heads=2, size=16, spans=SPANS, used=USED, shift=None):
-    """Queries, own and prompt keys and values, segments; and what is due. shift: a row's positions go back by this."""
+def case(
+    width, dtype=torch.float32, *, heads=6, kv_heads=2, size=16, spans=SPANS, used=USED, shift=None
+):
+    """Queries, own and prompt keys and values, segments; and what is due. shift: a row's
+    positions go back by this."""
     rows = len(spans)
     base = torch.tensor([s[1] if s else 0 for s in spans], device=DEVICE)
     start = torch.tensor([s[0] if s else 0 for s in spans], device=DEVICE)
-    positions = (base + torch.tensor(used, device=DEVICE))[:, None] + torch.arange(width, device=DEVICE)
+    positions = (base + torch.tensor(used, device=DEVICE))[:, None] + torch.arange(
+        width, device=DEVICE
+    )
     for row, back in (shift or {}).items():
         positions[row] -= back
     prompt = tuple(randn(kv_heads, STORE, size, dtype=dtype, seed=i) for i in range(2))
     own = tuple(randn(rows, kv_heads, SPAN, size, dtype=dtype, seed=2 + i) for i in range(2))
     q = randn(rows, width, heads, size, dtype=dtype, seed=9)
-    sharing = [[row for row in range(rows) if spans[row] == span] for span in dict.fromkeys(spans) if span]
+    sharing = [
+        [row for row in range(rows) if spans[row] == span] for span in dict.fromkeys(spans) if span
+    ]
     groups = tuple(ops.Group(*spans[of[0]], torch.tensor(of, device=DEVICE)) for of in sharing)
     table = TeamTable(rows, DEVICE)
     table.update(sharing)
@@ -46,14 +73,22 @@ def case(width, dtype=torch.float32, *, heads=6, kv_heads=2, size=16, spans=SPAN
 
 
 def due(given, window, scale=0.25):
-    """By the definition; a window that excludes nothing makes it mask the prompt by position too."""
+    """By the definition; a window that excludes nothing makes it mask the prompt by position
+    too."""
     q, own, prompt, segments = given
-    return reference.attention(q.float(), tuple(t.float() for t in own), tuple(t.float() for t in prompt), segments,
-                               scale=scale, window=window or 10**6)
+    return reference.attention(
+        q.float(),
+        tuple(t.float() for t in own),
+        tuple(t.float() for t in prompt),
+        segments,
+        scale=scale,
+        window=window or 10**6,
+    )
 
 
 def poisoned(given):
-    """The same, with NaN where no query looks: own slots beyond a row's last position, the store outside all spans."""
+    """The same, with NaN where no query looks: own slots beyond a row's last position, the store
+    outside all spans."""
     q, own, prompt, segments = given
     last = (segments.positions.amax(1) - segments.base)[:, None]
     hidden = torch.arange(SPAN, device=DEVICE) > last
@@ -71,25 +106,36 @@ def run(given, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # float32: the cases below, and whole decoders
-@pytest.mark.parametrize(("splits", "width", "window"),
-                         [(3, 1, 0), (1, 9, 0), (3, 9, 75), (1, 33, 0), (3, 1, 20), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("splits", "width", "window"),
+    [(3, 1, 0), (1, 9, 0), (3, 9, 75), (1, 33, 0), (3, 1, 20), (1, 4, 1)],
+)
 def test_rows_alone(dtype, splits, width, window):
     given = case(width, dtype, spans=SPANS[:5], used=USED[:5])
     close(run(given, window=window, splits=splits, members=1), due(given, window), dtype)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (8, 1, 80), (7, 1, 128), (2, 1, 256)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 4, 64), (8, 1, 80), (7, 1, 128), (2, 1, 256)]
+)
 def test_shapes(heads, kv_heads, size):
     given = case(5, heads=heads, kv_heads=kv_heads, size=size, spans=SPANS[:5], used=USED[:5])
-    close(ops.attention(*poisoned(given), scale=size**-0.5), due(given, 0, size**-0.5), torch.float32)
+    close(
+        ops.attention(*poisoned(given), scale=size**-0.5), due(given, 0, size**-0.5), torch.float32
+    )
 
 
-@pytest.mark.parametrize(("members", "splits", "team_splits", "width", "window"),
-                         [(2, 1, 1, 1, 0), (4, 2, 3, 3, 75), (8, 1, 2, 3, 0), (4, 1, 2, 1, 20), (4, 1, 1, 3, 2)])
+@pytest.mark.parametrize(
+    ("members", "splits", "team_splits", "width", "window"),
+    [(2, 1, 1, 1, 0), (4, 2, 3, 3, 75), (8, 1, 2, 3, 0), (4, 1, 2, 1, 20), (4, 1, 1, 3, 2)],
+)
 def test_teams(members, splits, team_splits, width, window):
     given = case(width)
-    close(run(given, window=window, splits=splits, team_splits=team_splits, members=members), due(given, window),
-          torch.float32)
+    close(
+        run(given, window=window, splits=splits, team_splits=team_splits, members=members),
+        due(given, window),
+        torch.float32,
+    )
 
 
 def test_a_second_launch_finds_the_counters_as_the_first_left_them():
@@ -102,11 +148,16 @@ def test_a_second_launch_finds_the_counters_as_the_first_left_them():
 def test_queries_inside_the_prompt_see_what_is_before_them(members, window):
     """Row 1 begins two before its own span, row 5 ends before it, row 6 is alone in its prompt."""
     given = case(3, kv_heads=1, used=[4, 0, 1, 77, 6, 0, 0, 0], shift={1: 2, 5: 40, 6: 4})
-    close(run(given, window=window, splits=2, team_splits=2, members=members), due(given, window), torch.float32)
+    close(
+        run(given, window=window, splits=2, team_splits=2, members=members),
+        due(given, window),
+        torch.float32,
+    )
 
 
 def test_teams_in_every_place():
-    """Many rows of one prompt, apart from each other, in tiles that are not full; sizes chosen by the shape."""
+    """Many rows of one prompt, apart from each other, in tiles that are not full; sizes chosen
+    by the shape."""
     spans = [(3, 70) if row % 3 else (80, 40) for row in range(11)]
     given = case(4, kv_heads=1, spans=spans, used=[(7 * row) % 40 for row in range(11)])
     close(run(given), due(given, 0), torch.float32)
@@ -121,6 +172,7 @@ def test_whoever_comes_last_gives_the_same_bits(monkeypatch):
     found = [run(given, **options)]
     place = builder.set_grid_idx
     for step in (-1, 37):  # last to first; in strides
+
         def other(x, y, z, step=step):
             assert builder.grid_dim[0] % 37
             return place(step * (x + 1) % builder.grid_dim[0], y, z)
@@ -132,7 +184,9 @@ def test_whoever_comes_last_gives_the_same_bits(monkeypatch):
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize(("schedule", "width", "window"), [("pad", 1, 0), ("pad", 3, 20), ("split", 3, 0)])
+@pytest.mark.parametrize(
+    ("schedule", "width", "window"), [("pad", 1, 0), ("pad", 3, 20), ("split", 3, 0)]
+)
 def test_schedules_give_the_same(schedule, width, window):
     ops.attention_schedule(schedule)
     given = case(width, kv_heads=1)
@@ -140,7 +194,8 @@ def test_schedules_give_the_same(schedule, width, window):
 
 
 def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
-    """Padded rows take as many blocks of keys as the longest; split, every row has a launch of its own."""
+    """Padded rows take as many blocks of keys as the longest; split, every row has a launch of
+    its own."""
     from bass_kernels import ragged
 
     launches = []
@@ -151,12 +206,19 @@ def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
 
     monkeypatch.setattr(ragged, "attend", Launch())
     given = case(3)
-    for schedule, count, padded, members in (("ragged", 1, False, 4), ("pad", 1, True, 1), ("split", 8, False, 1)):
+    for schedule, count, padded, members in (
+        ("ragged", 1, False, 4),
+        ("pad", 1, True, 1),
+        ("split", 8, False, 1),
+    ):
         ops.attention_schedule(schedule)
         launches.clear()
         run(given)
         assert len(launches) == count
-        assert all((constants["PAD"] > 0) == padded and constants["SIZE"] == members for _, constants in launches)
+        assert all(
+            (constants["PAD"] > 0) == padded and constants["SIZE"] == members
+            for _, constants in launches
+        )
     assert [ragged._members(lines, 64) for lines in (1, 7, 16, 17, 56, 500)] == [4, 4, 4, 1, 1, 1]
     assert ragged._members(7, 7) == 1
 
@@ -169,40 +231,60 @@ def test_a_long_row_may_be_cut_into_more_pieces_than_a_short_one():
 
 
 def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
-    """What the store says to a captured pass, against what it says to one that the host takes part in."""
+    """What the store says to a captured pass, against what it says to one that the host takes
+    part in."""
     monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 30)
-    cache = KVCache(layers=1, kv_heads=1, head_size=16, rows=6, span=20, dtype=torch.float32, device=DEVICE)
-    for i, store in enumerate((cache.own_keys, cache.own_values, cache.prompt_keys, cache.prompt_values)):
+    cache = KVCache(
+        layers=1, kv_heads=1, head_size=16, rows=6, span=20, dtype=torch.float32, device=DEVICE
+    )
+    for i, store in enumerate(
+        (cache.own_keys, cache.own_values, cache.prompt_keys, cache.prompt_values)
+    ):
         store[0].copy_(randn(*store[0].shape, seed=i))
     spans = [cache.reserve(length) for length in (40, 70, 10)]
     for row, which in enumerate((0, 1, 0, 0, 1, 2)):
         cache.attach(row, spans[which])
-    q, places = randn(6, 1, 3, 16, seed=9), torch.tensor([[9], [0], [5], [3], [11], [7]], device=DEVICE)
+    q, places = (
+        randn(6, 1, 3, 16, seed=9),
+        torch.tensor([[9], [0], [5], [3], [11], [7]], device=DEVICE),
+    )
     for rows in (6, 5):
         positions = places[:rows] + cache.bases(rows)[:, None]
         ends = (positions[:, 0] + 1).tolist()
         captured, told = cache.decode(positions, None), cache.decode(positions, ends)
-        wanted = reference.attention(q[:rows], told.own(0), told.prompt(0), told.segments, scale=0.25)
-        close(ops.attention(q[:rows], captured.own(0), captured.prompt(0), captured.segments, scale=0.25), wanted,
-              torch.float32)
+        wanted = reference.attention(
+            q[:rows], told.own(0), told.prompt(0), told.segments, scale=0.25
+        )
+        close(
+            ops.attention(
+                q[:rows], captured.own(0), captured.prompt(0), captured.segments, scale=0.25
+            ),
+            wanted,
+            torch.float32,
+        )
         cache.detach(0)
         cache.move(rows - 1, 0, 12)
 
 
 def test_tables_of_teams():
-    """Rows alone are in none; every other row is in one tile of each table, with rows of its own prompt only."""
+    """Rows alone are in none; every other row is in one tile of each table, with rows of its own
+    prompt only."""
     table = TeamTable(12, torch.device("cpu"))
     threes = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     for teams in ([[0, 5, 7], [1, 2], [3]], [[1, 2, 3, 4, 6, 8, 9, 10, 11]], threes, []):
         table.update(teams)
         found = table.of(12)
         together = [rows for rows in teams if len(rows) > 1]
-        assert found.member.tolist() == [int(any(row in rows for rows in together)) for row in range(12)]
+        assert found.member.tolist() == [
+            int(any(row in rows for rows in together)) for row in range(12)
+        ]
         for size in SIZES:
             tiles = found.tiles[size].tolist()
             assert len(tiles) == most_tiles(12, size)
             used = [[row for row in tile if row >= 0] for tile in tiles]
             used = used[: used.index([])] if [] in used else used
-            assert [row for tile in used for row in tile] == [row for rows in together for row in rows]
+            assert [row for tile in used for row in tile] == [
+                row for rows in together for row in rows
+            ]
             assert all(any(set(tile) <= set(rows) for rows in together) for tile in used)
             assert all(row < 0 for tile in tiles[len(used) :] for row in tile)

@@ -1,8 +1,8 @@
-"""Maximal coupling in Triton against its definition, and the law of what it gives: on a CUDA device where there is one,
-else through Triton's interpreter.
+"""Maximal coupling in Triton against its definition, and the law of what it gives: on a CUDA device
+where there is one, else through Triton's interpreter.
 
-Tokens must be equal. Where two of them could change places by rounding, equality would be luck: a test against the
-definition also holds that no decision is that close (`apart`).
+Tokens must be equal. Where two of them could change places by rounding, equality would be luck:
+a test against the definition also holds that no decision is that close (`apart`).
 """
 
 import math
@@ -17,7 +17,9 @@ from bass_kernels import acceptance, noise, sampling
 pytest.importorskip("triton")
 from bass_kernels import rejection, truncation
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in log:RuntimeWarning")  # the interpreter's, masked there
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in log:RuntimeWarning"
+)  # the interpreter's, masked there
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -49,7 +51,9 @@ def columns(mixed):
 
 
 def keys_for(rows, seed=4):
-    return torch.randint(0, 2**32, (rows, 2), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(0, 2**32, (rows, 2), generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE
+    )
 
 
 def laws_of(logits, mixed):
@@ -63,16 +67,22 @@ def apart(law, keys, positions, stream, origins):
     bits = noise.bits_all(keys, positions, law.shape[1], stream=0) * 0
     for row in range(len(law)):
         one = slice(row, row + 1)
-        bits[row] = noise.bits_all(keys[one], positions[one], law.shape[1], stream=int(stream[row]), origin=origins[one])[0]
+        bits[row] = noise.bits_all(
+            keys[one], positions[one], law.shape[1], stream=int(stream[row]), origin=origins[one]
+        )[0]
     first, second = (law.log() + noise.gumbel(bits)).topk(2).values.T
     assert ((first - second) > 1e-4).all(), "two tokens as good: another seed"
 
 
 def drafted(logits, mixed, keys, lengths):
-    """(tokens, law) of k draft steps over logits [B, k, U], each form's own, and the definition's."""
+    """(tokens, law) of k draft steps over logits [B, k, U], each form's own, and the
+    definition's."""
     found = []
     for form in (ops.draft_sample, acceptance.draft_sample):
-        steps = [form(logits[:, i], *columns(mixed), keys, lengths + i, lengths) for i in range(logits.shape[1])]
+        steps = [
+            form(logits[:, i], *columns(mixed), keys, lengths + i, lengths)
+            for i in range(logits.shape[1])
+        ]
         values, edges = zip(*(law for _, law in steps), strict=True)
         law = ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))
         found.append((torch.stack([tokens for tokens, _ in steps], 1), law))
@@ -82,24 +92,38 @@ def drafted(logits, mixed, keys, lengths):
 def compare(drafts, given, logits, mixed, keys, lengths, most=None):
     """Both forms' verdicts on the same drafts, of laws `given` (Triton's, the definition's)."""
     found = ops.rejection_sample(drafts, given[0], logits, *columns(mixed), keys, lengths, most)
-    due = acceptance.rejection_sample(drafts, given[1], logits, *columns(mixed), keys, lengths, most)
+    due = acceptance.rejection_sample(
+        drafts, given[1], logits, *columns(mixed), keys, lengths, most
+    )
     for one, other in zip(found[:3], due[:3], strict=True):
         assert one.tolist() == other.tolist()
     torch.testing.assert_close(found[3], due[3], atol=1e-5, rtol=1e-5)
     return due
 
 
-@pytest.mark.parametrize(("dtype", "vocab", "smaller", "width", "seed"), [
-    (DTYPES[0], 70, 9, 2, 1), (DTYPES[-1], 1100, 300, 1, 3)])
-def test_drafts_and_verdicts_are_those_of_the_definition(small_chunks, dtype, vocab, smaller, width, seed):
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "smaller", "width", "seed"),
+    [(DTYPES[0], 70, 9, 2, 1), (DTYPES[-1], 1100, 300, 1, 3)],
+)
+def test_drafts_and_verdicts_are_those_of_the_definition(
+    small_chunks, dtype, vocab, smaller, width, seed
+):
     mixed = MIXED[width - 1 : width + 3]
     rows = len(mixed)
     logits = (2 * randn(rows, width + 1, vocab, seed=seed)).to(dtype)
-    guess = (logits[:, :width, : vocab - smaller] + 0.7 * randn(rows, width, vocab - smaller, seed=2)).to(dtype)
+    guess = (
+        logits[:, :width, : vocab - smaller] + 0.7 * randn(rows, width, vocab - smaller, seed=2)
+    ).to(dtype)
     keys, lengths = keys_for(rows), torch.arange(rows, device=DEVICE) * 37 + 5
     (tokens, law), (due_tokens, due_law) = drafted(guess, mixed, keys, lengths)
     for step in range(width):
-        apart(due_law.values[:, step], keys, lengths + step, torch.full_like(lengths, noise.DRAFT), lengths)
+        apart(
+            due_law.values[:, step],
+            keys,
+            lengths + step,
+            torch.full_like(lengths, noise.DRAFT),
+            lengths,
+        )
     assert tokens.tolist() == due_tokens.tolist()
     p, q = laws_of(logits, mixed), torch.nn.functional.pad(due_law.values, (0, smaller))
     accepted = compare(tokens, (law, due_law), logits, mixed, keys, lengths)[0]
@@ -108,7 +132,9 @@ def test_drafts_and_verdicts_are_those_of_the_definition(small_chunks, dtype, vo
     index = torch.arange(rows, device=DEVICE)
     rest = (p[:, :-1] - q)[index, accepted.clamp(max=width - 1)].clamp(min=0)
     last = torch.where(complete[:, None], p[index, accepted], rest)
-    apart(last, keys, lengths + accepted, torch.where(complete, noise.BONUS, noise.RESIDUAL), lengths)
+    apart(
+        last, keys, lengths + accepted, torch.where(complete, noise.BONUS, noise.RESIDUAL), lengths
+    )
 
 
 @pytest.mark.parametrize("width", [0, 2])
@@ -124,7 +150,8 @@ def test_point_masses_and_plain_rounds(width):
 
 @pytest.mark.parametrize(("point", "most"), [(True, 0), (False, 1)])
 def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point, most):
-    """Number for number the round of fewer drafts: a row that keeps them all draws its next token from the target's law."""
+    """Number for number the round of fewer drafts: a row that keeps them all draws its next
+    token from the target's law."""
     mixed, width = MIXED[1:4], 2
     guess = 2 * randn(3, width, 70, seed=5)
     logits = torch.cat((guess + 0.3 * randn(3, width, 70, seed=6), randn(3, 1, 70, seed=7)), 1)
@@ -134,7 +161,9 @@ def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point
     found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
     few = min(most, width)
     cut = None if point else sampling.Law(due_law.values[:, :few])
-    due = acceptance.rejection_sample(drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths)
+    due = acceptance.rejection_sample(
+        drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths
+    )
     assert [t.tolist() for t in found[:2]] == [t.tolist() for t in due[:2]]
     kept = torch.arange(few + 1, device=DEVICE) <= due[0][:, None]
     assert found[2][:, : few + 1][kept].tolist() == due[2][kept].tolist()
@@ -155,23 +184,33 @@ def drawn(q, keys, lengths):
 
 
 def test_a_long_block():
-    """Twelve drafts a row, by laws that differ much from place to place: rows part where the definition does."""
+    """Twelve drafts a row, by laws that differ much from place to place: rows part where the
+    definition does."""
     rows, width, vocab = 6, 12, 6
-    guess, keys, lengths = 2 * randn(width, vocab, seed=8), keys_for(rows, 6), torch.arange(rows, device=DEVICE) + 3
+    guess, keys, lengths = (
+        2 * randn(width, vocab, seed=8),
+        keys_for(rows, 6),
+        torch.arange(rows, device=DEVICE) + 3,
+    )
     target = torch.cat((guess + 0.4 * randn(width, vocab, seed=9), guess[:1]))
     laws = [for_all(rows, logits, (1.0, 0, 1.0)) for logits in (guess, target)]
     q, p = guess.softmax(-1), target.softmax(-1)
     drafts = drawn(q, keys, lengths)
     accepted, following, _, _ = rejection.judge(drafts, laws[0], laws[1], keys, lengths)
-    due = acceptance.accept_maximal(drafts, q.expand(rows, -1, -1), p.expand(rows, -1, -1), keys, lengths)
+    due = acceptance.accept_maximal(
+        drafts, q.expand(rows, -1, -1), p.expand(rows, -1, -1), keys, lengths
+    )
     assert accepted.tolist() == due[0].tolist()
     assert following.tolist() == due[1].tolist()
     assert len(set(accepted.tolist())) >= 3
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="toy models live on the CPU; test_gpu.py has whole loops")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="toy models live on the CPU; test_gpu.py has whole loops"
+)
 def test_a_whole_loop():
-    """Rows of unequal lengths and laws through drafter, coupling and commit: the same tokens as in plain torch."""
+    """Rows of unequal lengths and laws through drafter, coupling and commit: the same tokens as
+    in plain torch."""
     from toys import Markov, drive, loop_for
 
     from bass_cli.engine.batch import Row
@@ -180,7 +219,10 @@ def test_a_whole_loop():
     tables, found, kept = 2 * randn(2, 3, 7, 7, seed=3).cpu(), [], []
     for kind in ("reference", "triton"):
         ops.use(kind)
-        rows = [Row(str(i), i, 1, [1, 2, 3][: i + 1], 3 + i, temperature=1.0 - 0.2 * i, top_p=0.95) for i in range(2)]
+        rows = [
+            Row(str(i), i, 1, [1, 2, 3][: i + 1], 3 + i, temperature=1.0 - 0.2 * i, top_p=0.95)
+            for i in range(2)
+        ]
         loop = loop_for(Markov(tables[0], 1), Markov(tables[0] + 0.6 * tables[1], 2), rows=2, lengths=Fixed(2),
                         coupling="maximal")  # fmt: skip
         found.append(drive(loop, rows))
@@ -191,8 +233,12 @@ def test_a_whole_loop():
 
 
 def test_equal_laws_are_always_accepted_and_a_residual_without_mass_is_the_targets():
-    """p is q: any u below 1 accepts. A draft that q cannot give is rejected, max(p - q, 0) is empty, and p decides."""
-    logits, mixed = randn(1, 1, 70).expand(4, 2, 70).contiguous(), [MIXED[row] for row in (1, 2, 3, 4)]
+    """p is q: any u below 1 accepts. A draft that q cannot give is rejected, max(p - q, 0) is
+    empty, and p decides."""
+    logits, mixed = (
+        randn(1, 1, 70).expand(4, 2, 70).contiguous(),
+        [MIXED[row] for row in (1, 2, 3, 4)],
+    )
     keys, lengths = keys_for(4, 9), torch.full((4,), 6, device=DEVICE)
     (tokens, law), (_, due_law) = drafted(logits[:, :1], mixed, keys, lengths)
     tokens[[0, 3]] = logits[0, 0].argmin()
@@ -215,8 +261,9 @@ def test_a_test_number_of_zero_accepts_what_is_possible_and_nothing_else():
 
 
 def surprise(counts, due):
-    """The G statistic of counts against the law `due` (both by outcome), and what it may be: a value that one in a million
-    draws of that law exceeds (Wilson and Hilferty's approximation of the chi-square quantile)."""
+    """The G statistic of counts against the law `due` (both by outcome), and what it may be: a
+    value that one in a million draws of that law exceeds (Wilson and Hilferty's approximation of
+    the chi-square quantile)."""
     total = sum(counts.values())
     assert all(due[outcome] > 0 for outcome in counts), "an outcome of probability 0 came out"
     statistic = 2 * sum(n * math.log(n / (total * due[outcome])) for outcome, n in counts.items())
@@ -224,19 +271,35 @@ def surprise(counts, due):
     return statistic, freedom * (1 - 2 / (9 * freedom) + 4.753 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-# Logits and law of target and draft, and how many rows show a fault: the interpreter takes 0.1 s for each.
-SHARP = ([[0.0, 0.7, 0.0, -9.0, -9.0], [-9.0, -9.0, -9.0, 0.5, 0.0]], (1.0, 3, 1.0),
-         [[0.9, 1.0, 0.9, 0.9, 0.9]], (1.0, 1, 1.0))
-SMOOTH = ([[1.6, 1.0, 0.6, -0.5, 0.3], [0.0, 0.9, -1.0, 1.2, 0.2], [2.0, -1.0, 0.5, 0.8, 1.1]], (0.9, 0, 0.93),
-          [[0.0, 1.1, 0.9, 1.0, 0.8], [0.1, 0.8, -0.8, 1.3, 0.1]], (0.8, 4, 1.0))
+# Logits and law of target and draft, and how many rows show a fault: the interpreter takes 0.1 s
+# for each.
+SHARP = (
+    [[0.0, 0.7, 0.0, -9.0, -9.0], [-9.0, -9.0, -9.0, 0.5, 0.0]],
+    (1.0, 3, 1.0),
+    [[0.9, 1.0, 0.9, 0.9, 0.9]],
+    (1.0, 1, 1.0),
+)
+SMOOTH = (
+    [[1.6, 1.0, 0.6, -0.5, 0.3], [0.0, 0.9, -1.0, 1.2, 0.2], [2.0, -1.0, 0.5, 0.8, 1.1]],
+    (0.9, 0, 0.93),
+    [[0.0, 1.1, 0.9, 1.0, 0.8], [0.1, 0.8, -0.8, 1.3, 0.1]],
+    (0.8, 4, 1.0),
+)
 ON_CUDA = pytest.mark.skipif(DEVICE.type == "cpu", reason="takes minutes without a CUDA device")
 
 
-@pytest.mark.parametrize(("laws", "rows"), [(SHARP, 30), pytest.param(SHARP, 50_000, marks=ON_CUDA),
-                                            pytest.param(SMOOTH, 50_000, marks=ON_CUDA)])
+@pytest.mark.parametrize(
+    ("laws", "rows"),
+    [
+        (SHARP, 30),
+        pytest.param(SHARP, 50_000, marks=ON_CUDA),
+        pytest.param(SMOOTH, 50_000, marks=ON_CUDA),
+    ],
+)
 def test_blocks_follow_the_law_of_the_target(laws, rows):
-    """Over many noise keys: a kept first draft x has probability min(p, q)(x), a recovered token x in its place
-    max(p - q, 0)(x); what follows one kept draft has the second p, the bonus token the last, whatever was kept."""
+    """Over many noise keys: a kept first draft x has probability min(p, q)(x), a recovered token
+    x in its place max(p - q, 0)(x); what follows one kept draft has the second p, the bonus
+    token the last, whatever was kept."""
     target, given, guess, chosen = laws
     target, guess = torch.tensor([target], device=DEVICE), torch.tensor([guess], device=DEVICE)
     p, q, width = laws_of(target, [given])[0], laws_of(guess, [chosen])[0], guess.shape[1]
@@ -244,10 +307,18 @@ def test_blocks_follow_the_law_of_the_target(laws, rows):
     lengths = torch.full((rows,), 12, device=DEVICE)
     drafts = drawn(q, keys, lengths)
     both = for_all(rows, guess[0], chosen), for_all(rows, target[0], given)
-    accepted, following, block, _ = (t.tolist() for t in rejection.judge(drafts, *both, keys, lengths))
+    accepted, following, block, _ = (
+        t.tolist() for t in rejection.judge(drafts, *both, keys, lengths)
+    )
     parts = torch.minimum(p[0], q[0]), (p[0] - q[0]).clamp(min=0)
-    due = {(kept, x): mass for kept, part in zip((True, False), parts, strict=True) for x, mass in enumerate(part.tolist())}
-    found = [surprise(Counter((n > 0, line[0]) for n, line in zip(accepted, block, strict=True)), due)]
+    due = {
+        (kept, x): mass
+        for kept, part in zip((True, False), parts, strict=True)
+        for x, mass in enumerate(part.tolist())
+    }
+    found = [
+        surprise(Counter((n > 0, line[0]) for n, line in zip(accepted, block, strict=True)), due)
+    ]
     second = Counter(line[1] for n, line in zip(accepted, block, strict=True) if n >= 1)
     found.append(surprise(second, dict(enumerate(p[1].tolist()))))
     last = Counter(token for n, token in zip(accepted, following, strict=True) if n == width)

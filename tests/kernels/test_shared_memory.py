@@ -1,4 +1,5 @@
-"""What kernels take of a processor's shared memory, on cards that have less of it than those they were measured on."""
+"""What kernels take of a processor's shared memory, on cards that have less of it than those
+they were measured on."""
 
 import logging
 
@@ -14,19 +15,28 @@ from bass_kernels import dispatch, reference
 cuts = pytest.importorskip("bass_kernels.cuts")
 from bass_kernels import launch, mixing, products, ragged, skinny  # noqa: E402
 
-SOME = ("80,float32,few-tokens", "86,float32,mix-256", "86,bfloat16,attend-256-in-teams", "89,float32,stream",
-        "100,bfloat16,attend-256-in-teams", "120,float32,few-tokens")
+SOME = (
+    "80,float32,few-tokens",
+    "86,float32,mix-256",
+    "86,bfloat16,attend-256-in-teams",
+    "89,float32,stream",
+    "100,bfloat16,attend-256-in-teams",
+    "120,float32,few-tokens",
+)
 
 
 def hold(lines):
     """Every kernel fits; returns how many there were."""
     for capability, dtype, name, kernel, taken, there in (line.split() for line in lines):
-        assert int(taken) <= int(there), f"{name} in {dtype} for sm_{capability}: {kernel} takes {taken} bytes of {there}"
+        assert int(taken) <= int(there), (
+            f"{name} in {dtype} for sm_{capability}: {kernel} takes {taken} bytes of {there}"
+        )
     return len(lines)
 
 
 def test_launches_that_need_much_fit_every_card(tmp_path):
-    """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper and Blackwell add."""
+    """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper
+    and Blackwell add."""
     assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 14
 
 
@@ -34,7 +44,10 @@ def test_launches_that_need_much_fit_every_card(tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_all_launches_fit_every_card(capability, dtype, tmp_path):
-    assert hold(run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)) == 24
+    assert (
+        hold(run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path))
+        == 24
+    )
 
 
 def card(monkeypatch, shared, capability=(8, 6)):
@@ -47,14 +60,24 @@ def test_what_was_measured_on_hopper_is_launched_there(monkeypatch, dtype):
     card(monkeypatch, 227 * 1024, (9, 0))
     like = torch.empty(1, dtype=dtype)
     for module in (cuts, mixing, ragged, skinny):
-        monkeypatch.setattr(module, "fitting", lambda options, needs, shared: first_of(list(options), needs, shared))
+        monkeypatch.setattr(
+            module, "fitting", lambda options, needs, shared: first_of(list(options), needs, shared)
+        )
     for kind in ({}, {"pair": True}, {"split": True}):
         for lines, depth in ((4608, 3584), (3584, 18944), (960, 576)):
             assert cuts.cut_for(lines, depth, like, **kind) == cuts._measured(
-                lines, depth, like, **{"pair": False, "split": False} | kind)
+                lines, depth, like, **{"pair": False, "split": False} | kind
+            )
     assert skinny._stages(like) == 5
     assert mixing.loads(like, 7, 128) == (64, 3)
-    for lines, members, size in ((7, 1, 128), (63, 1, 128), (7, 4, 128), (7, 1, 256), (63, 1, 256), (7, 4, 256)):
+    for lines, members, size in (
+        (7, 1, 128),
+        (63, 1, 128),
+        (7, 4, 128),
+        (7, 1, 256),
+        (63, 1, 256),
+        (7, 4, 256),
+    ):
         ragged._fitted(lines, members, size, like)
 
 
@@ -68,13 +91,24 @@ def test_smaller_cuts_give_the_same_products(monkeypatch):
         card(monkeypatch, shared * 1024)
         stream, residual, norm = begun(torch.float32, count=5)
         weight, down = randn(75, 300, seed=3) / 17, randn(300, 200, seed=6)
-        close(products.project(stream, weight, None, eps=EPS), normed(residual, norm) @ weight.double().T, torch.float32)
+        close(
+            products.project(stream, weight, None, eps=EPS),
+            normed(residual, norm) @ weight.double().T,
+            torch.float32,
+        )
         x = randn(5, 200, seed=5)
         longer = products.add(x, down, stream, norm.float())
         close(longer.residual, residual + x.double() @ down.double().T, torch.float32)
-        due = reference.activation(normed(longer.residual.double(), norm) @ randn(150, 300, seed=7).double().T / 17, "silu",
-                                   gated=True)
-        close(products.gate_up(longer, randn(150, 300, seed=7) / 17, eps=EPS, activation="silu"), due, torch.float32)
+        due = reference.activation(
+            normed(longer.residual.double(), norm) @ randn(150, 300, seed=7).double().T / 17,
+            "silu",
+            gated=True,
+        )
+        close(
+            products.gate_up(longer, randn(150, 300, seed=7) / 17, eps=EPS, activation="silu"),
+            due,
+            torch.float32,
+        )
 
 
 def attended(width, segments, given, **options):

@@ -1,7 +1,8 @@
-"""The Triton kernels against their definitions: on a CUDA device where there is one, else through Triton's interpreter.
+"""The Triton kernels against their definitions: on a CUDA device where there is one, else through
+Triton's interpreter.
 
-Unequal rows, odd sizes, grouped heads; what no query may see, and what a kernel must write, is NaN beforehand. Integers
-and choices must be equal, floats close by relative RMS error.
+Unequal rows, odd sizes, grouped heads; what no query may see, and what a kernel must write, is
+NaN beforehand. Integers and choices must be equal, floats close by relative RMS error.
 """
 
 import gc
@@ -45,7 +46,9 @@ def randn(*shape, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize("scale", [1.0, 6.92])
 def test_embed(dtype, scale):
     tokens, weight = torch.tensor([[0, 3], [8, 99]], device=DEVICE), randn(9, 1100, dtype=dtype)
-    assert torch.equal(ops.embed(tokens, weight, scale=scale), reference.embed(tokens, weight, scale=scale))
+    assert torch.equal(
+        ops.embed(tokens, weight, scale=scale), reference.embed(tokens, weight, scale=scale)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -53,11 +56,20 @@ def test_embed(dtype, scale):
 @pytest.mark.parametrize("size", [48, 1000])
 def test_norm(dtype, kind, bias, size):
     x, residual = randn(3, 2, size, dtype=dtype), randn(3, 2, size, dtype=dtype, seed=1) + 0.3
-    weight, shift = randn(size, dtype=dtype, seed=2), randn(size, dtype=dtype, seed=3) if bias else None
+    weight, shift = (
+        randn(size, dtype=dtype, seed=2),
+        randn(size, dtype=dtype, seed=3) if bias else None,
+    )
     for added in (x, None):
         normed, total = ops.norm(added, residual, weight, shift, eps=1e-5, kind=kind)
-        due = reference.norm(None if added is None else added.double(), residual.double(), weight.double(),
-                             None if shift is None else shift.double(), eps=1e-5, kind=kind)
+        due = reference.norm(
+            None if added is None else added.double(),
+            residual.double(),
+            weight.double(),
+            None if shift is None else shift.double(),
+            eps=1e-5,
+            kind=kind,
+        )
         close(normed, due[0], dtype)
         close(total, due[1], dtype)
 
@@ -67,23 +79,41 @@ def test_norm(dtype, kind, bias, size):
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_activation(dtype, kind, gated):
     x = 2 * randn(3, 2, 2 * 1100, dtype=dtype)
-    close(ops.activation(x, kind, gated=gated), reference.activation(x.double(), kind, gated=gated), dtype)
+    close(
+        ops.activation(x, kind, gated=gated),
+        reference.activation(x.double(), kind, gated=gated),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "rotated", "norms"), [(16, 16, False), (16, 8, False), (24, 24, True), (16, 0, False)])
+@pytest.mark.parametrize(
+    ("size", "rotated", "norms"), [(16, 16, False), (16, 8, False), (24, 24, True), (16, 0, False)]
+)
 def test_rope_and_cache_write(dtype, size, rotated, norms):
     heads, kv_heads, rows, width, span = 6, 2, 3, 4, 11
     qkv = randn(rows, width, (heads + 2 * kv_heads) * size, dtype=dtype)
     positions = torch.tensor([[3, 4, 5, 6], [0, 1, 2, 3], [7, 8, 9, 10]], device=DEVICE)
     turns = positions[..., None] * (0.3 + torch.arange(rotated // 2, device=DEVICE))
     angles = (turns.cos(), turns.sin()) if rotated else None
-    weights = (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
-    own = [torch.full((5, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows] for _ in range(2)]
+    weights = (
+        (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
+    )
+    own = [
+        torch.full((5, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows]
+        for _ in range(2)
+    ]
     due_own = [torch.full_like(t, torch.nan, dtype=torch.float32) for t in own]
     q = ops.rope_write(qkv, angles, positions, tuple(own), heads=heads, norms=weights, eps=1e-6)
-    due = reference.rope_write(qkv.float(), angles, positions, tuple(due_own), heads=heads, eps=1e-6,
-                               norms=None if weights is None else tuple(w.float() for w in weights))
+    due = reference.rope_write(
+        qkv.float(),
+        angles,
+        positions,
+        tuple(due_own),
+        heads=heads,
+        eps=1e-6,
+        norms=None if weights is None else tuple(w.float() for w in weights),
+    )
     close(q, due, dtype)
     for found, wanted in zip(own, due_own, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
@@ -91,12 +121,21 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "depth", "columns"), [(3, 200, 70), (16, 2048, 32), (1, 1100, 48)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "columns"), [(3, 200, 70), (16, 2048, 32), (1, 1100, 48)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_added_to_the_residual_stream(dtype, rows, depth, columns, bias):
     x, weight = randn(rows, 1, depth, dtype=dtype), randn(columns, depth, dtype=dtype, seed=1) / 16
-    shift, residual = randn(columns, dtype=dtype, seed=2) if bias else None, randn(rows, 1, columns, dtype=dtype, seed=3)
-    due = residual.double() + x.double() @ weight.double().T + (0 if shift is None else shift.double())
+    shift, residual = (
+        randn(columns, dtype=dtype, seed=2) if bias else None,
+        randn(rows, 1, columns, dtype=dtype, seed=3),
+    )
+    due = (
+        residual.double()
+        + x.double() @ weight.double().T
+        + (0 if shift is None else shift.double())
+    )
     for _ in range(2):  # the second launch finds the counters as the first left them
         close(ops.linear_add(x, weight, shift, residual.clone()), due, dtype)
 
@@ -106,14 +145,29 @@ def test_product_added_to_the_residual_stream(dtype, rows, depth, columns, bias)
 @pytest.mark.parametrize(("rows", "depth"), [(3, 200), (16, 256), (40, 200)])
 def test_normed_product_with_activation(dtype, gated, rows, depth):
     x, scale = randn(rows, 1, depth, dtype=dtype), randn(depth, dtype=dtype, seed=1)
-    weight, bias = randn(2 * 70, depth, dtype=dtype, seed=2) / 16, randn(2 * 70, dtype=dtype, seed=3)
-    found = ops.norm_up(x, (scale, None), (weight, bias), eps=1e-5, kind="rms", activation="silu", gated=gated)
-    normed = reference.norm(None, x.double(), scale.double(), None, eps=1e-5, kind="rms")[0].to(dtype).double()
-    close(found, reference.activation(normed @ weight.double().T + bias.double(), "silu", gated=gated), dtype)
+    weight, bias = (
+        randn(2 * 70, depth, dtype=dtype, seed=2) / 16,
+        randn(2 * 70, dtype=dtype, seed=3),
+    )
+    found = ops.norm_up(
+        x, (scale, None), (weight, bias), eps=1e-5, kind="rms", activation="silu", gated=gated
+    )
+    normed = (
+        reference.norm(None, x.double(), scale.double(), None, eps=1e-5, kind="rms")[0]
+        .to(dtype)
+        .double()
+    )
+    close(
+        found,
+        reference.activation(normed @ weight.double().T + bias.double(), "silu", gated=gated),
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("size", "rows", "width"), [(16, 3, 4), (64, 8, 2), (48, 1, 1), (16, 5, 5)])
+@pytest.mark.parametrize(
+    ("size", "rows", "width"), [(16, 3, 4), (64, 8, 2), (48, 1, 1), (16, 5, 5)]
+)
 def test_projection_to_queries_and_cache(dtype, size, rows, width):
     heads, kv_heads, span, depth = 4, 2, 30, 100
     x, scale = randn(rows, width, depth, dtype=dtype), randn(depth, dtype=dtype, seed=1)
@@ -122,13 +176,37 @@ def test_projection_to_queries_and_cache(dtype, size, rows, width):
     slots = (torch.arange(rows) * 3)[:, None].to(DEVICE) + torch.arange(width, device=DEVICE)
     turns = slots[..., None] * (0.3 + torch.arange(size // 2, device=DEVICE))
     angles = turns.cos(), turns.sin()
-    own = [torch.full((9, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows] for _ in range(2)]
+    own = [
+        torch.full((9, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows]
+        for _ in range(2)
+    ]
     due_own = [torch.full_like(t, torch.nan, dtype=torch.float32) for t in own]
-    q = ops.project(x, (scale, None), (weight, bias), angles, slots, tuple(own), heads=heads, norms=None, eps=1e-6,
-                    kind="rms")
-    normed = reference.norm(None, x.double(), scale.double(), None, eps=1e-6, kind="rms")[0].to(dtype).float()
-    due = reference.rope_write(normed @ weight.float().T + bias.float(), angles, slots, tuple(due_own), heads=heads,
-                               norms=None, eps=1e-6)
+    q = ops.project(
+        x,
+        (scale, None),
+        (weight, bias),
+        angles,
+        slots,
+        tuple(own),
+        heads=heads,
+        norms=None,
+        eps=1e-6,
+        kind="rms",
+    )
+    normed = (
+        reference.norm(None, x.double(), scale.double(), None, eps=1e-6, kind="rms")[0]
+        .to(dtype)
+        .float()
+    )
+    due = reference.rope_write(
+        normed @ weight.float().T + bias.float(),
+        angles,
+        slots,
+        tuple(due_own),
+        heads=heads,
+        norms=None,
+        eps=1e-6,
+    )
     close(q, due, dtype, factor=1.5)
     for found, wanted in zip(own, due_own, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
@@ -142,7 +220,9 @@ LAWS = [(0.0, 0, 1.0), (0.5, 0, 0.95), (0.8, 0, 0.95), (1.0, 0, 1.0), (1.0, 5, 1
 @pytest.mark.parametrize(("vocab", "spread"), [(70, 0.1), (70, 3.0), (4500, 2.0)])
 def test_choices_are_those_of_the_definition(vocab, spread):
     """Number for number: the same token as the definition's, for every kind of law in one batch."""
-    temperature, top_k, top_p = (torch.tensor(column, device=DEVICE) for column in zip(*LAWS, strict=True))
+    temperature, top_k, top_p = (
+        torch.tensor(column, device=DEVICE) for column in zip(*LAWS, strict=True)
+    )
     rows = len(LAWS)
     logits = spread * randn(rows, vocab, seed=vocab)
     logits[:, 7] = logits[:, 3]  # a tie
@@ -161,14 +241,19 @@ def test_extreme_temperatures_are_those_of_the_definition():
     top_k = torch.tensor([0, 0, 3, 0, 0, 4, 0], device=DEVICE)
     top_p = torch.tensor([1.0, 0.9, 0.8, 1.0, 0.9, 1.0, 1.0], device=DEVICE)
     logits = 60 * randn(rows, 300) - 200
-    keys, positions = torch.ones(rows, 2, dtype=torch.int64, device=DEVICE), torch.arange(rows, device=DEVICE)
+    keys, positions = (
+        torch.ones(rows, 2, dtype=torch.int64, device=DEVICE),
+        torch.arange(rows, device=DEVICE),
+    )
     tokens, scores = ops.sample_scored(logits, temperature, top_k, top_p, keys, positions)
     assert tokens[:-1].tolist() == logits[:-1].argmax(-1).tolist()
     due, due_scores = sampling.sample_scored(logits, temperature, top_k, top_p, keys, positions)
     assert tokens.tolist() == due.tolist()
     torch.testing.assert_close(scores, due_scores, atol=1e-4, rtol=1e-5)
     laws = ops.process(logits, temperature, top_k, top_p)
-    torch.testing.assert_close(laws, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        laws, sampling.process(logits, temperature, top_k, top_p), atol=1e-6, rtol=1e-5
+    )
 
 
 def test_many_draws_agree_and_are_in_the_nucleus():
@@ -186,16 +271,33 @@ def test_greedy_takes_the_first_of_equal_logits():
     logits = torch.zeros(2, 9000, device=DEVICE)
     logits[0, [4097, 8200]], logits[1, [5, 6000]] = 3.0, 3.0
     zero = torch.zeros(2, device=DEVICE)
-    laws = (zero, zero.long(), zero + 1, torch.zeros(2, 2, dtype=torch.int64, device=DEVICE), zero.long())
+    laws = (
+        zero,
+        zero.long(),
+        zero + 1,
+        torch.zeros(2, 2, dtype=torch.int64, device=DEVICE),
+        zero.long(),
+    )
     assert ops.sample(logits, *laws).tolist() == [4097, 5]
 
 
-@pytest.mark.parametrize(("family", "padded"), [("llama3", False), ("qwen2", False), ("qwen3", False), ("gptj", False),
-                                                ("gemma3_text", False), ("opt", False), ("qwen2", True),
-                                                ("gemma3_text", True)])
+@pytest.mark.parametrize(
+    ("family", "padded"),
+    [
+        ("llama3", False),
+        ("qwen2", False),
+        ("qwen3", False),
+        ("gptj", False),
+        ("gemma3_text", False),
+        ("opt", False),
+        ("qwen2", True),
+        ("gemma3_text", True),
+    ],
+)
 def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
-    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without them. `padded`: these
-    kernels read prompts as a graph would, at places that only the device knows."""
+    """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without
+    them. `padded`: these kernels read prompts as a graph would, at places that only the device
+    knows."""
     from checkpoints import write_checkpoint
 
     from bass_cli.model.decoder import Decoder
@@ -215,10 +317,17 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
         for row, length in enumerate((1, 9, 23)):
             runner.open(str(row), [5 + i % 7 for i in range(length)])
             runner.attach(row, str(row))
-        tokens, places = torch.arange(12, device=DEVICE).view(3, 4), torch.tensor([[0], [8], [22]], device=DEVICE)
+        tokens, places = (
+            torch.arange(12, device=DEVICE).view(3, 4),
+            torch.tensor([[0], [8], [22]], device=DEVICE),
+        )
         first = runner.forward(tokens[:, :1], places, [1, 9, 23])
         ends = [4, 12, 26]
-        rest = runner.forward(tokens[:, 1:], places + torch.arange(1, 4, device=DEVICE), None if kind == "triton" else ends)
+        rest = runner.forward(
+            tokens[:, 1:],
+            places + torch.arange(1, 4, device=DEVICE),
+            None if kind == "triton" else ends,
+        )
         logits[kind] = torch.cat((first, rest), 1)
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=1e-4, rtol=1e-4)
 
@@ -241,7 +350,11 @@ def run_compiling(script, *arguments, cache):
     """Lines that a script prints which compiles for a GPU, without the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    command = [sys.executable, str(pathlib.Path(__file__).parents[1] / "support" / script), *arguments]
+    command = [
+        sys.executable,
+        str(pathlib.Path(__file__).parents[1] / "support" / script),
+        *arguments,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

@@ -1,5 +1,5 @@
-"""Processed laws in Triton, found without a sort, against their definition: on a CUDA device where there is one, else
-through Triton's interpreter."""
+"""Processed laws in Triton, found without a sort, against their definition: on a CUDA device
+where there is one, else through Triton's interpreter."""
 
 import pytest
 import torch
@@ -24,10 +24,13 @@ def triton(monkeypatch):
     ops.use(None)
 
 
-@pytest.mark.parametrize(("dtype", "vocab", "spread"), [
-    (DTYPES[0], 70, 0.1), (DTYPES[-1], 70, 3.0), (DTYPES[1], 1100, 2.0)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "spread"),
+    [(DTYPES[0], 70, 0.1), (DTYPES[-1], 70, 3.0), (DTYPES[1], 1100, 2.0)],
+)
 def test_laws_are_those_of_the_definition(dtype, vocab, spread):
-    """Near and far logits, ties at the thresholds of some rows, one and two chunks; the same tokens are kept."""
+    """Near and far logits, ties at the thresholds of some rows, one and two chunks; the same
+    tokens are kept."""
     mixed = MORE[3:8] if dtype == torch.float32 else MORE  # that one takes the most looks
     logits = (spread * randn(len(mixed), vocab, seed=vocab)).to(dtype)
     logits[:, 7] = logits[:, 3]
@@ -38,10 +41,13 @@ def test_laws_are_those_of_the_definition(dtype, vocab, spread):
 
 
 def test_a_search_that_takes_many_looks_ends_where_it_should():
-    """Values across 30 orders of magnitude and both signs, many of them equal, hidden tokens of -inf, a flat law."""
+    """Values across 30 orders of magnitude and both signs, many of them equal, hidden tokens of
+    -inf, a flat law."""
     logits = torch.zeros(4, 600, device=DEVICE)
     logits[0] = randn(600).sign() * 10.0 ** (-30 * torch.arange(600, device=DEVICE) / 600)
     logits[1] = 100 * randn(600, seed=1).round()
     logits[2, 300:], logits[3, 1:] = -torch.inf, -1e-30
     mixed = columns([(1.0, 0, 0.5), (1.3, 450, 0.7), (0.9, 37, 1.0), (1.0, 0, 0.99)])
-    torch.testing.assert_close(ops.process(logits, *mixed), sampling.process(logits, *mixed), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        ops.process(logits, *mixed), sampling.process(logits, *mixed), atol=1e-6, rtol=1e-5
+    )

@@ -1,5 +1,6 @@
-"""Controllers on simulated devices: `auto` against every fixed length chosen afterwards and against plain decoding, with
-sudden changes, unlike rows, wrong profiles and one-off costs; tables; and what may not depend on time."""
+"""Controllers on simulated devices: `auto` against every fixed length chosen afterwards and
+against plain decoding, with sudden changes, unlike rows, wrong profiles and one-off costs;
+tables; and what may not depend on time."""
 
 import random
 import statistics
@@ -22,11 +23,14 @@ HALF, WIDE = "qwen2.5-0.5b", "wide-310m"
 
 def seconds(make, cost, rates, *, seeds=2, **options):
     """Mean over rows of the time until a row had its tokens, of some runs."""
-    return statistics.fmean(run_batch(make(), cost, rates, seed=seed, **options).mean for seed in range(seeds))
+    return statistics.fmean(
+        run_batch(make(), cost, rates, seed=seed, **options).mean for seed in range(seeds)
+    )
 
 
 def against(make, cost, rates, **options):
-    """(loss against the best fixed length chosen afterwards, loss against plain decoding), as shares."""
+    """(loss against the best fixed length chosen afterwards, loss against plain decoding), as
+    shares."""
     fixed = {k: seconds(lambda k=k: Fixed(k), cost, rates, **options) for k in FIXED}
     found = seconds(make, cost, rates, **options)
     return found / min(fixed.values()) - 1, found / fixed[0] - 1
@@ -35,11 +39,15 @@ def against(make, cost, rates, **options):
 @pytest.mark.parametrize("rows", [2, 8, 64])
 @pytest.mark.parametrize("rates", [(0.0,), (0.2,), (0.6,), (0.8,), (0.9,), (0.95, 0.3)])
 @pytest.mark.parametrize("draft", [HALF, WIDE])
-def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_of_plain(draft, rates, rows):
+def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_of_plain(
+    draft, rates, rows
+):
     cost = device(draft)
     surface = surface_of(cost)
     all_rates = [rates[i % len(rates)] for i in range(rows)]
-    lost, slower = against(lambda: Goodput(limit=32, surface=surface), cost, all_rates, seeds=max(2, 24 // rows))
+    lost, slower = against(
+        lambda: Goodput(limit=32, surface=surface), cost, all_rates, seeds=max(2, 24 // rows)
+    )
     assert lost < 0.05
     assert slower < 0.02
 
@@ -48,7 +56,9 @@ def test_auto_with_a_profile_is_within_five_percent_of_the_best_length_and_two_o
 def test_one_row_of_a_longer_job(rate):
     """A single row tells little in a round, so the first rounds weigh more: 512 tokens."""
     cost = device(HALF)
-    lost, slower = against(lambda: Goodput(limit=32, surface=surface_of(cost)), cost, [rate], tokens=512, seeds=6)
+    lost, slower = against(
+        lambda: Goodput(limit=32, surface=surface_of(cost)), cost, [rate], tokens=512, seeds=6
+    )
     assert lost < 0.05
     assert slower < 0.02
 
@@ -56,7 +66,9 @@ def test_one_row_of_a_longer_job(rate):
 @pytest.mark.parametrize("rates", [(0.0,), (0.7,), (0.95, 0.3)])
 def test_auto_that_has_to_learn_its_costs_is_not_far_off(rates):
     cost = device(HALF)
-    lost, slower = against(lambda: Goodput(limit=32), cost, [rates[i % len(rates)] for i in range(8)], tokens=256)
+    lost, slower = against(
+        lambda: Goodput(limit=32), cost, [rates[i % len(rates)] for i in range(8)], tokens=256
+    )
     assert lost < 0.05
     assert slower < 0.02
 
@@ -70,14 +82,18 @@ def test_a_sudden_change_is_noticed(before, after):
         return before if tokens < 300 else after
 
     found = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, tokens=600)
-    parts = [min(run_batch(Fixed(k), cost, [r] * 8, tokens=300).mean for k in FIXED) for r in (before, after)]
+    parts = [
+        min(run_batch(Fixed(k), cost, [r] * 8, tokens=300).mean for k in FIXED)
+        for r in (before, after)
+    ]
     assert found.mean < 1.1 * sum(parts)
     assert (sum(found.widths[-30:]) > 60) == (after > 0.5)
 
 
 @pytest.mark.parametrize("draft", [HALF, WIDE])
 def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
-    """The device is throttled to two thirds, or drafting takes twice as long as the profile says."""
+    """The device is throttled to two thirds, or drafting takes twice as long as the profile
+    says."""
     known = surface_of(device(draft))
 
     def throttled(rows, width):
@@ -87,7 +103,9 @@ def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
         return 2 * device(draft)(rows, width) - device(draft)(rows, 0)
 
     for cost in (throttled, slow_draft):
-        lost, slower = against(lambda: Goodput(limit=32, surface=known), cost, [0.6] * 8, tokens=256)
+        lost, slower = against(
+            lambda: Goodput(limit=32, surface=known), cost, [0.6] * 8, tokens=256
+        )
         assert lost < 0.08
         assert slower < 0.02
 
@@ -112,7 +130,9 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
         chance = random.Random(3)
         rows = [list(range(8))] * 12 + [[7, 1, 2, 3, 4, 5, 6]] * 6 + [[7, 1, 2, 8, 4, 5, 6]] * 12
         for number, samples in enumerate(rows):
-            outlook = Outlook(50.0, samples=tuple(samples), rooms=(50,) * len(samples), hurried=hurried)
+            outlook = Outlook(
+                50.0, samples=tuple(samples), rooms=(50,) * len(samples), hurried=hurried
+            )
             goodput.next(len(samples), outlook)
             goodput.reflect()
             kept = tuple(min(4, chance.randrange(6) * (sample % 2)) for sample in samples)
@@ -129,14 +149,24 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
 
 
 def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
-    """Between two rounds the device waits. Once enough is known nothing is computed there, until rows change."""
-    goodput, cost, idle, found = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), True, []
+    """Between two rounds the device waits. Once enough is known nothing is computed there, until
+    rows change."""
+    goodput, cost, idle, found = (
+        Goodput(limit=8, surface=surface_of(device(HALF))),
+        device(HALF),
+        True,
+        [],
+    )
     choice = goodput._choice
-    monkeypatch.setattr(goodput, "_choice", lambda outlook: found.append((number, idle)) or choice(outlook))
+    monkeypatch.setattr(
+        goodput, "_choice", lambda outlook: found.append((number, idle)) or choice(outlook)
+    )
     for number in range(40):
         rows = 8 if number < 30 else 7
         idle = True
-        width = goodput.next(rows, Outlook(50.0, samples=tuple(range(rows)), rooms=(50,) * rows, hurried=True))
+        width = goodput.next(
+            rows, Outlook(50.0, samples=tuple(range(rows)), rooms=(50,) * rows, hurried=True)
+        )
         idle = False
         goodput.reflect()
         goodput.observe(Round(width, (min(width, 3),) * rows, cost(rows, width)))
@@ -157,19 +187,31 @@ def test_most_of_what_drafting_has_won_may_be_lost_again():
 
 
 def dear(rows, width):
-    """Seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a step of it takes half a plain round."""
+    """Seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a step of it
+    takes half a plain round."""
     return (1.5 + 0.02 * rows + 0.09 * width + 0.77 * width) / 1e3
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("first", "then"), [(0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 0.5)])
+@pytest.mark.parametrize(
+    ("first", "then"), [(0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 0.5)]
+)
 def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, rows):
-    """1.2 ms for every 128 tokens that it missed, as much as a plain round: too dear for a single draft now and then, and
-    a few unlucky drafts must not end all drafting. The rate changes after 60 of 512 tokens."""
+    """1.2 ms for every 128 tokens that it missed, as much as a plain round: too dear for a
+    single draft now and then, and a few unlucky drafts must not end all drafting. The rate
+    changes after 60 of 512 tokens."""
     options = {"tokens": 512, "feeding": 1.2e-3}
-    rates, surface = [lambda tokens: first if tokens < 60 else then] * rows, surface_of(dear, acceptance=0.69)
-    fixed = {k: seconds(lambda k=k: Fixed(k), dear, rates, seeds=12, **options) for k in (0, 1, 2, 3, 4)}
-    found = [run_batch(Goodput(limit=16, surface=surface), dear, rates, seed=seed, **options).mean for seed in range(12)]
+    rates, surface = (
+        [lambda tokens: first if tokens < 60 else then] * rows,
+        surface_of(dear, acceptance=0.69),
+    )
+    fixed = {
+        k: seconds(lambda k=k: Fixed(k), dear, rates, seeds=12, **options) for k in (0, 1, 2, 3, 4)
+    }
+    found = [
+        run_batch(Goodput(limit=16, surface=surface), dear, rates, seed=seed, **options).mean
+        for seed in range(12)
+    ]
     assert max(found) < 1.02 * fixed[0]
     assert statistics.fmean(found) < 1.03 * min(fixed.values())
     assert then < 0.8 or max(found) < 0.95 * fixed[0]
@@ -177,11 +219,25 @@ def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, row
 
 @pytest.mark.parametrize(("begin", "end"), [(24, 35), (100, 115)])
 def test_a_stretch_in_which_no_draft_stands_ends_drafting_for_a_while_only(begin, end):
-    """As in a real text of Qwen2.5-Coder: tokens of which none can be foreseen, while most can before and after them."""
-    rates, options = [lambda tokens: 0.0 if begin <= tokens < end else 0.93], {"tokens": 512, "feeding": 1.0e-3}
-    best = min(seconds(lambda k=k: Fixed(k), dear, rates, seeds=24, **options) for k in (0, 1, 2, 3, 4))
-    found = [run_batch(Goodput(limit=16, surface=surface_of(dear, acceptance=0.69)), dear, rates, seed=seed, **options).mean
-             for seed in range(24)]
+    """As in a real text of Qwen2.5-Coder: tokens of which none can be foreseen, while most can
+    before and after them."""
+    rates, options = (
+        [lambda tokens: 0.0 if begin <= tokens < end else 0.93],
+        {"tokens": 512, "feeding": 1.0e-3},
+    )
+    best = min(
+        seconds(lambda k=k: Fixed(k), dear, rates, seeds=24, **options) for k in (0, 1, 2, 3, 4)
+    )
+    found = [
+        run_batch(
+            Goodput(limit=16, surface=surface_of(dear, acceptance=0.69)),
+            dear,
+            rates,
+            seed=seed,
+            **options,
+        ).mean
+        for seed in range(24)
+    ]
     assert statistics.fmean(found) < 1.03 * best
 
 
@@ -201,7 +257,8 @@ def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
 
 
 def test_looking_for_drafts_that_are_not_there_costs_little():
-    """Each look takes a fifth of a round; after 1000 rounds there is something to find, and it is found."""
+    """Each look takes a fifth of a round; after 1000 rounds there is something to find, and it
+    is found."""
     goodput, cost, seconds, plain, widths = Goodput(limit=8), device(HALF), 0.0, 0.0, []
     for number in range(3000):
         outlook = Outlook(3000.0, samples=tuple(range(8)), rooms=(3000,) * 8, free=True)
@@ -210,7 +267,9 @@ def test_looking_for_drafts_that_are_not_there_costs_little():
         width = goodput.trim(counts, outlook) if asked and any(counts) else 0
         asking = 0.2 * cost(8, 0) if asked else 0.0
         taken = asking + devices.verify(8, width)
-        goodput.observe(Round(width, (width,) * 8, taken, drafted=counts if width else None, asking=asking))
+        goodput.observe(
+            Round(width, (width,) * 8, taken, drafted=counts if width else None, asking=asking)
+        )
         goodput.reflect()
         seconds, plain = seconds + taken, plain + (width + 1) * cost(8, 0)
         widths.append(width)
@@ -221,8 +280,8 @@ def test_looking_for_drafts_that_are_not_there_costs_little():
 
 
 def test_unlike_rows_are_told_apart_and_shape_the_choice():
-    """Half the rows keep nearly all, half little: rounds a token, not tokens a round, decide. When the fast ones have
-    ended, the rest is not taken for what all were together."""
+    """Half the rows keep nearly all, half little: rounds a token, not tokens a round, decide.
+    When the fast ones have ended, the rest is not taken for what all were together."""
     keeping = Keeping(limit=16)
     keeping.follow(tuple(range(8)))
     for _ in range(12):
@@ -262,7 +321,8 @@ def test_rows_that_are_alike_share_one_rate():
 
 
 def test_drafts_that_were_not_meant_tell_nothing():
-    """Row 1 never has a third draft, row 2 none at all; what stands in their filled-up places is luck."""
+    """Row 1 never has a third draft, row 2 none at all; what stands in their filled-up places is
+    luck."""
     honest, filled = Keeping(limit=8), Keeping(limit=8)
     for keeping, luck in ((honest, 0), (filled, 2)):
         keeping.follow((0, 1, 2))
@@ -278,9 +338,13 @@ def test_rows_bring_no_more_than_their_drafts():
     keeping.follow((0, 1, 2, 3))
     for _ in range(60):
         keeping.observe([4, 1, 1, 1], [4, 1, 1, 1])
-    assert keeping.tokens([4, 4, 4, 4])[-1] == pytest.approx(5, abs=0.1), "a place where a row had no draft is no failure"
+    assert keeping.tokens([4, 4, 4, 4])[-1] == pytest.approx(5, abs=0.1), (
+        "a place where a row had no draft is no failure"
+    )
     assert keeping.tokens([4, 2, 0, 0]).tolist() == pytest.approx([1, 1.5, 2, 2.25, 2.5], abs=0.05)
-    assert keeping.tokens([3] * 7).tolist() == pytest.approx([1, 2, 3, 4], abs=0.1), "rows that nobody followed"
+    assert keeping.tokens([3] * 7).tolist() == pytest.approx([1, 2, 3, 4], abs=0.1), (
+        "rows that nobody followed"
+    )
 
 
 def test_positions_that_keep_less_than_the_rate_says_are_learnt():
@@ -298,8 +362,12 @@ def test_drafting_that_does_not_pay_is_stopped_though_the_profile_promised_it():
     """A surface on which drafts cost nothing, on a device where they take as long as a pass."""
     cost = device(HALF)
     surface = surface_of(lambda rows, width: cost(rows, 0))
-    found = run_batch(Goodput(limit=8, surface=surface), lambda rows, width: cost(rows, 0) * (1 + width), [0.5] * 4,
-                      tokens=400)
+    found = run_batch(
+        Goodput(limit=8, surface=surface),
+        lambda rows, width: cost(rows, 0) * (1 + width),
+        [0.5] * 4,
+        tokens=400,
+    )
     assert found.last < 1.05 * 400 * cost(4, 0)
 
 
@@ -319,9 +387,13 @@ def test_a_scale_follows_the_device_and_lengths_keep_their_differences():
 
 def test_longer_contexts_reach_the_line():
     surface = surface_of(device(HALF))
-    surface = type(surface)(surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7))
+    surface = type(surface)(
+        surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7)
+    )
     line = Profiled(surface, (0, 4)).line(8, 1100.0)
-    assert line.tolist() == pytest.approx([surface.seconds(8, 0, 1100.0), surface.seconds(8, 4, 1100.0)])
+    assert line.tolist() == pytest.approx(
+        [surface.seconds(8, 0, 1100.0), surface.seconds(8, 4, 1100.0)]
+    )
 
 
 def test_what_a_job_learns_is_a_surface_for_the_next():
@@ -337,7 +409,9 @@ def test_what_a_job_learns_is_a_surface_for_the_next():
     assert 0.5 < learnt.acceptance < 0.9
     again = Goodput(limit=16, surface=learnt)
     assert again.next(8) > 0, "no opening: it drafts at once"
-    assert Goodput(limit=16, surface=surface_of(cost)).learned() is None, "a profile is left as it is"
+    assert Goodput(limit=16, surface=surface_of(cost)).learned() is None, (
+        "a profile is left as it is"
+    )
     assert Goodput(limit=16).learned() is None, "nothing was seen"
 
 
@@ -363,7 +437,9 @@ def test_a_table_gives_the_best_length_of_the_profile_for_each_number_of_rows():
 
 
 def test_a_table_caps_algorithm_1():
-    controller = make_lengths("bass+table", limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6))
+    controller = make_lengths(
+        "bass+table", limit=32, coupling="maximal", surface=surface_of(device(HALF), acceptance=0.6)
+    )
     assert isinstance(controller, Capped)
     cap = Table(surface_of(device(HALF), acceptance=0.6), limit=32).next(8)
     assert controller.next(8) == cap < Bass().next(8)
@@ -380,7 +456,9 @@ def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
         assert isinstance(controller, Goodput)
         found = []
         for number in range(60):
-            width = controller.next(4, Outlook(100, (0.0,) * 17 if slow == 1 else (0.0,) + (9.0,) * 16, slow - 1, 300.0))
+            width = controller.next(
+                4, Outlook(100, (0.0,) * 17 if slow == 1 else (0.0,) + (9.0,) * 16, slow - 1, 300.0)
+            )
             found.append(width)
             if captured:  # a loop with graphs leaves it some time in every round
                 controller.reflect()
@@ -391,5 +469,7 @@ def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
     assert widths[0] == widths[1] == widths[2]
     assert hopes[0] == hopes[1] == hopes[2]
     assert len(set(widths[0])) > 1, "it reacts to what is kept"
-    learnt = type(surface)(surface.rows, surface.widths, surface.verify, surface.draft, measured=False)
+    learnt = type(surface)(
+        surface.rows, surface.widths, surface.verify, surface.draft, measured=False
+    )
     assert isinstance(make_lengths("auto", limit=16, coupling="maximal", surface=learnt), Bass)

@@ -1,4 +1,5 @@
-"""Draft-length controllers and the clock: golden traces, and what one row may and may not do to the others."""
+"""Draft-length controllers and the clock: golden traces, and what one row may and may not do to
+the others."""
 
 import random
 
@@ -31,7 +32,23 @@ def test_algorithm_1_when_nothing_is_accepted():
 
 
 def test_algorithm_1_grows_by_two_while_one_row_keeps_everything():
-    assert trace(Bass(), 15, lambda k: [0, k, 1]) == [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]
+    assert trace(Bass(), 15, lambda k: [0, k, 1]) == [
+        7,
+        9,
+        11,
+        13,
+        15,
+        17,
+        19,
+        21,
+        23,
+        25,
+        27,
+        29,
+        31,
+        32,
+        32,
+    ]
 
 
 def test_algorithm_1_never_goes_below_what_a_row_kept_and_forgets_the_shrinking_after_success():
@@ -61,7 +78,9 @@ def test_fixed_lengths_keep_to_the_limit(length, due):
 
 
 def test_every_word_has_a_controller_of_its_own():
-    kinds = {type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS}
+    kinds = {
+        type(make_lengths(word, limit=8, coupling="shared", surface=TABLES)) for word in CONTROLLERS
+    }
     assert len(kinds) == len(CONTROLLERS)
 
 
@@ -90,13 +109,15 @@ def test_the_clock_follows_what_rounds_really_take():
 
 
 def simulate(controller, rounds, *, rows, rate, cost):
-    """Rows whose drafts each stand with chance `rate`, on a machine whose rounds take `cost(rows, width)`; returns
-    tokens a second and the draft lengths used."""
+    """Rows whose drafts each stand with chance `rate`, on a machine whose rounds take
+    `cost(rows, width)`; returns tokens a second and the draft lengths used."""
     chance, tokens, seconds, widths = random.Random(0), 0, 0.0, []
     for number in range(rounds):
         width = controller.next(rows)
         now = rate(number) if callable(rate) else rate
-        kept = tuple(next((i for i in range(width) if chance.random() > now), width) for _ in range(rows))
+        kept = tuple(
+            next((i for i in range(width) if chance.random() > now), width) for _ in range(rows)
+        )
         took = cost(rows, width) * chance.uniform(0.95, 1.05)
         controller.observe(Round(width, kept, took))
         tokens, seconds, widths = tokens + sum(kept) + rows, seconds + took, [*widths, width]
@@ -117,7 +138,9 @@ def test_goodput_comes_within_eight_percent_of_the_best_fixed_length(rows, rate)
 
 
 def test_goodput_goes_plain_when_drafts_fail_and_comes_back_when_they_stand_again():
-    _, widths = simulate(Goodput(limit=16), 900, rows=16, rate=lambda n: 0.02 if n < 300 else 0.9, cost=machine)
+    _, widths = simulate(
+        Goodput(limit=16), 900, rows=16, rate=lambda n: 0.02 if n < 300 else 0.9, cost=machine
+    )
     assert sum(widths[100:300]) < 60
     assert sum(widths[800:]) > 200
 
@@ -128,12 +151,14 @@ def test_auto_under_maximal_coupling_does_not_depend_on_time():
 
 
 def learnt(rows, rate, *, rounds=60):
-    """A Goodput that was made to draft 4 in every row and kept as many as `rate` says, on the machine above. What that
-    lost is not held against it."""
+    """A Goodput that was made to draft 4 in every row and kept as many as `rate` says, on the
+    machine above. What that lost is not held against it."""
     controller, chance = Goodput(limit=8), random.Random(0)
     for number in range(rounds):
         width = controller.next(rows) if number < 4 else 4
-        kept = tuple(next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows))
+        kept = tuple(
+            next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows)
+        )
         controller.observe(Round(width, kept, machine(rows, width)))
     controller._losses._lost = 0.0
     return controller
@@ -158,7 +183,8 @@ def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_man
 
 
 def test_goodput_learns_from_rows_that_had_drafts_only():
-    """Two of 32 rows draft, and keep all; the others' places are filled up, and what stands there is luck."""
+    """Two of 32 rows draft, and keep all; the others' places are filled up, and what stands
+    there is luck."""
     controller = learnt(32, 0.3)
     for _ in range(200):
         controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
@@ -169,8 +195,11 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
 
 
 def test_rounds_without_the_model_are_not_taken_for_dear_ones():
-    """A model's drafts take six plain rounds; where all are looked up it takes one and a bit, and nothing to catch up."""
-    controller = Goodput(limit=8, surface=make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 5.0]]))
+    """A model's drafts take six plain rounds; where all are looked up it takes one and a bit,
+    and nothing to catch up."""
+    controller = Goodput(
+        limit=8, surface=make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 5.0]])
+    )
     for _ in range(50):
         controller.next(2, Outlook(1e6, catch_up=2.0))
         controller.observe(Round(4, (2, 1), 1.2, steady=False, drafted=(4, 4)))
@@ -178,7 +207,9 @@ def test_rounds_without_the_model_are_not_taken_for_dear_ones():
     for _ in range(50):
         controller.next(2, Outlook(1e6, catch_up=2.0))
         controller.observe(Round(4, (2, 1), 1.2, steady=False))
-    assert controller._losses._lost > 200, "an uncaptured round of the model's counts as what it usually takes"
+    assert controller._losses._lost > 200, (
+        "an uncaptured round of the model's counts as what it usually takes"
+    )
 
 
 def test_drafts_of_the_host_need_no_catching_up():
@@ -187,15 +218,26 @@ def test_drafts_of_the_host_need_no_catching_up():
     assert Goodput(limit=8, surface=surface).next(2, behind) == 0
     assert Goodput(limit=8, surface=surface).trim([4, 4], behind) >= 3
     controller = Goodput(limit=8, surface=surface)
-    assert controller.next(2, behind._replace(left=1e6)) == 0, "the loss of a stretch after catching up is not affordable"
+    assert controller.next(2, behind._replace(left=1e6)) == 0, (
+        "the loss of a stretch after catching up is not affordable"
+    )
     assert controller.trim([4, 4], behind._replace(left=1e6)) >= 3
 
 
 TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
 
 
-@pytest.mark.parametrize("controller", [Fixed(7), Bass(), *(
-    make_lengths(name, limit=8, coupling="shared", surface=TABLES) for name in ("table", "bass+table"))])
+@pytest.mark.parametrize(
+    "controller",
+    [
+        Fixed(7),
+        Bass(),
+        *(
+            make_lengths(name, limit=8, coupling="shared", surface=TABLES)
+            for name in ("table", "bass+table")
+        ),
+    ],
+)
 def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(controller):
     class Found(NoDrafter):
         on_device = False

@@ -1,4 +1,5 @@
-"""The cost surface: what it says between and beyond its points, what it refuses to read, and how it follows a device."""
+"""The cost surface: what it says between and beyond its points, what it refuses to read, and how
+it follows a device."""
 
 import json
 
@@ -8,8 +9,13 @@ from bass_cli.lengths.round_cost import Surface, make_surface, read_surface
 
 
 def surface(**changes):
-    options = {"verify": [[4.0, 4.2, 4.6], [5.0, 7.0, 15.0]], "draft": [[0.0, 0.8, 3.2], [0.0, 1.0, 4.0]],
-               "context": 400.0, "growth": (0.001, 0.0005), "acceptance": 0.8}
+    options = {
+        "verify": [[4.0, 4.2, 4.6], [5.0, 7.0, 15.0]],
+        "draft": [[0.0, 0.8, 3.2], [0.0, 1.0, 4.0]],
+        "context": 400.0,
+        "growth": (0.001, 0.0005),
+        "acceptance": 0.8,
+    }
     return make_surface((8, 64), (0, 1, 4), **(options | changes))
 
 
@@ -45,24 +51,50 @@ def test_noise_cannot_make_more_work_take_less_time():
 def test_it_is_read_as_it_was_written():
     found = surface()
     assert read_surface(found.to_json()) == found
-    assert read_surface(found.to_json()).digest() == found.digest() != surface(acceptance=None).digest()
+    assert (
+        read_surface(found.to_json()).digest()
+        == found.digest()
+        != surface(acceptance=None).digest()
+    )
     assert read_surface(surface(acceptance=None, measured=False).to_json()).measured is False
 
 
-@pytest.mark.parametrize("changes", [
-    {"format": 2}, {"rows": [64, 8]}, {"rows": [8]}, {"widths": [0, 1]}, {"verify": [[4.0, 4.2, -1.0], [5.0, 7.0, 15.0]]},
-    {"verify": [[0.0, 4.2, 5.0], [5.0, 7.0, 15.0]]}, {"growth": [0.1]}, {"growth": [-0.1, 0.0]}, {"context": None},
-    {"draft": "none"}, {"verify": [[4.0, 4.2, float("nan")], [5.0, 7.0, 15.0]]},
-    {"rows": "89"}, {"rows": [8.0, 64]}, {"rows": [8, float("inf")]}, {"rows": {"8": 1}}, {"widths": [0, True, 4]},
-    {"verify": [["4", 4.2, 4.6], [5.0, 7.0, 15.0]]}, {"verify": [[4.0, 4.2, 10**400], [5.0, 7.0, 15.0]]},
-    {"context": 10**400}, {"context": "400"}, {"measured": "false"}, {"acceptance": 1.5}, {"acceptance": float("nan")},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"rows": [64, 8]},
+        {"rows": [8]},
+        {"widths": [0, 1]},
+        {"verify": [[4.0, 4.2, -1.0], [5.0, 7.0, 15.0]]},
+        {"verify": [[0.0, 4.2, 5.0], [5.0, 7.0, 15.0]]},
+        {"growth": [0.1]},
+        {"growth": [-0.1, 0.0]},
+        {"context": None},
+        {"draft": "none"},
+        {"verify": [[4.0, 4.2, float("nan")], [5.0, 7.0, 15.0]]},
+        {"rows": "89"},
+        {"rows": [8.0, 64]},
+        {"rows": [8, float("inf")]},
+        {"rows": {"8": 1}},
+        {"widths": [0, True, 4]},
+        {"verify": [["4", 4.2, 4.6], [5.0, 7.0, 15.0]]},
+        {"verify": [[4.0, 4.2, 10**400], [5.0, 7.0, 15.0]]},
+        {"context": 10**400},
+        {"context": "400"},
+        {"measured": "false"},
+        {"acceptance": 1.5},
+        {"acceptance": float("nan")},
+    ],
+)
 def test_what_is_not_a_surface_is_refused(changes):
     with pytest.raises(ValueError):  # noqa: PT011 - the reasons are json's too
         read_surface(json.dumps(json.loads(surface().to_json()) | changes))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "{\"format\": 1}", "[" * 10**5, "9" * 6000, surface().to_json()[:-5]])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"format": 1}', "[" * 10**5, "9" * 6000, surface().to_json()[:-5]]
+)
 def test_broken_files_are_refused(text):
     with pytest.raises(ValueError):  # noqa: PT011
         read_surface(text)

@@ -1,5 +1,6 @@
-"""A completion's text is what follows its prompt: tokenizers that drop the space at the beginning of a text keep a
-completion's, in results and for stop strings, whatever character or byte the two meet at."""
+"""A completion's text is what follows its prompt: tokenizers that drop the space at the
+beginning of a text keep a completion's, in results and for stop strings, whatever character or
+byte the two meet at."""
 
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["tokenizer.json", "gguf"])
-def tokenizer(request: pytest.FixtureRequest, folder: Path,
-              tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+def tokenizer(
+    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Tokenizer]:
     if request.param != "gguf":
         yield Tokenizer.load(folder)
         return
     metadata = sentencepiece_metadata(folder)
     place = tmp_path_factory.mktemp("gguf")
-    write_gguf("llama", place / "model.gguf", vocab_size=len(metadata["tokenizer.ggml.tokens"]), metadata=metadata)
+    write_gguf(
+        "llama",
+        place / "model.gguf",
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        metadata=metadata,
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(place))
         yield Tokenizer.load(place / "model.gguf")
@@ -55,7 +62,9 @@ def test_the_tokenizer_is_one_that_drops_a_first_space(tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_completion_reads_as_in_the_whole_text_wherever_it_begins(tokenizer: Tokenizer, text: str) -> None:
+def test_a_completion_reads_as_in_the_whole_text_wherever_it_begins(
+    tokenizer: Tokenizer, text: str
+) -> None:
     ids = tokenizer.encode(text)
     for at in range(1, len(ids)):
         before = tokenizer.decode(ids[:at])
@@ -64,7 +73,8 @@ def test_a_completion_reads_as_in_the_whole_text_wherever_it_begins(tokenizer: T
 
 
 def test_half_a_character_after_a_prompt_that_ends_in_bytes(tokenizer: Tokenizer) -> None:
-    """Decoded as one run with them, it would make the prompt's own bytes unreadable, and the cut fall elsewhere."""
+    """Decoded as one run with them, it would make the prompt's own bytes unreadable, and the cut
+    fall elsewhere."""
     for ending in ("\n", "é", "안🙂"):
         after = Continuation(tokenizer, tokenizer.encode("the" + ending))
         accent = [3 + byte for byte in "é".encode()]
@@ -77,16 +87,24 @@ def test_where_a_prompt_has_no_text_the_completion_begins_it(tokenizer: Tokenize
     ids = tokenizer.encode("the cat")
     for prompt in ([], [1], [1, 1]):
         assert Continuation(tokenizer, prompt).decode(ids[1:]) == "the cat"
-    assert Continuation(tokenizer, [*ids[:2], 1, 1]).decode(ids[1:]) == " the cat", "special tokens are not text"
+    assert Continuation(tokenizer, [*ids[:2], 1, 1]).decode(ids[1:]) == " the cat", (
+        "special tokens are not text"
+    )
 
 
 STOPS = [[" return"], ["    return"], ["x\n"], ["é"], ["\n\n", " the"], ["안"]]
 
 
 @pytest.mark.parametrize("stops", STOPS)
-def test_stops_are_those_of_the_text_after_the_prompt(tokenizer: Tokenizer, stops: list[str]) -> None:
+def test_stops_are_those_of_the_text_after_the_prompt(
+    tokenizer: Tokenizer, stops: list[str]
+) -> None:
     rng, prompt, found = random.Random(5), tokenizer.encode("def f(x):\n"), 0
-    runs = [tokenizer.encode(text)[1:] for text in TEXTS] + [[3 + byte] for byte in "é안\n".encode()] + [[2], [1]]
+    runs = (
+        [tokenizer.encode(text)[1:] for text in TEXTS]
+        + [[3 + byte] for byte in "é안\n".encode()]
+        + [[2], [1]]
+    )
     after = Continuation(tokenizer, prompt)
     for _ in range(60):
         ids = [id_ for run in rng.choices(runs, k=rng.randint(1, 12)) for id_ in run]
@@ -97,7 +115,8 @@ def test_stops_are_those_of_the_text_after_the_prompt(tokenizer: Tokenizer, stop
 
 
 def test_a_stop_string_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:
-    """The decoded tail must not begin inside a character: it would hide the whole run, stop string included."""
+    """The decoded tail must not begin inside a character: it would hide the whole run, stop
+    string included."""
     for lead in range(24):
         text = "é" * lead + "안" * 60
         ids = [3 + byte for byte in f"{text}\n안".encode()]
@@ -113,17 +132,29 @@ def generated(tokenizer: Tokenizer, prompt: str, text: str, **settings: Any) -> 
     table = torch.zeros(len(whole), 1, tokenizer.size)
     for at, following in enumerate(whole[1:]):
         table[at, 0, following] = 50.0
-    loop = loop_for(Markov(table.expand(-1, tokenizer.size, -1), 1), Guess(tokenizer.size), rows=2, lengths=Fixed(2))
-    conductor = Conductor(job(n=2, temperature=0.0, **settings), tokenizer, loop, context=1000, eos_ids={2})
+    loop = loop_for(
+        Markov(table.expand(-1, tokenizer.size, -1), 1),
+        Guess(tokenizer.size),
+        rows=2,
+        lengths=Fixed(2),
+    )
+    conductor = Conductor(
+        job(n=2, temperature=0.0, **settings), tokenizer, loop, context=1000, eos_ids={2}
+    )
     return list(conductor.run(iter(prompts(prompt)), ()))
 
 
 @pytest.mark.parametrize(("stop", "text", "reason"), [
-    ((), "    return x\n  é안\n", "eos"), (("\n  é",), "    return x", "stop"), (("  return",), "  ", "stop"),
+    ((), "    return x\n  "
+         "é안\n", "eos"), (("\n  é",), "    return x", "stop"), (("  return",), "  ", "stop"),
     (("안",), "    return x\n  é", "stop"), ((" return", "    r"), "", "stop"),
 ])  # fmt: skip
-def test_samples_keep_their_first_spaces(tokenizer: Tokenizer, stop: Sequence[str], text: str, reason: str) -> None:
-    found = generated(tokenizer, "def f(x):\n", "    return x\n  é안\n", stop=tuple(stop), max_new_tokens=60)
+def test_samples_keep_their_first_spaces(
+    tokenizer: Tokenizer, stop: Sequence[str], text: str, reason: str
+) -> None:
+    found = generated(
+        tokenizer, "def f(x):\n", "    return x\n  é안\n", stop=tuple(stop), max_new_tokens=60
+    )
     assert [(one.text, one.finish_reason) for one in found] == [(text, reason)] * 2
 
 
@@ -133,8 +164,11 @@ def test_what_a_limit_cuts_off_keeps_them_too(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("character", ["é", "안", "🙂"])
-def test_half_a_character_at_the_end_takes_no_others_with_it(tokenizer: Tokenizer, character: str) -> None:
-    """A limit or a deadline may end a sample there; decoded as it is, the whole run of bytes would be unreadable."""
+def test_half_a_character_at_the_end_takes_no_others_with_it(
+    tokenizer: Tokenizer, character: str
+) -> None:
+    """A limit or a deadline may end a sample there; decoded as it is, the whole run of bytes
+    would be unreadable."""
     last, shown = character.encode(), "안녕\n"
     for count in range(1, len(last)):
         limit = len(shown.encode()) + count
@@ -144,11 +178,15 @@ def test_half_a_character_at_the_end_takes_no_others_with_it(tokenizer: Tokenize
     assert {(one.text, one.finish_reason) for one in stopped} == {("안녕", "stop")}
 
 
-def test_the_prompt_costs_one_token_a_decode(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_costs_one_token_a_decode(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = tokenizer.encode("the cat sat there\n" * 300)
     decoded: list[int] = []
     original = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda some: decoded.append(len(some)) or original(some))
+    monkeypatch.setattr(
+        tokenizer, "decode", lambda some: decoded.append(len(some)) or original(some)
+    )
     detector = StopDetector(Continuation(tokenizer, ids), ["never"])
     assert max(decoded) <= 2
     decoded.clear()

@@ -1,4 +1,5 @@
-"""Checkpoints that are damaged or made to do harm: found by headers alone, named, without waiting, much memory or code."""
+"""Checkpoints that are damaged or made to do harm: found by headers alone, named, without
+waiting, much memory or code."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def framed(header: bytes) -> bytes:
 
 WHOLE = "a whole number from 0 on is needed, not "
 HEADERS: dict[str, tuple[dict[str, Any], str]] = {
-    "null shape": ({"shape": None}, "header is corrupt: tensor .* is not described as in safetensors"),
+    "null shape": ({"shape": None}, "header is corrupt: tensor .* is not described as in "
+                                    "safetensors"),
     "float shape": ({"shape": [301.0, 48]}, f'header is corrupt: tensor "lm.*": {WHOLE}301.0'),
     "negative shape": ({"shape": [-301, -48]}, f"{WHOLE}-301"),
     "true shape": ({"shape": [True, 48]}, f"{WHOLE}True"),
@@ -68,14 +70,18 @@ HEADERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", HEADERS)
-def test_what_a_safetensors_header_says_of_a_tensor(fault: str, models: Path, tmp_path: Path) -> None:
+def test_what_a_safetensors_header_says_of_a_tensor(
+    fault: str, models: Path, tmp_path: Path
+) -> None:
     changes, message = HEADERS[fault]
     shutil.copytree(models / "whole", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    header["lm_head.weight"] = header["model.embed_tokens.weight"] | changes  # a head of its own, whatever the config says
+    header["lm_head.weight"] = (
+        header["model.embed_tokens.weight"] | changes
+    )  # a head of its own, whatever the config says
     if fault != "shared offsets":
         del header["model.embed_tokens.weight"]
         header["model.embed_tokens.weight"] = header.pop("lm_head.weight")
@@ -85,9 +91,14 @@ def test_what_a_safetensors_header_says_of_a_tensor(fault: str, models: Path, tm
 
 
 def instead(path: Path, kind: str) -> None:
-    """Something that is no file in place of a file; nobody writes to the pipe, and the device has no end."""
+    """Something that is no file in place of a file; nobody writes to the pipe, and the device
+    has no end."""
     path.unlink()
-    {"pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"), "folder": path.mkdir}[kind]()
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "folder": path.mkdir,
+    }[kind]()
 
 
 def listed(name: Any) -> Callable[[Path], Any]:
@@ -119,8 +130,10 @@ FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "config in Latin": (CONFIG, lambda p: p.write_bytes(b'{"a": "\xe4"}'), "the text is not valid UTF-8"),
     "eos of words": (GENERATION, lambda p: p.write_text('{"eos_token_id": "a"}'),
                      r"generation_config\.json: key \"eos_token_id\": a token id or a list of them is needed, not 'a'"),
-    "eos of lists": (GENERATION, lambda p: p.write_text('{"eos_token_id": [[2]]}'), r"is needed, not \[\[2\]\]"),
-    "generation is a list": (GENERATION, lambda p: p.write_text("[]"), r"generation_config\.json: a JSON object is needed"),
+    "eos of lists": (GENERATION, lambda p: p.write_text('{"eos_token_id": '
+                                                        '[[2]]}'), r"is needed, not \[\[2\]\]"),
+    "generation is a "
+    "list": (GENERATION, lambda p: p.write_text("[]"), r"generation_config\.json: a JSON object is needed"),
 }  # fmt: skip
 
 
@@ -184,37 +197,60 @@ def test_what_torch_saved(fault: str, tmp_path: Path) -> None:
 NORM, INT32, UINT32, FLOAT, TEXT, ARRAY = b"output_norm.weight", 5, 4, 6, 8, 9
 
 
-def tensor(*, dimensions: tuple[int, ...] = (96,), count: int | None = None, kind: int = 0,
-           offset: int | None = None) -> Callable[[bytes], bytes]:
+def tensor(
+    *,
+    dimensions: tuple[int, ...] = (96,),
+    count: int | None = None,
+    kind: int = 0,
+    offset: int | None = None,
+) -> Callable[[bytes], bytes]:
     """Has the header say this of the output norm, which it holds as [96] numbers of type 0."""
+
     def change(raw: bytes) -> bytes:
         at = raw.index(NORM) + len(NORM)
         number, size, _, place = struct.unpack_from("<IQIQ", raw, at)
         assert (number, size) == (1, 96)
         said = struct.pack("<I", len(dimensions) if count is None else count)
-        said += struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, place if offset is None else offset)
+        said += struct.pack(
+            f"<{len(dimensions)}QIQ", *dimensions, kind, place if offset is None else offset
+        )
         return raw[:at] + said + raw[at + 24 :]
+
     return change
 
 
 def field(kind: int, value: bytes, name: bytes = b"a") -> Callable[[bytes], bytes]:
     """Puts one more field of metadata before the others."""
+
     def change(raw: bytes) -> bytes:
         count = struct.pack("<Q", struct.unpack_from("<Q", raw, 16)[0] + 1)
-        return raw[:16] + count + struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value + raw[24:]
+        return (
+            raw[:16]
+            + count
+            + struct.pack("<Q", len(name))
+            + name
+            + struct.pack("<I", kind)
+            + value
+            + raw[24:]
+        )
+
     return change
 
 
 def renamed(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
-    return lambda raw: raw.replace(struct.pack("<Q", len(old)) + old, struct.pack("<Q", len(new)) + new)
+    return lambda raw: raw.replace(
+        struct.pack("<Q", len(old)) + old, struct.pack("<Q", len(new)) + new
+    )
 
 
 def retyped(name: bytes, value: float) -> Callable[[bytes], bytes]:
     """Has a field of a whole number be a float."""
+
     def change(raw: bytes) -> bytes:
         at = raw.index(name) + len(name)
         assert struct.unpack_from("<I", raw, at)[0] in (INT32, UINT32)
         return raw[:at] + struct.pack("<If", FLOAT, value) + raw[at + 8 :]
+
     return change
 
 
@@ -223,16 +259,19 @@ GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "many tensors": (lambda raw: raw[:8] + struct.pack("<Q", 2**60) + raw[16:], "1152921504606846976 tensors and"),
     "many fields": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "1152921504606846976 fields are more"),
     "more fields": (lambda raw: raw[:16] + struct.pack("<Q", 10**4) + raw[24:], NEAR),
-    "a field twice": (field(UINT32, b"abcd", b"llama.block_count"), "a field or a tensor is there twice"),
+    "a field twice": (field(UINT32, b"abcd", b"llama.block_count"), "a field or a tensor is there "
+                                                                    "twice"),
     "a tensor twice": (renamed(b"blk.1.attn_k.weight", b"blk.0.attn_k.weight"), "a field or a tensor is there twice"),
     "long array": (field(ARRAY, struct.pack("<IQ", 0, 2**60)), NEAR),
-    "longer array than any": (field(ARRAY, struct.pack("<IQ", 0, 2**22 + 1) + bytes(2**22 + 1)), NEAR),
+    "longer array than "
+    "any": (field(ARRAY, struct.pack("<IQ", 0, 2**22 + 1) + bytes(2**22 + 1)), NEAR),
     "long array of texts": (field(ARRAY, struct.pack("<IQ", TEXT, 2**60)), NEAR),
     "array of arrays": (field(ARRAY, struct.pack("<IQIQ", ARRAY, 1, ARRAY, 1)), NEAR),
     "unknown type": (field(77, b""), NEAR),
     "no text": (field(TEXT, struct.pack("<Q", 2) + b"\xff\xff"), NEAR),
     "text of 2^63 bytes": (field(TEXT, struct.pack("<Q", 2**63)), NEAR),
-    "alignment in words": (field(TEXT, struct.pack("<Q", 2) + b"32", b"general.alignment"), "'32' is not valid"),
+    "alignment in "
+    "words": (field(TEXT, struct.pack("<Q", 2) + b"32", b"general.alignment"), "'32' is not valid"),
     "no alignment": (field(UINT32, struct.pack("<I", 0), b"general.alignment"), '"general.alignment": 0 is not valid'),
     "a shape of 0": (tensor(dimensions=(0,)), r"has shape \(0,\)"),
     "no shape": (tensor(dimensions=()), r"has shape \(\)"),
@@ -242,8 +281,10 @@ GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "quantised norm": (tensor(kind=12), r'tensor "output_norm.weight" of type Q4_K has shape \(96,\)'),
     "far away": (tensor(offset=2**63), "the file is truncated"),
     "on another": (tensor(offset=0), 'tensors ".*" and ".*" lie over each other'),
-    "float eos": (retyped(b"tokenizer.ggml.eos_token_id", 2.0), "a token id or a list of them is needed, not 2.0"),
-    "float count": (retyped(b"llama.block_count", 3.5), '"llama.block_count": a whole number from 1 to 4096 is needed'),
+    "float eos": (retyped(b"tokenizer.ggml.eos_token_id", 2.0), "a token id or a list of them is "
+                                                                "needed, not 2.0"),
+    "float count": (retyped(b"llama.block_count", 3.5), '"llama.block_count": a whole number from '
+                                                        '1 to 4096 is needed'),
     "infinite count": (retyped(b"llama.embedding_length", float("inf")), '"llama.embedding_length": a finite number'),
 }  # fmt: skip
 
@@ -263,4 +304,6 @@ def test_a_gguf_file_that_is_none(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.touch()
     instead(path, kind)
-    refused(path, {"folder": r"config\.json: cannot read the file: No such file"}.get(kind, NO_FILE))
+    refused(
+        path, {"folder": r"config\.json: cannot read the file: No such file"}.get(kind, NO_FILE)
+    )

@@ -1,4 +1,5 @@
-"""Configurations to Specs: as hubs have them and as transformers 5 writes them; names; what is refused, and how."""
+"""Configurations to Specs: as hubs have them and as transformers 5 writes them; names; what is
+refused, and how."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", OLD)
 def test_old_and_new_style_give_the_same_spec(name: str) -> None:
     old = OLD[name]
-    config = AutoConfig.for_model(**{key: value for key, value in old.items() if key != "rope_type"})
+    config = AutoConfig.for_model(
+        **{key: value for key, value in old.items() if key != "rope_type"}
+    )
     new = json.loads(config.to_json_string(use_diff=False))
     assert ("rope_parameters" in new) == ("n_embd" not in old and "ffn_dim" not in old)
     assert spec_of_config(old, place="old") == spec_of_config(new, place="new")
@@ -123,7 +126,9 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
     assert spec.rope.factors is not None
     plain = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
     wanted = LlamaRotaryEmbedding(AutoConfig.for_model(**OLD["llama-3.1"])).inv_freq.double()
-    torch.testing.assert_close(plain / torch.tensor(spec.rope.factors, dtype=torch.float64), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        plain / torch.tensor(spec.rope.factors, dtype=torch.float64), wanted, rtol=1e-6, atol=0
+    )
     assert min(spec.rope.factors) == 1.0
     assert max(spec.rope.factors) == pytest.approx(8.0)
 
@@ -132,7 +137,9 @@ def test_nested_rope_per_layer_type() -> None:
     nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
     types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    spec = spec_of_config(changed("qwen2-windows", rope_parameters=nested, layer_types=types), place="")
+    spec = spec_of_config(
+        changed("qwen2-windows", rope_parameters=nested, layer_types=types), place=""
+    )
     assert (spec.rope, spec.local_rope) == (Rope(50.0, 16, (2.0,) * 8), Rope(7.0, 16))
     assert spec.windows == (16, 0, 0, 16)
 
@@ -149,7 +156,10 @@ def test_every_decoder_tensor_has_its_rows_named_once(family: str) -> None:
     assert rows.keys() == parameters(spec).keys()
     for name, spans in rows.items():
         edges = sorted(spans)
-        assert [0, *(last for _, last in edges)] == [*(first for first, _ in edges), parameters(spec)[name][0]]
+        assert [0, *(last for _, last in edges)] == [
+            *(first for first, _ in edges),
+            parameters(spec)[name][0],
+        ]
     state = {name.removeprefix(FAMILIES[spec.family].prefix) for name in model.state_dict()}
     assert named.keys() == state
 
@@ -170,7 +180,9 @@ def test_gguf_names_cover_the_decoder(name: str) -> None:
 def test_gguf_values() -> None:
     one_a_layer = {**GGUF, "llama.attention.head_count_kv": [2, 2], "llama.attention.key_length": 16,
                    "llama.attention.value_length": 16, "llama.rope.freq_base": 5e5}  # fmt: skip
-    spec = spec_of_gguf(one_a_layer, {**EMBEDDING, "output.weight": (77, 32)}, place="", rope_factors=(1.0,) * 8)
+    spec = spec_of_gguf(
+        one_a_layer, {**EMBEDDING, "output.weight": (77, 32)}, place="", rope_factors=(1.0,) * 8
+    )
     assert (spec.kv_heads, spec.head_size, spec.tied) == (2, 16, False)
     assert spec.rope == Rope(5e5, 16, (1.0,) * 8)
     gemma = {key.replace("llama", "gemma3"): value for key, value in GGUF.items()}
@@ -180,7 +192,11 @@ def test_gguf_values() -> None:
     assert spec.windows[:6] == (9, 9, 9, 9, 9, 0)
     assert spec.query_scale == (32 / 4) ** -0.5  # the one size that goes by width / heads
     assert spec_of_gguf({**gemma, "gemma3.block_count": 2}, EMBEDDING, place="").query_scale == 0.5
-    listed = {**gemma, "gemma3.block_count": 3, "gemma3.attention.sliding_window_pattern": [True, False, True]}
+    listed = {
+        **gemma,
+        "gemma3.block_count": 3,
+        "gemma3.attention.sliding_window_pattern": [True, False, True],
+    }
     assert spec_of_gguf(listed, EMBEDDING, place="").windows == (9, 0, 9)
 
 
@@ -188,40 +204,64 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("gpt2", model_type="mixtral"), r'"model_type": the family "mixtral" .*mean "mistral"\?; known: llama,'),
     ({}, r'"model_type": the family "None" is not supported; known: llama, '),
     (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0}), 'rope type "yarn".* default, linear, llama3'),
-    (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is missing'),
+    (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is '
+                                                            'missing'),
     (changed("llama-3.1", hidden_act="silo"), r'"hidden_act": the activation "silo" .*did you mean "silu"'),
-    (changed("llama-3.1", hidden_size="big"), "\"hidden_size\": a number above 0 is needed, not 'big'"),
-    (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to 4096 is needed, not 2.5'),
+    (changed("llama-3.1", hidden_size="big"), "\"hidden_size\": a number above 0 is needed, not "
+                                              "'big'"),
+    (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to '
+                                                  '4096 is needed, not 2.5'),
     (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 32 heads cannot share 5'),
-    (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no 24 equal heads'),
-    ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is missing'),
+    (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no '
+                                                   '24 equal heads'),
+    ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is '
+                                                                       'missing'),
     (changed("llama-3.1", quantization_config={"bits": 4}), '"quantization_config".*GGUF'),
-    (changed("qwen2-windows", layer_types=["full_attention"]), '"layer_types": 1 types for 4 layers'),
-    (changed("qwen2-windows", layer_types=["linear_attention"] * 4), '"layer_types": the type "linear_attention"'),
-    (changed("gemma-3-1b", final_logit_softcapping=30.0), '"final_logit_softcapping": 30.0 is not supported'),
-    (changed("gemma-3-1b", use_bidirectional_attention=True), '"use_bidirectional_attention": True is not supported'),
-    (changed("opt-125m", do_layer_norm_before=False), '"do_layer_norm_before": False is not supported, only True is'),
+    (changed("qwen2-windows", layer_types=["full_attention"]), '"layer_types": 1 types for 4 '
+                                                               'layers'),
+    (changed("qwen2-windows", layer_types=["linear_attention"] * 4), '"layer_types": the type '
+                                                                     '"linear_attention"'),
+    (changed("gemma-3-1b", final_logit_softcapping=30.0), '"final_logit_softcapping": 30.0 is not '
+                                                          'supported'),
+    (changed("gemma-3-1b", use_bidirectional_attention=True), '"use_bidirectional_attention": '
+                                                              'True is not supported'),
+    (changed("opt-125m", do_layer_norm_before=False), '"do_layer_norm_before": False is not '
+                                                      'supported, only True is'),
     (changed("opt-125m", word_embed_proj_dim=512), '"word_embed_proj_dim": 512 is not supported'),
-    (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": True is not supp'),
+    (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": '
+                                                            'True is not supp'),
     (changed("codegen", n_head=2), '"n_head": it must be a multiple of 4'),
     (changed("gptj", rotary_dim=0), '"rotary_dim": a number above 0 is needed, not 0'),
     (changed("gptj", rotary_dim=258), "258 rotary dimensions of a head of 256"),
     (changed("gpt2", model_type=["gpt2"]), r'"model_type": the family "\[\'gpt2\'\]" is not supported'),
     (changed("gpt2", model_type={}), '"model_type": the family "{}" is not supported'),
-    (changed("gpt2", activation_function=["gelu"]), '"activation_function": the activation .* is not supported'),
-    (changed("llama-3.1", num_attention_heads=0), '"num_attention_heads": a number above 0 is needed, not 0'),
-    (changed("llama-3.1", num_attention_heads=-4), '"num_attention_heads": a number above 0 is needed, not -4'),
-    (changed("llama-3.1", num_attention_heads=[32]), '"num_attention_heads": a number above 0 is needed, not .32'),
-    (changed("llama-3.1", num_attention_heads="32"), "\"num_attention_heads\": a number above 0 is needed, not '32'"),
-    (changed("llama-3.1", num_hidden_layers=10**9), '"num_hidden_layers": a whole number from 1 to 4096 is needed'),
-    (changed("llama-3.1", head_dim=1e9), '"head_dim": a whole number from 1 to 65536 is needed, not 1000000000'),
-    (changed("llama-3.1", head_dim=10**400), '"head_dim": a finite number is needed, not 1000.*000'),
-    (changed("llama-3.1", vocab_size=float("nan")), '"vocab_size": a number above 0 is needed, not nan'),
-    (changed("llama-3.1", hidden_size=float("inf")), '"hidden_size": a finite number is needed, not inf'),
-    (changed("llama-3.1", rms_norm_eps=None, hidden_size=True), '"hidden_size": a finite number is needed, not True'),
-    (changed("llama-3.1", tie_word_embeddings="false"), "\"tie_word_embeddings\": true or false is needed, not 'false'"),
+    (changed("gpt2", activation_function=["gelu"]), '"activation_function": the activation .* is '
+                                                    'not supported'),
+    (changed("llama-3.1", num_attention_heads=0), '"num_attention_heads": a number above 0 is '
+                                                  'needed, not 0'),
+    (changed("llama-3.1", num_attention_heads=-4), '"num_attention_heads": a number above 0 is '
+                                                   'needed, not -4'),
+    (changed("llama-3.1", num_attention_heads=[32]), '"num_attention_heads": a number above 0 is '
+                                                     'needed, not .32'),
+    (changed("llama-3.1", num_attention_heads="32"), "\"num_attention_heads\": a number above 0 "
+                                                     "is needed, not '32'"),
+    (changed("llama-3.1", num_hidden_layers=10**9), '"num_hidden_layers": a whole number from 1 '
+                                                    'to 4096 is needed'),
+    (changed("llama-3.1", head_dim=1e9), '"head_dim": a whole number from 1 to 65536 is needed, '
+                                         'not 1000000000'),
+    (changed("llama-3.1", head_dim=10**400), '"head_dim": a finite number is needed, not '
+                                             '1000.*000'),
+    (changed("llama-3.1", vocab_size=float("nan")), '"vocab_size": a number above 0 is needed, '
+                                                    'not nan'),
+    (changed("llama-3.1", hidden_size=float("inf")), '"hidden_size": a finite number is needed, '
+                                                     'not inf'),
+    (changed("llama-3.1", rms_norm_eps=None, hidden_size=True), '"hidden_size": a finite number '
+                                                                'is needed, not True'),
+    (changed("llama-3.1", tie_word_embeddings="false"), "\"tie_word_embeddings\": true or false "
+                                                        "is needed, not 'false'"),
     (changed("llama-3.1", attention_bias=[]), r'"attention_bias": true or false is needed, not \[\]'),
-    (changed("llama-3.1", rope_scaling="llama3"), "\"rope_scaling\": a mapping is needed, not 'llama3'"),
+    (changed("llama-3.1", rope_scaling="llama3"), "\"rope_scaling\": a mapping is needed, not "
+                                                  "'llama3'"),
     (changed("llama-3.1", rope_scaling={"type": ["linear"]}), "the rope type .* is not supported"),
     (changed("llama-3.1", rope_scaling={"type": "linear", "factor": "2"}), "rope_parameters: key \"factor\": .* not '2'"),
     (changed("llama-3.1", partial_rotary_factor=1e300), "256 rotary dimensions of a head of 128"),
@@ -230,10 +270,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      'key "high_freq_factor": 1 is not above low_freq_factor, 1'),
     (changed("gemma-3-1b", rope_scaling={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
     (changed("qwen2-windows", layer_types=4), '"layer_types": a list is needed, not 4'),
-    (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not supported'),
-    (changed("qwen2-windows", max_window_layers="3"), "\"max_window_layers\": a number above 0 is needed, not '3'"),
-    (changed("qwen2-windows", use_sliding_window="no"), '"use_sliding_window": true or false is needed'),
-    (changed("gemma-3-1b", sliding_window_pattern=0), '"sliding_window_pattern": a number above 0 is needed, not 0'),
+    (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not '
+                                                              'supported'),
+    (changed("qwen2-windows", max_window_layers="3"), "\"max_window_layers\": a number above 0 is "
+                                                      "needed, not '3'"),
+    (changed("qwen2-windows", use_sliding_window="no"), '"use_sliding_window": true or false is '
+                                                        'needed'),
+    (changed("gemma-3-1b", sliding_window_pattern=0), '"sliding_window_pattern": a number above 0 '
+                                                      'is needed, not 0'),
 ]  # fmt: skip
 
 
@@ -255,7 +299,8 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
     ({"general.architecture": [1.0]}, 'the family .* is not supported'),
     ({"llama.block_count": 2**31}, '"llama.block_count": a whole number from 1 to 4096 is needed'),
-    ({"llama.block_count": 2.5}, '"llama.block_count": a whole number from 1 to 4096 is needed, not 2.5'),
+    ({"llama.block_count": 2.5}, '"llama.block_count": a whole number from 1 to 4096 is needed, '
+                                 'not 2.5'),
     ({"llama.attention.key_length": 2**40, "llama.attention.value_length": 2**40}, '"llama.attention.key_length": a whole'),
     ({"split.count": "3"}, '"split.count": a number above 0 is needed'),
     ({"llama.rope.scaling.type": 2.0}, 'the rope type "2.0"'),
@@ -269,7 +314,9 @@ def test_gguf_refusals(change: dict[str, Any], message: str) -> None:
 
 
 def test_gguf_needs_an_embedding_and_fitting_factors() -> None:
-    with pytest.raises(UserError, match=re.escape('x.gguf: the tensor "token_embd.weight" is missing')):
+    with pytest.raises(
+        UserError, match=re.escape('x.gguf: the tensor "token_embd.weight" is missing')
+    ):
         spec_of_gguf(GGUF, {}, place="x.gguf")
     with pytest.raises(UserError, match="has 3 factors, not 4"):
         spec_of_gguf(GGUF, EMBEDDING, place="x.gguf", rope_factors=(1.0,) * 3)

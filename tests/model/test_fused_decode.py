@@ -1,4 +1,5 @@
-"""The kernels of a few tokens (products, mixing) against their definitions: on a CUDA device, else by the interpreter."""
+"""The kernels of a few tokens (products, mixing) against their definitions: on a CUDA device,
+else by the interpreter."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -31,7 +32,9 @@ def begun(dtype, *, count=3, width=300, scale=1.0):
     rounded = torch.tensor(scale, dtype=dtype).item()
     residual = (embed[tokens.clamp(max=19)].float() * rounded).to(dtype).double()
     turns = positions[:, None].float() * inverse
-    torch.testing.assert_close(angles, torch.stack((turns.cos(), turns.sin())), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        angles, torch.stack((turns.cos(), turns.sin())), atol=1e-5, rtol=1e-5
+    )
     return stream, residual, norm.double()
 
 
@@ -46,16 +49,24 @@ def test_begin(dtype, scale):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("cut", "count"), [(None, 8), (None, 1), (Cut(20, 32, 3, 64, 4), 8), (Cut(27, 32, 2, 128, 4), 1)])
+@pytest.mark.parametrize(
+    ("cut", "count"),
+    [(None, 8), (None, 1), (Cut(20, 32, 3, 64, 4), 8), (Cut(27, 32, 2, 128, 4), 1)],
+)
 def test_products(dtype, cut, count):
-    """Norm and product; product and addition to the stream; norm and gated product: for odd sizes and every way to deal."""
+    """Norm and product; product and addition to the stream; norm and gated product: for odd
+    sizes and every way to deal."""
     stream, residual, norm = begun(dtype, count=count)
     weight, bias = randn(75, 300, dtype=dtype, seed=3) / 17, randn(75, dtype=dtype, seed=4)
     for b in (bias, None):
         due = normed(residual, norm) @ weight.double().T + (0 if b is None else b.double())
         close(products.project(stream, weight, b, eps=EPS, cut=cut), due, dtype)
 
-    x, down, following = randn(count, 200, dtype=dtype, seed=5), randn(300, 200, dtype=dtype, seed=6), norm.to(dtype) + 1
+    x, down, following = (
+        randn(count, 200, dtype=dtype, seed=5),
+        randn(300, 200, dtype=dtype, seed=6),
+        norm.to(dtype) + 1,
+    )
     total = residual + x.double() @ down.double().T
     longer = products.add(x, down, stream, following, cut=cut)
     close(longer.residual, total, torch.float32 if dtype == torch.float32 else dtype)
@@ -73,11 +84,13 @@ def test_products(dtype, cut, count):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("wide", "window", "norms"),
-                         [(1, 0, True), (3, 0, False), (2, 20, True), (16, 75, False), (1, 1, False)])
+@pytest.mark.parametrize(
+    ("wide", "window", "norms"),
+    [(1, 0, True), (3, 0, False), (2, 20, True), (16, 75, False), (1, 1, False)],
+)
 def test_mix(dtype, splits, wide, window, norms):
-    """Attention with rope and cache write in one, for rows on two prompts and none; slots that nobody may see are loud, and
-    what is written was NaN."""
+    """Attention with rope and cache write in one, for rows on two prompts and none; slots that
+    nobody may see are loud, and what is written was NaN."""
     given = case(wide, dtype)
     q, own, clean, segments = given
     _q, mine, prompt, _segments = poisoned(given)
@@ -89,14 +102,37 @@ def test_mix(dtype, splits, wide, window, norms):
     qkv = randn(rows * wide, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
     turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - 2, device=DEVICE))
     angles = torch.stack((turns.cos(), turns.sin()))
-    weights = (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
+    weights = (
+        (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
+    )
     due_own = tuple(t.clone().float() for t in own)
-    found = mixing.mix(qkv, angles.flatten(1, 2), weights, segments, mine, prompt, heads=heads, eps=EPS, scale=0.25,
-                       window=window, splits=splits, keys=32)
+    found = mixing.mix(
+        qkv,
+        angles.flatten(1, 2),
+        weights,
+        segments,
+        mine,
+        prompt,
+        heads=heads,
+        eps=EPS,
+        scale=0.25,
+        window=window,
+        splits=splits,
+        keys=32,
+    )
     wider = None if weights is None else tuple(w.float() for w in weights)
-    q = reference.rope_write(qkv.float().view(rows, wide, -1), tuple(angles), slots, due_own, heads=heads, norms=wider,
-                             eps=EPS)
-    due = reference.attention(q, due_own, tuple(t.float() for t in clean), segments, scale=0.25, window=window)
+    q = reference.rope_write(
+        qkv.float().view(rows, wide, -1),
+        tuple(angles),
+        slots,
+        due_own,
+        heads=heads,
+        norms=wider,
+        eps=EPS,
+    )
+    due = reference.attention(
+        q, due_own, tuple(t.float() for t in clean), segments, scale=0.25, window=window
+    )
     close(found.view(rows, wide, -1), due, dtype, factor=2)
     for a, b in zip(mine, due_own, strict=True):
         for row in range(rows):
@@ -110,10 +146,29 @@ def test_a_token_that_is_fed_twice_counts_once():
     rows = len(segments.base)
     qkv = randn(rows, (6 + 4) * 16, seed=8)
     angles = torch.ones(2, rows, 8, device=DEVICE)
-    once = mixing.mix(qkv, angles, None, segments, tuple(t.clone() for t in own), prompt, heads=6, eps=EPS, scale=0.25)
+    once = mixing.mix(
+        qkv,
+        angles,
+        None,
+        segments,
+        tuple(t.clone() for t in own),
+        prompt,
+        heads=6,
+        eps=EPS,
+        scale=0.25,
+    )
     often = segments._replace(positions=segments.positions.expand(rows, 3).contiguous())
-    thrice = mixing.mix(qkv.repeat_interleave(3, 0), angles.repeat_interleave(3, 1), None, often,
-                        tuple(t.clone() for t in own), prompt, heads=6, eps=EPS, scale=0.25)
+    thrice = mixing.mix(
+        qkv.repeat_interleave(3, 0),
+        angles.repeat_interleave(3, 1),
+        None,
+        often,
+        tuple(t.clone() for t in own),
+        prompt,
+        heads=6,
+        eps=EPS,
+        scale=0.25,
+    )
     close(thrice.view(rows, 3, -1), once[:, None].expand(rows, 3, -1), torch.float32)
 
 
@@ -126,13 +181,22 @@ def test_which_passes_take_them():
     step, prefill = SimpleNamespace(prefill=None), SimpleNamespace(prefill="a span")
     few, many = torch.zeros(4, 4), torch.zeros(3, 6)
     assert serves(spec, few, like, step)
-    rich = replace(spec, biases=frozenset({"qkv"}), norm=Norm("rms", EPS, qk=True), windows=(0, 7, 0, 7))
+    rich = replace(
+        spec, biases=frozenset({"qkv"}), norm=Norm("rms", EPS, qk=True), windows=(0, 7, 0, 7)
+    )
     assert serves(rich, few, like, step)
     assert not serves(spec, many, like, step)
     assert not serves(spec, few, like, prefill)
     assert not serves(spec, few, like.half(), step)
-    for other in ({"biases": frozenset({"qkv", "o"})}, {"parallel": True}, {"gated": False}, {"rope": None},
-                  {"norm": Norm("layer", EPS)}, {"norm": Norm("rms", EPS, sandwich=True)}, {"local_rope": spec.rope}):
+    for other in (
+        {"biases": frozenset({"qkv", "o"})},
+        {"parallel": True},
+        {"gated": False},
+        {"rope": None},
+        {"norm": Norm("layer", EPS)},
+        {"norm": Norm("rms", EPS, sandwich=True)},
+        {"local_rope": spec.rope},
+    ):
         assert not serves(replace(spec, **other), few, like, step), other
     ops.attention_schedule("pad")  # is a kernel of its own
     assert not serves(spec, few, like, step)

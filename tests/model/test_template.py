@@ -1,4 +1,5 @@
-"""Chat templates are programs: one that loops, or fills the memory, costs its prompt and nothing else."""
+"""Chat templates are programs: one that loops, or fills the memory, costs its prompt and nothing
+else."""
 
 from __future__ import annotations
 
@@ -18,11 +19,17 @@ from bass_cli.model.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 HELLO = [{"role": "user", "content": "hello"}]
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere templates are rendered in the process itself")
-# Each of them for "the cat" only: a loop of Python's, one call in C that is never done, memory in one go, and bit by bit.
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere templates are rendered in the process itself"
+)
+# Each of them for "the cat" only: a loop of Python's, one call in C that is never done, memory
+# in one go, and bit by bit.
 NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ENDLESS = (NESTED, "{{ (7 ** (9 ** (8 + messages|length))) % 3 }}")
-DOUBLED = "{% set a = namespace(b='x') %}{% for i in range(60) %}{% set a.b = a.b + a.b %}{% endfor %}{{ a.b }}"
+DOUBLED = (
+    "{% set a = namespace(b='x') %}{% for i in range(60) %}{% set a.b = a.b + a.b %}{% "
+    "endfor %}{{ a.b }}"
+)
 LARGE = ("{{ 'x' * 10 ** 11 }}", DOUBLED)
 
 
@@ -35,18 +42,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_template(folder: Path, body: str) -> Tokenizer:
     tokenizer = Tokenizer.load(folder)
-    tokenizer._inner.chat_template = f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
+    tokenizer._inner.chat_template = (
+        f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
+    )
     return tokenizer
 
 
 @pytest.mark.parametrize("body", ENDLESS)
-def test_a_template_that_loops_is_that_prompts_error(folder: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+def test_a_template_that_loops_is_that_prompts_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str
+) -> None:
     monkeypatch.setattr(template, "SECONDS", 0.3)
     tokenizer = with_template(folder, body)
     working, over = [0], threading.Event()
-    threading.Thread(target=lambda: [working.append(1) for _ in iter(lambda: over.wait(0.01), True)], daemon=True).start()
+    threading.Thread(
+        target=lambda: [working.append(1) for _ in iter(lambda: over.wait(0.01), True)], daemon=True
+    ).start()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"the chat template refuses the messages: it takes more than 0\.3 s"):
+        with pytest.raises(
+            UserError, match=r"the chat template refuses the messages: it takes more than 0\.3 s"
+        ):
             tokenizer.encode_chat(MESSAGES)
         assert tokenizer.decode(tokenizer.encode_chat(HELLO)) == "fine"
     over.set()
@@ -76,11 +91,17 @@ def test_the_process_of_a_template_keeps_nothing_and_is_gone_with_its_owner(tmp_
     def see(_: object) -> str:
         streams = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in (0, 1, 2)]
         interrupted = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        return " ".join([*streams, str(len(os.listdir("/proc/self/fd"))), str(os.getpid()), str(interrupted)])
+        return " ".join(
+            [*streams, str(len(os.listdir("/proc/self/fd"))), str(os.getpid()), str(interrupted)]
+        )
 
     render = Template(see)
     *streams, files, pid, ignores = render([]).split()
-    assert (set(streams), files, ignores) == ({os.devnull}, "5", "True")  # with its pipe, and the list's own
+    assert (set(streams), files, ignores) == (
+        {os.devnull},
+        "5",
+        "True",
+    )  # with its pipe, and the list's own
     os.close(write)
     assert os.read(read, 1) == b""  # nobody else holds the other end
     os.close(read)

@@ -15,13 +15,33 @@ from bass_cli.errors import UserError
 from bass_cli.model.text_length import spelling_of
 from bass_cli.model.tokenizer import Tokenizer
 
-PIECES = ["the cat sat", " ", "  \n\t", "\x04\x1d", "é", "e\u0301", "\u1f82",
-          "α\u0313\u0300\u0345", "🙂", "▁", "<mask>", "中文", "\u3000", "\u0344\u0344", "x" * 40,
-          "\u212b", "\u1100\u1161\u11a8", "12345"]
+PIECES = [
+    "the cat sat",
+    " ",
+    "  \n\t",
+    "\x04\x1d",
+    "é",
+    "e\u0301",
+    "\u1f82",
+    "α\u0313\u0300\u0345",
+    "🙂",
+    "▁",
+    "<mask>",
+    "中文",
+    "\u3000",
+    "\u0344\u0344",
+    "x" * 40,
+    "\u212b",
+    "\u1100\u1161\u11a8",
+    "12345",
+]
 
 
-def edited(folder: Path, change: Callable[[dict[str, Any]], None],
-           write: Callable[[Path], None] = write_tokenizer) -> Tokenizer:
+def edited(
+    folder: Path,
+    change: Callable[[dict[str, Any]], None],
+    write: Callable[[Path], None] = write_tokenizer,
+) -> Tokenizer:
     """A tiny tokenizer whose tokenizer.json was changed."""
     write(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -31,8 +51,17 @@ def edited(folder: Path, change: Callable[[dict[str, Any]], None],
 
 
 def with_mask(content: dict[str, Any]) -> None:
-    content["added_tokens"].append({"id": 299, "content": "<mask>", "single_word": False, "lstrip": True, "rstrip": True,
-                                    "normalized": False, "special": True})
+    content["added_tokens"].append(
+        {
+            "id": 299,
+            "content": "<mask>",
+            "single_word": False,
+            "lstrip": True,
+            "rstrip": True,
+            "normalized": False,
+            "special": True,
+        }
+    )
 
 
 def without_control_characters(content: dict[str, Any]) -> None:
@@ -68,8 +97,13 @@ def test_no_text_has_fewer_tokens_than_are_certain(tmp_path: Path, kind: str) ->
 
 
 def drop(content: dict[str, Any]) -> None:
-    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}, content["pre_tokenizer"]]}
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+            content["pre_tokenizer"],
+        ],
+    }
 
 
 def shorten(content: dict[str, Any]) -> None:
@@ -82,7 +116,9 @@ def forget(content: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("change", [drop, shorten, forget])
-def test_where_nothing_is_certain_every_text_is_tokenised(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+def test_where_nothing_is_certain_every_text_is_tokenised(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
     tokenizer = edited(tmp_path, change)
     assert tokenizer._spelling is None
     assert len(tokenizer.encode("a   a   " * 99, most=1)) >= 0
@@ -92,17 +128,26 @@ def test_where_nothing_is_certain_every_text_is_tokenised(tmp_path: Path, change
 def test_fifty_megabytes_are_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
-    assert tokenizer.encode("the cat", most=len(tokenizer.encode("the cat"))) == tokenizer.encode("the cat")
+    assert tokenizer.encode("the cat", most=len(tokenizer.encode("the cat"))) == tokenizer.encode(
+        "the cat"
+    )
     text = "the cat sat.\n" * 4_000_000
     spelled = tokenizer._spelling
     assert spelled is not None
     inner = tokenizer._inner
-    tokenizer._inner = type("Refusing", (), {"__call__": lambda *_, **__: pytest.fail("tokenised")})()
+    tokenizer._inner = type(
+        "Refusing", (), {"__call__": lambda *_, **__: pytest.fail("tokenised")}
+    )()
     fewest = spelled.fewest_tokens(text)
-    said = f"the text has {len(text)} characters, so at least {fewest} tokens, and the model's context 8192"
+    said = (
+        f"the text has {len(text)} characters, so at least {fewest} tokens, and the model's "
+        "context 8192"
+    )
     for ask in (tokenizer.encode, tokenizer.encode_part):
         with pytest.raises(UserError, match=said):
             ask(text, 8192)
-    tokenizer._inner = type("Templated", (type(tokenizer._inner),), {"chat_template": inner.chat_template})()
+    tokenizer._inner = type(
+        "Templated", (type(tokenizer._inner),), {"chat_template": inner.chat_template}
+    )()
     with pytest.raises(UserError, match="the model's context 8192"):
         tokenizer.encode_chat([{"role": "user", "content": text}], 8192)

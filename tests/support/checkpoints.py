@@ -1,7 +1,8 @@
-"""Tiny random checkpoints in the real formats, and a tiny tokenizer, for the tests to write; no tests here.
+"""Tiny random checkpoints in the real formats, and a tiny tokenizer, for the tests to write; no
+tests here.
 
-Sizes are unequal, heads grouped, vocabularies odd; norms and biases are random too, so that a weight in the wrong place
-shows in the logits.
+Sizes are unequal, heads grouped, vocabularies odd; norms and biases are random too, so that a
+weight in the wrong place shows in the logits.
 """
 
 from __future__ import annotations
@@ -31,11 +32,25 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()
 
-_SIZES = {"vocab_size": 301, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
-          "num_hidden_layers": 3, "intermediate_size": 80, "max_position_embeddings": 256}
+_SIZES = {
+    "vocab_size": 301,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "intermediate_size": 80,
+    "max_position_embeddings": 256,
+}
 _GPT_SIZES = {"vocab_size": 301, "n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 128}
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 64}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _SIZES | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
     "llama3": ("Llama", _SIZES | {"head_dim": 16, "rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
@@ -58,11 +73,15 @@ _CONFIGS = {"Gemma3": "Gemma3TextConfig"}
 
 
 def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A transformers model of the family (or of "llama3": Llama with that scaling), eval, fp32, all weights random."""
+    """A transformers model of the family (or of "llama3": Llama with that scaling), eval, fp32,
+    all weights random."""
     kind, sizes = _KINDS[family]
     config = getattr(transformers, _CONFIGS.get(kind, f"{kind}Config"))(
-        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **overrides})
-    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+        **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **sizes, **overrides}
+    )
+    model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(
+        config
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -70,72 +89,114 @@ def build_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMo
             if parameter.dim() == 1:
                 parameter.copy_(0.3 * noise + (name.endswith("weight") and family != "gemma3_text"))
             else:
-                parameter.copy_(noise * (0.5 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5))
+                parameter.copy_(
+                    noise * (0.5 if "emb" in name or "wte" in name else parameter.shape[-1] ** -0.5)
+                )
     return model.eval()
 
 
-def write_checkpoint(family: str, folder: Path, *, seed: int = 0, shards: bool = True,
-                     **overrides: Any) -> PreTrainedModel:
-    """Save such a model as safetensors, by default in several shards with an index; returns it. `overrides`: of its
-    configuration."""
+def write_checkpoint(
+    family: str, folder: Path, *, seed: int = 0, shards: bool = True, **overrides: Any
+) -> PreTrainedModel:
+    """Save such a model as safetensors, by default in several shards with an index; returns it.
+    `overrides`: of its configuration."""
     model = build_model(family, seed=seed, **overrides)
     model.save_pretrained(folder, max_shard_size="60KB" if shards else "1GB")
     return model
 
 
 def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool = True) -> None:
-    """Save a byte-level BPE tokenizer of about 300 ids: <pad>, <s>, </s>, bytes, merges, `extra`; eos is id 2."""
+    """Save a byte-level BPE tokenizer of about 300 ids: <pad>, <s>, </s>, bytes, merges,
+    `extra`; eos is id 2."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     special = ["<pad>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=299, special_tokens=special, show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    text = "the cat sat on the mat, then the other cat sat there and all of this was written down. 123 "
+    trainer = trainers.BpeTrainer(
+        vocab_size=299,
+        special_tokens=special,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    text = (
+        "the cat sat on the mat, then the other cat sat there and all of this was written "
+        "down. 123 "
+    )
     inner.train_from_iterator([text * 4], trainer)
     inner.add_tokens([AddedToken(text, normalized=False) for text in extra])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>",
-                                                eos_token="</s>")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
     if template:
         fast.chat_template = (
-            "{{ bos_token }}{% for message in messages %}{% if message.role == 'bad' %}{{ raise_exception('no') }}"
+            "{{ bos_token }}{% for message in messages %}{% if message.role == 'bad' %}{{ "
+            "raise_exception('no') }}"
             "{% endif %}[{{ message.role }}] {{ message.content }}</s>{% endfor %}"
-            "{% if add_generation_prompt %}[assistant]{% endif %}")
+            "{% if add_generation_prompt %}[assistant]{% endif %}"
+        )
     fast.save_pretrained(folder)
 
 
 def write_pair(folder: Path, *, prompts: int, **overrides: Any) -> None:
-    """A target, a draft, pair.yaml and p.txt with so many prompts. `overrides`: of both models' configuration."""
+    """A target, a draft, pair.yaml and p.txt with so many prompts. `overrides`: of both models'
+    configuration."""
     for name, seed in (("target", 0), ("draft", 1)):
         write_checkpoint("llama", folder / name, seed=seed, shards=False, **overrides)
         write_tokenizer(folder / name)
     (folder / "pair.yaml").write_text("target: target\ndraft: draft\nspeculation: {length: 4}\n")
-    (folder / "p.txt").write_text("".join(f"the cat number {number} sat\n" for number in range(prompts)))
+    (folder / "p.txt").write_text(
+        "".join(f"the cat number {number} sat\n" for number in range(prompts))
+    )
 
 
 def write_sentencepiece(folder: Path) -> None:
-    """Save a tokenizer in the form of Llama 2's tokenizer.json: "▁" for spaces and one before the text, bytes for what has
-    no piece (a newline too), <s> before a prompt, and a decoder that drops the space at the beginning; eos is id 2."""
+    """Save a tokenizer in the form of Llama 2's tokenizer.json: "▁" for spaces and one before
+    the text, bytes for what has no piece (a newline too), <s> before a prompt, and a decoder
+    that drops the space at the beginning; eos is id 2."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
-    text = "def f(x): return x if x else y; the cat sat on the mat, then the other cat sat there. for i in range(12): f(i) "
-    learner.train_from_iterator([text * 4], trainers.BpeTrainer(vocab_size=140, show_progress=False))
+    text = (
+        "def f(x): return x if x else y; the cat sat on the mat, then the other cat sat "
+        "there. for i in range(12): f(i) "
+    )
+    learner.train_from_iterator(
+        [text * 4], trainers.BpeTrainer(vocab_size=140, show_progress=False)
+    )
     learnt = json.loads(learner.to_str())["model"]
     pieces = [*sorted(learnt["vocab"], key=learnt["vocab"].get), "▁▁", "▁▁▁▁"]
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = [("▁", "▁"), ("▁▁", "▁▁"), *map(tuple, learnt["merges"])]
-    inner = Tokenizer(models.BPE({text: id_ for id_, text in enumerate(texts)}, merges, unk_token="<unk>", fuse_unk=True,
-                                 byte_fallback=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    inner = Tokenizer(
+        models.BPE(
+            {text: id_ for id_, text in enumerate(texts)},
+            merges,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
     inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>",
-                                         eos_token="</s>").save_pretrained(folder)
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
 
 
 def sentencepiece_metadata(folder: Path) -> dict[str, Any]:
-    """Such a tokenizer as GGUF metadata: pieces with scores, from which the merges follow, in place of merges."""
+    """Such a tokenizer as GGUF metadata: pieces with scores, from which the merges follow, in
+    place of merges."""
     content = json.loads((folder / "tokenizer.json").read_text())["model"]
     texts = sorted(content["vocab"], key=content["vocab"].get)
     ranks = {"".join(merge): -float(rank) for rank, merge in enumerate(content["merges"])}
@@ -148,7 +209,8 @@ def sentencepiece_metadata(folder: Path) -> dict[str, Any]:
 
 
 def tokenizer_metadata(folder: Path, *, pad_to: int = 0, pre: str = "gpt-2") -> dict[str, Any]:
-    """The tokenizer of a folder as GGUF metadata; ids up to `pad_to` that are no tokens are called [PAD7] and so on."""
+    """The tokenizer of a folder as GGUF metadata; ids up to `pad_to` that are no tokens are
+    called [PAD7] and so on."""
     content = json.loads((folder / "tokenizer.json").read_text())
     texts = {id_: text for text, id_ in content["model"]["vocab"].items()}
     special = {token["id"]: token["content"] for token in content["added_tokens"]}
@@ -184,14 +246,31 @@ GGUF_FAMILIES = {"llama": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3":
                  "gpt2": "gpt2"}  # fmt: skip
 
 
-def write_gguf(family: str, path: Path, *, kind: str = "F16", seed: int = 0, metadata: Mapping[str, Any] | None = None,
-               **overrides: Any) -> PreTrainedModel:
-    """Write a model as llama.cpp's converter would, its matrices as `kind` ("F32", "F16", "Q8_0", ...); returns the
-    model with the values that the file holds, so that only arithmetic is left to differ."""
-    # Rows in whole blocks of 32, as the quantised kinds need; and no windows but Gemma's, which GGUF does not know.
+def write_gguf(
+    family: str,
+    path: Path,
+    *,
+    kind: str = "F16",
+    seed: int = 0,
+    metadata: Mapping[str, Any] | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Write a model as llama.cpp's converter would, its matrices as `kind` ("F32", "F16",
+    "Q8_0", ...); returns the model with the values that the file holds, so that only arithmetic
+    is left to differ."""
+    # Rows in whole blocks of 32, as the quantised kinds need; and no windows but Gemma's, which
+    # GGUF does not know.
     wide = {} if family == "gpt2" else {"hidden_size": 96, "intermediate_size": 160}
-    plain = {"gpt2": {"n_embd": 64, "n_inner": 96}, "gemma3_text": {"num_hidden_layers": 7, "layer_types": None,
-             "query_pre_attn_scalar": 16, "rope_parameters": _GEMMA_ROPES}, "qwen3": {"use_sliding_window": False}}
+    plain = {
+        "gpt2": {"n_embd": 64, "n_inner": 96},
+        "gemma3_text": {
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": _GEMMA_ROPES,
+        },
+        "qwen3": {"use_sliding_window": False},
+    }
     model = build_model(family, seed=seed, **{**wide, **plain.get(family, {}), **overrides})
     arch = GGUF_FAMILIES[family]
     writer = gguf.GGUFWriter(path, arch)
@@ -239,8 +318,11 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in values.items()} | ids
 
 
-def _write_tensor(writer: Any, arch: str, name: str, parameter: torch.Tensor, kind: str, config: Any) -> None:
-    """Write one tensor, transformed and named as GGUF has it; the parameter takes on the rounded values."""
+def _write_tensor(
+    writer: Any, arch: str, name: str, parameter: torch.Tensor, kind: str, config: Any
+) -> None:
+    """Write one tensor, transformed and named as GGUF has it; the parameter takes on the rounded
+    values."""
     short, _, suffix = name.rpartition(".")
     names = {"gemma3": _GEMMA_NAMES, "gpt2": _GPT2_NAMES}.get(arch, _NAMES)
     block = ""
@@ -249,24 +331,31 @@ def _write_tensor(writer: Any, arch: str, name: str, parameter: torch.Tensor, ki
         number, _, short = rest.partition(".")
         block = f"blk.{number}."
     transposed = arch == "gpt2" and parameter.dim() == 2 and block != ""
-    heads = {"self_attn.q_proj": config.num_attention_heads}.get(short, getattr(config, "num_key_value_heads", 0))
+    heads = {"self_attn.q_proj": config.num_attention_heads}.get(
+        short, getattr(config, "num_key_value_heads", 0)
+    )
     turned = arch == "llama" and short in ("self_attn.q_proj", "self_attn.k_proj")
     values = parameter.detach().T.contiguous() if transposed else parameter.detach().clone()
     if turned:  # halves to pairs, per head
-        values = values.reshape(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        values = (
+            values.reshape(heads, 2, -1, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
+        )
     if arch == "gemma3" and short.endswith("norm"):
         values = values + 1
     stored, rounded = _quantised(values.numpy(), kind if values.dim() == 2 else "F32")
     writer.add_tensor(block + names[short] + "." + suffix, stored[0], raw_dtype=stored[1])
     if turned:
-        rounded = rounded.reshape(heads, -1, 2, *rounded.shape[1:]).transpose(1, 2).reshape(rounded.shape)
+        rounded = (
+            rounded.reshape(heads, -1, 2, *rounded.shape[1:]).transpose(1, 2).reshape(rounded.shape)
+        )
     with torch.no_grad():
         if not (arch == "gemma3" and short.endswith("norm")):
             parameter.copy_(rounded.T if transposed else rounded)
 
 
 def _quantised(values: np.ndarray, kind: str) -> tuple[tuple[np.ndarray, Any], torch.Tensor]:
-    """Stored bytes with their type, and the values that they stand for. `kind` falls back to F16 for short rows."""
+    """Stored bytes with their type, and the values that they stand for. `kind` falls back to F16
+    for short rows."""
     number = gguf.GGMLQuantizationType[kind]
     if values.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:
         number = gguf.GGMLQuantizationType.F16
@@ -275,8 +364,8 @@ def _quantised(values: np.ndarray, kind: str) -> tuple[tuple[np.ndarray, Any], t
 
 
 def read_with_transformers(path: Path) -> PreTrainedModel:
-    """The model that transformers makes of a GGUF file, fp32, eval. Its from_pretrained does the same but insists on
-    the package accelerate."""
+    """The model that transformers makes of a GGUF file, fp32, eval. Its from_pretrained does the
+    same but insists on the package accelerate."""
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]

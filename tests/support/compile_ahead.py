@@ -1,5 +1,6 @@
-"""Compiling ahead without a GPU: a whole loop's rounds are gone through for a Hopper GPU that is not there, on CPU tensors,
-with whatever memory kernels would have filled as harmful as it can be. Then nothing may be left to compile.
+"""Compiling ahead without a GPU: a whole loop's rounds are gone through for a Hopper GPU that is
+not there, on CPU tensors, with whatever memory kernels would have filled as harmful as it can be.
+Then nothing may be left to compile.
 
 Run as a script, without the interpreter: DRAFT COUPLING; prints how many kernels there were.
 """
@@ -50,11 +51,20 @@ def loop_for(draft, coupling):
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint("qwen2", Path(folder))
         checkpoint = open_checkpoint(Path(folder))
-        target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu")))
+        target = Decoder(
+            checkpoint.spec, load(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"))
+        )
     runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2) if draft == "model" else None
     drafter = make_drafter(draft, runner=runner, coupling=coupling, temperature=None)
-    return Loop(batch=Batch(rows=5, context=64, device=torch.device("cpu")), target=Runner(target, rows=5, span=64, lag=1),
-                drafter=drafter, lengths=Fixed(3), coupling=coupling, clock=Clock(), graphs=Uncapturable())
+    return Loop(
+        batch=Batch(rows=5, context=64, device=torch.device("cpu")),
+        target=Runner(target, rows=5, span=64, lag=1),
+        drafter=drafter,
+        lengths=Fixed(3),
+        coupling=coupling,
+        clock=Clock(),
+        graphs=Uncapturable(),
+    )
 
 
 def noting(name):
@@ -74,7 +84,9 @@ def main(draft, coupling):
     compiled, asked = noting("_do_compile"), noting("run")
     loop, tokens = loop_for(draft, coupling), list(range(2, 20))
     ops.use("triton")
-    torch.use_deterministic_algorithms(True)  # memory that nobody has filled is NaN, or a place far outside
+    torch.use_deterministic_algorithms(
+        True
+    )  # memory that nobody has filled is NaN, or a place far outside
     torch.utils.deterministic.fill_uninitialized_memory = True
 
     def work():

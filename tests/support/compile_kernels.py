@@ -1,4 +1,5 @@
-"""Compile every Triton kernel for a Hopper GPU, which needs none: what the interpreter runs may still not compile.
+"""Compile every Triton kernel for a Hopper GPU, which needs none: what the interpreter runs may
+still not compile.
 
 Run as a script, without the interpreter: prints a line a kernel.
 """
@@ -42,11 +43,13 @@ def kind(name, kernel):
 
 
 def check_chain(code, *, begins):
-    """Hold what launch.overlap promises: before a kernel waits it writes nothing, and reads past its processor's own cache;
-    the one that begins a chain waits before it lets the next begin."""
+    """Hold what launch.overlap promises: before a kernel waits it writes nothing, and reads past
+    its processor's own cache; the one that begins a chain waits before it lets the next begin."""
     wait, lets = code.index("griddepcontrol.wait"), code.index("griddepcontrol.launch_dependents")
     assert (wait < lets) == begins
-    early = re.findall(r"\b((?:ld|st|atom|red|cp)\.(?:volatile\.)?(?:global|async)\S*)", code[:wait])
+    early = re.findall(
+        r"\b((?:ld|st|atom|red|cp)\.(?:volatile\.)?(?:global|async)\S*)", code[:wait]
+    )
     assert all(re.match(r"ld\.global\.(L\w+::\w+\.)*cg\b", one) for one in early), early
 
 
@@ -62,7 +65,11 @@ def compiled(place):
     kernel, constants = FORMS[place]
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in constants else kind(name, kernel) for name in names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs={(names.index(n),): v for n, v in constants.items()})
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): v for n, v in constants.items()},
+    )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     if constants.get("EARLY"):
         check_chain(code, begins=kernel is products._begin)
@@ -82,12 +89,36 @@ if __name__ == "__main__":
     compile_one(rejection._draw, **spread)
     for point in (False, True):
         compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
-    for size, pieces, pad, block in ((1, 1, 0, 16), (1, 16, 64, 64), (2, 16, 0, 128), (8, 32, 0, 64)):
-        compile_one(ragged_kernel.attend, H=28, K=4, D=128, SIZE=size, PIECES=pieces, PAD=pad, BLOCK_M=block, BLOCK_N=32,
-                    BLOCK_D=128, WIDE="tf32")
+    for size, pieces, pad, block in (
+        (1, 1, 0, 16),
+        (1, 16, 64, 64),
+        (2, 16, 0, 128),
+        (8, 32, 0, 64),
+    ):
+        compile_one(
+            ragged_kernel.attend,
+            H=28,
+            K=4,
+            D=128,
+            SIZE=size,
+            PIECES=pieces,
+            PAD=pad,
+            BLOCK_M=block,
+            BLOCK_N=32,
+            BLOCK_D=128,
+            WIDE="tf32",
+        )
     for splits in (1, 2):
-        compile_one(skinny._stream, BIAS=True, SPLITS=splits, BLOCK_M=16, BLOCK_N=16, BLOCK_K=256, EVEN=splits == 1,
-                    WIDE="tf32")
+        compile_one(
+            skinny._stream,
+            BIAS=True,
+            SPLITS=splits,
+            BLOCK_M=16,
+            BLOCK_N=16,
+            BLOCK_K=256,
+            EVEN=splits == 1,
+            WIDE="tf32",
+        )
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
@@ -99,7 +130,20 @@ if __name__ == "__main__":
     compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
     compile_one(products._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
-    compile_one(mixing._mix, H=14, K=2, D=64, HALF=32, NORMS=True, NEW=16, BLOCK_Q=16, BLOCK_D=64, KEYS=64, SPLITS=8,
-                WIDE="tf32", EARLY=True)
+    compile_one(
+        mixing._mix,
+        H=14,
+        K=2,
+        D=64,
+        HALF=32,
+        NORMS=True,
+        NEW=16,
+        BLOCK_Q=16,
+        BLOCK_D=64,
+        KEYS=64,
+        SPLITS=8,
+        WIDE="tf32",
+        EARLY=True,
+    )
     with multiprocessing.get_context("fork").Pool() as pool:
         print(*pool.imap(compiled, range(len(FORMS))), sep="\n")

@@ -1,8 +1,10 @@
-"""Shared memory of the kernels as they are launched, by GPU, which none of this needs: the very launches are made, on
-tensors without memory, of shapes as models have them, and compiled for a GPU that is not there.
+"""Shared memory of the kernels as they are launched, by GPU, which none of this needs: the very
+launches are made, on tensors without memory, of shapes as models have them, and compiled for a GPU
+that is not there.
 
-Run as a script, without the interpreter: quick|whole CAPABILITY,DTYPE[,LAUNCH] ...; a line a kernel: GPU, dtype, launch,
-name, bytes that it takes, bytes that there are. `quick` leaves out what only turns the result into machine code.
+Run as a script, without the interpreter: quick|whole CAPABILITY,DTYPE[,LAUNCH] ...; a line a
+kernel: GPU, dtype, launch, name, bytes that it takes, bytes that there are. `quick` leaves out
+what only turns the result into machine code.
 """
 
 import functools
@@ -29,7 +31,8 @@ from bass_kernels import (
 )
 from bass_kernels.reference import Segments, Teams
 
-# Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical specifications by capability).
+# Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
+# specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
 MODULES = (cuts, mixing, ragged, skinny)
@@ -48,40 +51,70 @@ def segments(rows, width, *, team=0):
 
 
 def caches(rows, kv_heads, size, dtype):
-    return tuple(empty(rows, kv_heads, 512, size, dtype=dtype) for _ in range(2)), \
-        tuple(empty(kv_heads, 8192, size, dtype=dtype) for _ in range(2))
+    return tuple(empty(rows, kv_heads, 512, size, dtype=dtype) for _ in range(2)), tuple(
+        empty(kv_heads, 8192, size, dtype=dtype) for _ in range(2)
+    )
 
 
 def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128, early=True):
     """The products of a layer of a 7B model, for 4 tokens."""
     norm, frequencies = empty(width, dtype=torch.float32), empty(size // 2, dtype=torch.float32)
     ids = empty(4, dtype=torch.int64)
-    stream, _ = products.begin(ids, ids, empty(1000, width, dtype=dtype), norm, frequencies, early=early)
+    stream, _ = products.begin(
+        ids, ids, empty(1000, width, dtype=dtype), norm, frequencies, early=early
+    )
     lines = (heads + 2 * kv_heads) * size
-    products.project(stream, empty(lines, width, dtype=dtype), empty(lines, dtype=dtype), eps=1e-6, early=early)
-    stream = products.add(empty(4, heads * size, dtype=dtype), empty(width, heads * size, dtype=dtype), stream, norm,
-                          early=early)
-    products.gate_up(stream, empty(2 * inner, width, dtype=dtype), eps=1e-6, activation="silu", early=early)
+    products.project(
+        stream, empty(lines, width, dtype=dtype), empty(lines, dtype=dtype), eps=1e-6, early=early
+    )
+    stream = products.add(
+        empty(4, heads * size, dtype=dtype),
+        empty(width, heads * size, dtype=dtype),
+        stream,
+        norm,
+        early=early,
+    )
+    products.gate_up(
+        stream, empty(2 * inner, width, dtype=dtype), eps=1e-6, activation="silu", early=early
+    )
     products.finish(stream, norm, eps=1e-6, early=early)
 
 
 def mix(dtype, *, heads, kv_heads, size, width):
     own, prompt = caches(2, kv_heads, size, dtype)
     norms = empty(2, size, dtype=torch.float32)
-    mixing.mix(empty(2 * width, (heads + 2 * kv_heads) * size, dtype=dtype),
-               empty(2, 2 * width, size // 2, dtype=torch.float32), tuple(norms), segments(2, width), own, prompt,
-               heads=heads, eps=1e-6, scale=0.1)
+    mixing.mix(
+        empty(2 * width, (heads + 2 * kv_heads) * size, dtype=dtype),
+        empty(2, 2 * width, size // 2, dtype=torch.float32),
+        tuple(norms),
+        segments(2, width),
+        own,
+        prompt,
+        heads=heads,
+        eps=1e-6,
+        scale=0.1,
+    )
 
 
 def stream(dtype):
     """As after attention in a family that is not made for the products of a few tokens."""
-    skinny.stream(empty(8, 1, 4096, dtype=dtype), empty(2560, 4096, dtype=dtype), empty(2560, dtype=dtype),
-                  empty(8, 1, 2560, dtype=dtype))
+    skinny.stream(
+        empty(8, 1, 4096, dtype=dtype),
+        empty(2560, 4096, dtype=dtype),
+        empty(2560, dtype=dtype),
+        empty(8, 1, 2560, dtype=dtype),
+    )
 
 
 def attend(dtype, *, size, rows, width, team=0):
     own, prompt = caches(rows, 4, size, dtype)
-    ragged.attention(empty(rows, width, 28, size, dtype=dtype), own, prompt, segments(rows, width, team=team), scale=0.1)
+    ragged.attention(
+        empty(rows, width, 28, size, dtype=dtype),
+        own,
+        prompt,
+        segments(rows, width, team=team),
+        scale=0.1,
+    )
 
 
 def elementwise(dtype):
@@ -90,8 +123,15 @@ def elementwise(dtype):
     pointwise.norm(x, x, norm, norm, eps=1e-6, kind="layer")
     pointwise.activation(x, "gelu_tanh", gated=True)
     angles = tuple(empty(2, 8, 3, 128, dtype=torch.float32))
-    pointwise.rope_write(empty(8, 3, 16 * 256, dtype=dtype), angles, empty(8, 3, dtype=torch.int64),
-                         caches(8, 4, 256, dtype)[0], heads=8, norms=tuple(empty(2, 256, dtype=torch.float32)), eps=1e-6)
+    pointwise.rope_write(
+        empty(8, 3, 16 * 256, dtype=dtype),
+        angles,
+        empty(8, 3, dtype=torch.int64),
+        caches(8, 4, 256, dtype)[0],
+        heads=8,
+        norms=tuple(empty(2, 256, dtype=torch.float32)),
+        eps=1e-6,
+    )
 
 
 def laws(dtype):
@@ -101,19 +141,30 @@ def laws(dtype):
     choice.sample_scored(logits, floats, whole, floats, keys, whole)
     truncation.process(logits, floats, whole, floats)
     _, law = rejection.draft_sample(logits, floats, whole, floats, keys, whole, whole)
-    rejection.rejection_sample(empty(8, 1, dtype=torch.int64), type(law)(law.values[:, None], law.edges[:, None]),
-                               empty(8, 2, 152064, dtype=dtype), floats, whole, floats, keys, whole)
+    rejection.rejection_sample(
+        empty(8, 1, dtype=torch.int64),
+        type(law)(law.values[:, None], law.edges[:, None]),
+        empty(8, 2, 152064, dtype=dtype),
+        floats,
+        whole,
+        floats,
+        keys,
+        whole,
+    )
 
 
 LAUNCHES = {
-    "few-tokens": few_tokens, "mix-128": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1),
-    "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8), "stream": stream,
+    "few-tokens": few_tokens,
+    "mix-128": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1),
+    "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
+    "stream": stream,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=4),
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=4),
-    "elementwise": elementwise, "laws": laws,
+    "elementwise": elementwise,
+    "laws": laws,
 }
 
 
@@ -158,8 +209,10 @@ def compiled(task):
 
     triton.JITFunction.run = compile_only
     LAUNCHES[name](getattr(torch, dtype))
-    return [f"{capability} {dtype} {name} {kernel} {taken} {LIMITS[capability] * 1024}"
-            for kernel, taken in found.items()]
+    return [
+        f"{capability} {dtype} {name} {kernel} {taken} {LIMITS[capability] * 1024}"
+        for kernel, taken in found.items()
+    ]
 
 
 def main(how, *wanted):

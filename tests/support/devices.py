@@ -1,4 +1,5 @@
-"""Devices as cost functions, and a batch that runs on one by chance alone: no models, no tensors. No tests."""
+"""Devices as cost functions, and a batch that runs on one by chance alone: no models, no
+tensors. No tests."""
 
 import random
 import statistics
@@ -11,8 +12,8 @@ ROWS, WIDTHS = (1, 2, 4, 8, 16, 32, 64), (0, 1, 2, 4, 8, 16, 32)
 
 
 def verify(rows, width):
-    """Seconds of a 7B model's pass on an H200, as measured: 4.1 ms for 8 rows, 4.5 of 6 tokens each, 5.1 for 64 rows, and
-    beyond some 200 tokens bound by arithmetic."""
+    """Seconds of a 7B model's pass on an H200, as measured: 4.1 ms for 8 rows, 4.5 of 6 tokens
+    each, 5.1 for 64 rows, and beyond some 200 tokens bound by arithmetic."""
     tokens = rows * (width + 1)
     return (4.02 + 0.0065 * rows + 0.0085 * tokens + 0.013 * max(0, tokens - 200)) / 1e3
 
@@ -30,17 +31,26 @@ def surface_of(cost, *, rows=ROWS, acceptance=None):
 
 
 class Outcome:
-    """`mean`: seconds until a row had its tokens, `last`: until all had, `widths`: of the rounds."""
+    """`mean`: seconds until a row had its tokens, `last`: until all had, `widths`: of the
+    rounds."""
 
     def __init__(self, ends, widths, seconds):
-        self.mean, self.last, self.widths, self.seconds = statistics.fmean(ends), max(ends), widths, seconds
+        self.mean, self.last, self.widths, self.seconds = (
+            statistics.fmean(ends),
+            max(ends),
+            widths,
+            seconds,
+        )
 
 
-def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0, feeding=0.0):
-    """Rows whose drafts each stand with their own rate (a function of the row's tokens so far, or a number), each to get
-    `tokens`; `waiting` samples follow where one ends. `entry`: seconds that a length's second round takes besides, and a
-    sixth of it its first one, unless a length near it has a graph. `feeding`: seconds of each pass in which the draft model
-    takes in up to 128 tokens that it missed in plain rounds."""
+def run_batch(
+    controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0, feeding=0.0
+):
+    """Rows whose drafts each stand with their own rate (a function of the row's tokens so far,
+    or a number), each to get `tokens`; `waiting` samples follow where one ends. `entry`: seconds
+    that a length's second round takes besides, and a sixth of it its first one, unless a length
+    near it has a graph. `feeding`: seconds of each pass in which the draft model takes in up to
+    128 tokens that it missed in plain rounds."""
     chance, now, ends, widths = random.Random(seed), 0.0, [], []
     live = [[i, tokens, rate] for i, rate in enumerate(rates)]
     following = [[len(rates) + i, tokens, rates[i % len(rates)]] for i in range(waiting)]
@@ -48,16 +58,25 @@ def run_batch(controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0
     while live:
         backlog = sum(row[1] for row in following)
         catch_up = feeding * -(-idle // 128)
-        outlook = Outlook((sum(row[1] for row in live) + backlog) / len(live), graphs.costs(), catch_up,
-                          colds=graphs.colds(), samples=tuple(row[0] for row in live), rooms=tuple(row[1] for row in live),
-                          hurried=True)
+        outlook = Outlook(
+            (sum(row[1] for row in live) + backlog) / len(live),
+            graphs.costs(),
+            catch_up,
+            colds=graphs.colds(),
+            samples=tuple(row[0] for row in live),
+            rooms=tuple(row[1] for row in live),
+            hurried=True,
+        )
         width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
         controller.reflect()
         took = cost(len(live), width) * chance.uniform(1 - noise, 1 + noise)
         now += took + graphs.use(width)
         now += catch_up if width else 0.0
         idle = 0 if width else idle + 1
-        kept = [next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width) for row in live]
+        kept = [
+            next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width)
+            for row in live
+        ]
         widths.append(width)
         for row, count in zip(live, kept, strict=True):
             row[1] -= count + 1
@@ -78,7 +97,11 @@ class _Graphs:
     def _left(self, width):
         """(seconds of the next use, seconds until it is captured)"""
         uses = self._uses.get(width, 0)
-        if not self._entry or uses > 1 or (width and any(k and n > 1 for k, n in self._uses.items())):
+        if (
+            not self._entry
+            or uses > 1
+            or (width and any(k and n > 1 for k, n in self._uses.items()))
+        ):
             return 0.0, 0.0
         return (self._entry, self._entry) if uses else (self._entry / 6, self._entry * 7 / 6)
 
@@ -87,7 +110,11 @@ class _Graphs:
         return tuple(self._left(k)[1] for k in range(33)) if self._entry else ()
 
     def colds(self):
-        return tuple(self._left(k)[0] if not self._uses.get(k) else 0.0 for k in range(33)) if self._entry else ()
+        return (
+            tuple(self._left(k)[0] if not self._uses.get(k) else 0.0 for k in range(33))
+            if self._entry
+            else ()
+        )
 
     def use(self, width):
         seconds = self._left(width)[0]

@@ -1,5 +1,6 @@
-"""Graphs without a GPU: for rounds, replaying calls the function, and a clock is charged what a real device would take; for
-prompts, the operations of a run are noted and done again on the same tensors. No tests."""
+"""Graphs without a GPU: for rounds, replaying calls the function, and a clock is charged what a
+real device would take; for prompts, the operations of a run are noted and done again on the same
+tensors. No tests."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,9 +20,9 @@ class Ticks:
 
 
 class FakeGraphs(Graphs):
-    """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms a pass of the target,
-    9 us for each draft that comes from the host, and 0.45 ms a draft step or a pass of the draft), and keeps a list of
-    what was done."""
+    """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms
+    a pass of the target, 9 us for each draft that comes from the host, and 0.45 ms a draft step
+    or a pass of the draft), and keeps a list of what was done."""
 
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
@@ -45,9 +46,13 @@ class FakeGraphs(Graphs):
         self.captures += 1
 
     def launch(self, key):
-        """The device does it at once, behind what it was given before; the host hears of it when the time has come."""
-        took = {"round": 0.0021 + 0.00045 * key.width, "given": 0.0021 + 0.000009 * key.rows * key.width,
-                "catch up": 0.00045}[key.kind]
+        """The device does it at once, behind what it was given before; the host hears of it when
+        the time has come."""
+        took = {
+            "round": 0.0021 + 0.00045 * key.width,
+            "given": 0.0021 + 0.000009 * key.rows * key.width,
+            "catch up": 0.00045,
+        }[key.kind]
         over = self._free = max(self._free, self.ticks.seconds) + took
         self.done.append(("replay", key))
         found = self._held[key]()
@@ -63,8 +68,9 @@ class FakeGraphs(Graphs):
 
 
 class Tape(TorchDispatchMode):
-    """Notes every operation that runs, so that `replay` does them again, as a graph would: on the tensors of that time, at
-    the addresses of that time, with the numbers that the host gave then."""
+    """Notes every operation that runs, so that `replay` does them again, as a graph would: on
+    the tensors of that time, at the addresses of that time, with the numbers that the host gave
+    then."""
 
     def __init__(self):
         super().__init__()
@@ -78,9 +84,17 @@ class Tape(TorchDispatchMode):
     @torch.inference_mode()
     def replay(self):
         for function, arguments, options, found in self._done:
-            given = {_address(t) for t in tree_leaves((arguments, options)) if isinstance(t, torch.Tensor)}
-            for old, new in zip(tree_leaves(found), tree_leaves(function(*arguments, **options)), strict=True):
-                if isinstance(old, torch.Tensor) and _address(old) not in given:  # else a view, or written in place
+            given = {
+                _address(t)
+                for t in tree_leaves((arguments, options))
+                if isinstance(t, torch.Tensor)
+            }
+            for old, new in zip(
+                tree_leaves(found), tree_leaves(function(*arguments, **options)), strict=True
+            ):
+                if (
+                    isinstance(old, torch.Tensor) and _address(old) not in given
+                ):  # else a view, or written in place
                     old.copy_(new)
 
 
@@ -96,12 +110,30 @@ def record(function):
 
 
 def count_operations(function):
-    """How many operations on devices a call takes (on a GPU each is a launch or a copy), views left out."""
+    """How many operations on devices a call takes (on a GPU each is a launch or a copy), views
+    left out."""
     with Tape() as tape:
         function()
     names = [done[0].overloadpacket.__name__ for done in tape._done]
     return sum(name not in _VIEWS for name in names)
 
 
-_VIEWS = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "detach", "alias", "permute", "as_strided",
-          "_unsafe_view", "split", "unbind", "empty", "lift_fresh", "split_with_sizes"}
+_VIEWS = {
+    "view",
+    "slice",
+    "select",
+    "unsqueeze",
+    "expand",
+    "t",
+    "transpose",
+    "detach",
+    "alias",
+    "permute",
+    "as_strided",
+    "_unsafe_view",
+    "split",
+    "unbind",
+    "empty",
+    "lift_fresh",
+    "split_with_sizes",
+}

@@ -1,4 +1,5 @@
-"""Stand-ins for scoring: a task of small programs, one of summaries, and a sandbox that runs programs in this process."""
+"""Stand-ins for scoring: a task of small programs, one of summaries, and a sandbox that runs
+programs in this process."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ class Programs:
         self.problems = problems
 
     def program(self, problem: Problem, answer: Answer) -> str:
-        return ("" if answer.whole else problem.prompt) + answer.text + "\n" + problem.fields["tests"]
+        return (
+            ("" if answer.whole else problem.prompt) + answer.text + "\n" + problem.fields["tests"]
+        )
 
 
 class Texts:
@@ -76,7 +79,8 @@ class Texts:
 class Sandbox:
     """Runs programs here and now, newest first; KeyboardInterrupt comes after `patience` of them.
 
-    `ran`: what was run; `limits`: those of the last one opened; `running`: iterators that were not closed.
+    `ran`: what was run; `limits`: those of the last one opened; `running`: iterators that were
+    not closed.
     """
 
     ran: ClassVar[list[str]] = []
@@ -140,7 +144,9 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> Non
     monkeypatch.chdir(tmp_path)
 
 
-def line(number: int, sample: int, text: str, *, reason: str = "eos", **figures: Any) -> dict[str, Any]:
+def line(
+    number: int, sample: int, text: str, *, reason: str = "eos", **figures: Any
+) -> dict[str, Any]:
     """A line as bass writes it, for the problem `adding(number)`."""
     row = {"id": str(number), "sample": sample, "text": text, "finish_reason": reason, "tokens": 10, "mean_logprob": -0.5,
            "seconds": 1.0, "rounds": 4, "drafted": 16, "accepted": 8}  # fmt: skip

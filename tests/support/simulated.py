@@ -1,5 +1,5 @@
-"""A whole job without models or a GPU: the real loop, ladder and controllers on a fake clock, chance in place of tensors.
-No tests."""
+"""A whole job without models or a GPU: the real loop, ladder and controllers on a fake clock,
+chance in place of tensors. No tests."""
 
 import random
 
@@ -32,7 +32,8 @@ class Forgetful(NoDrafter):
 
 
 class Finder(NoDrafter):
-    """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance `found`, up to six."""
+    """Looks for drafts on the host, which takes `asking` seconds: a row has some with chance
+    `found`, up to six."""
 
     on_device, longest = False, 1000
 
@@ -43,31 +44,56 @@ class Finder(NoDrafter):
     def propose(self, batch, length):
         self._ticks.seconds += self._asking
         self.looks += 1
-        self.counts = tuple(min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
-                            if self._chance.random() < self._found else 0 for row in batch.hosts)
+        self.counts = tuple(
+            min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
+            if self._chance.random() < self._found
+            else 0
+            for row in batch.hosts
+        )
         return Proposal(batch.tokens.new_zeros(len(batch), max(self.counts)), None, self.counts)
 
 
 class Simulated(Loop):
-    """Each draft stands with chance `rate`, where there is one; see FakeGraphs for what things take."""
+    """Each draft stands with chance `rate`, where there is one; see FakeGraphs for what things
+    take."""
 
     def __init__(self, lengths, rate, *, rows=8, drafter=None, graphs=None):
         graphs = graphs or FakeGraphs(Ticks())
         self._chance, self._rate = random.Random(0), rate
         batch = Batch(rows=rows, context=1024, device=torch.device("cpu"))
-        super().__init__(batch=batch, target=NoDrafter(), drafter=drafter or Forgetful(), lengths=lengths,
-                         coupling="shared", clock=Clock(graphs.ticks), graphs=graphs)
+        super().__init__(
+            batch=batch,
+            target=NoDrafter(),
+            drafter=drafter or Forgetful(),
+            lengths=lengths,
+            coupling="shared",
+            clock=Clock(graphs.ticks),
+            graphs=graphs,
+        )
 
     def function(self, shape):
         return lambda: self._result(shape.width) if shape.kind != "catch up" else None
 
     def _result(self, width):
         width, places = min(width, self._most), width
-        most = self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
+        most = (
+            self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
+        )
         most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
-        kept = [next((i for i in range(min(width, m)) if self._chance.random() > self._rate), min(width, m))
-                for m in most]
-        return torch.cat((torch.tensor(kept)[:, None], torch.zeros(len(kept), 2 * places + 2, dtype=torch.int64)), 1)
+        kept = [
+            next(
+                (i for i in range(min(width, m)) if self._chance.random() > self._rate),
+                min(width, m),
+            )
+            for m in most
+        ]
+        return torch.cat(
+            (
+                torch.tensor(kept)[:, None],
+                torch.zeros(len(kept), 2 * places + 2, dtype=torch.int64),
+            ),
+            1,
+        )
 
 
 def seconds_of(loop, *, prompts=16, n=8, limit=128):

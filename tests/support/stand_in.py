@@ -1,4 +1,5 @@
-"""A stand-in for the engine: deterministic samples at once, so that tests of the command line take seconds."""
+"""A stand-in for the engine: deterministic samples at once, so that tests of the command line
+take seconds."""
 
 from __future__ import annotations
 
@@ -24,15 +25,35 @@ def make_plan(job: Any, **_: Any) -> Any:
         raise UserError(f"{job.pair.target}: there is no such model file")
     if "huge" in job.pair.target:
         raise MachineError("the model does not fit into memory")
-    identity = {"target": job.pair.target, "device": "cpu", "dtype": "fp32", "versions": {"bass": "0"}}
-    return types.SimpleNamespace(job=job, identity=lambda: dict(identity), notes=(), surface=None, draft=None,
-                                 batch_size=job.batch_size,
-                                 tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target))
+    identity = {
+        "target": job.pair.target,
+        "device": "cpu",
+        "dtype": "fp32",
+        "versions": {"bass": "0"},
+    }
+    return types.SimpleNamespace(
+        job=job,
+        identity=lambda: dict(identity),
+        notes=(),
+        surface=None,
+        draft=None,
+        batch_size=job.batch_size,
+        tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
+    )
 
 
-def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: int | None = None,
-                 on_round: Any = None, on_phase: Any = None, loop: Any = None) -> Iterator[Completion]:
-    """One sample after the other, its text fixed by the seed; FAIL and SLOW in a prompt do as they say."""
+def run_stand_in(
+    plan: Any,
+    prompts: Iterator[Any],
+    *,
+    done: Any = (),
+    count: int | None = None,
+    on_round: Any = None,
+    on_phase: Any = None,
+    loop: Any = None,
+) -> Iterator[Completion]:
+    """One sample after the other, its text fixed by the seed; FAIL and SLOW in a prompt do as
+    they say."""
     loaded.append(plan.job)
     seed = plan.job.sampling.seed
     for prompt in prompts:
@@ -44,7 +65,9 @@ def run_stand_in(plan: Any, prompts: Iterator[Any], *, done: Any = (), count: in
             on_round(Round(4, (2, 1), 0.01))
             reason = "budget" if prompt.text == "SLOW" else "eos"
             text = f"{prompt.text}/{number}/{seed}"
-            yield Completion(prompt.id, number, text, reason, 3, -0.5, -1.5, 0.0, 1, 4, 2, seed, 5, prompt.meta)
+            yield Completion(
+                prompt.id, number, text, reason, 3, -0.5, -1.5, 0.0, 1, 4, 2, seed, 5, prompt.meta
+            )
 
 
 def install() -> None:

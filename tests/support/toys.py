@@ -1,4 +1,5 @@
-"""Toy models whose law can be enumerated, and a driver that runs a Loop without files or tokenizers. No tests."""
+"""Toy models whose law can be enumerated, and a driver that runs a Loop without files or
+tokenizers. No tests."""
 
 import itertools
 
@@ -17,8 +18,8 @@ SPAN = 80
 
 
 class Markov:
-    """A model whose logits depend on the token fed and its position: table [P, V, V], position modulo P. It has the
-    interface of a Runner, for target (lag 1) and draft (lag 2)."""
+    """A model whose logits depend on the token fed and its position: table [P, V, V], position
+    modulo P. It has the interface of a Runner, for target (lag 1) and draft (lag 2)."""
 
     version, rows, device = 0, 64, torch.device("cpu")
 
@@ -58,7 +59,8 @@ class Markov:
 
 
 class Guess:
-    """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and so on from there."""
+    """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and
+    so on from there."""
 
     on_device, longest, version = True, 1000, 0
 
@@ -76,7 +78,8 @@ class Guess:
 
 
 class Reactive:
-    """A controller that reacts strongly to acceptance, plain rounds included: what a law must survive."""
+    """A controller that reacts strongly to acceptance, plain rounds included: what a law must
+    survive."""
 
     exact = False
 
@@ -92,7 +95,8 @@ class Reactive:
 
 
 def drive(loop, rows, *, on_round=None, ahead=False):
-    """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample): generated tokens}."""
+    """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample):
+    generated tokens}."""
     waiting, opened, out = list(rows), set(), {}
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
@@ -117,13 +121,22 @@ def drive(loop, rows, *, on_round=None, ahead=False):
 def rows_for(prompts, n, *, limit=12, **sampling):
     """n Rows for each prompt, of unequal limits, so that they end one by one."""
     grid = itertools.product(enumerate(prompts), range(n))
-    return [Row(str(p), s, sampling.get("seed", 0), list(tokens), limit - (s + p) % 3,
-                **{k: v for k, v in sampling.items() if k != "seed"}) for (p, tokens), s in grid]
+    return [
+        Row(
+            str(p),
+            s,
+            sampling.get("seed", 0),
+            list(tokens),
+            limit - (s + p) % 3,
+            **{k: v for k, v in sampling.items() if k != "seed"},
+        )
+        for (p, tokens), s in grid
+    ]
 
 
 def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
-    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter, or the name of
-    one: "none", "lookup", "lookup:SOURCES"."""
+    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter,
+    or the name of one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
     draft = Runner(draft, rows=rows, span=SPAN, lag=2) if isinstance(draft, Decoder) else draft
@@ -131,8 +144,14 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
         draft = make_drafter("model", runner=draft, coupling=coupling, temperature=None)
     elif isinstance(draft, str):
         draft = make_drafter(draft, runner=None, coupling=coupling, temperature=None)
-    return Loop(batch=Batch(rows=rows, context=64, device=torch.device("cpu")), target=target, drafter=draft,
-                lengths=lengths or Fixed(3), coupling=coupling, clock=Clock())
+    return Loop(
+        batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
+        target=target,
+        drafter=draft,
+        lengths=lengths or Fixed(3),
+        coupling=coupling,
+        clock=Clock(),
+    )
 
 
 def plain(target, rows):

@@ -1,4 +1,5 @@
-"""Other systems than this one: another platform, odd homes, temporary folders and locales. Nothing ends in a traceback."""
+"""Other systems than this one: another platform, odd homes, temporary folders and locales.
+Nothing ends in a traceback."""
 
 from __future__ import annotations
 
@@ -35,13 +36,27 @@ pwd.getpwuid = unknown
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
 
 
-def bass(code: str, *arguments: str, folder: Path, stdin: bytes = b"", **variables: str | None) -> Any:
+def bass(
+    code: str, *arguments: str, folder: Path, stdin: bytes = b"", **variables: str | None
+) -> Any:
     """`bass ARGUMENTS` in a process of its own after `code`; a variable that is None is not set."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    wanted = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0", **variables}
-    given = {name: value for name, value in wanted.items() if value is not None and not name.startswith("BASS_")}
+    wanted = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": "0",
+        **variables,
+    }
+    given = {
+        name: value
+        for name, value in wanted.items()
+        if value is not None and not name.startswith("BASS_")
+    }
     command = [sys.executable, "-c", code + RUN, *arguments]
-    done = subprocess.run(command, cwd=folder, env=given, input=stdin, capture_output=True, timeout=240)
+    done = subprocess.run(
+        command, cwd=folder, env=given, input=stdin, capture_output=True, timeout=240
+    )
     assert b"Traceback" not in done.stderr, done.stderr.decode(errors="replace")
     return done
 
@@ -50,7 +65,9 @@ def bass(code: str, *arguments: str, folder: Path, stdin: bytes = b"", **variabl
     (ELSEWHERE, b"bass runs on Linux and macOS, and this system is win32 (on Windows, use WSL)"),
     (NO_LOCKS, b"fcntl of Python's library cannot be imported"),
 ])  # fmt: skip
-def test_elsewhere_the_command_starts_and_says_where_it_runs(tmp_path: Path, code: str, says: bytes) -> None:
+def test_elsewhere_the_command_starts_and_says_where_it_runs(
+    tmp_path: Path, code: str, says: bytes
+) -> None:
     assert bass(code, "--version", folder=tmp_path).stdout.startswith(b"bass ")
     assert b"--max-new-tokens" in bass(code, "generate", "--help", folder=tmp_path).stdout
     done = bass(code, "generate", "p.txt", folder=tmp_path)
@@ -59,7 +76,11 @@ def test_elsewhere_the_command_starts_and_says_where_it_runs(tmp_path: Path, cod
 
 
 def test_the_readme_names_the_systems() -> None:
-    line = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| systems |"))
+    line = next(
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("| systems |")
+    )
     assert all(name in line for name in ("Linux", "macOS", "WSL"))
 
 
@@ -80,19 +101,33 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("", ASCII | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": None, "TMPDIR": "/proc"}, "-", "pair.yaml"),
 ], ids=["no home, no temporary folder", "neither can be written, ASCII"])  # fmt: skip
 def test_a_job_runs_whatever_home_and_locale_are(
-        place: Path, code: str, variables: dict[str, str | None], source: str, pair: str) -> None:
+    place: Path, code: str, variables: dict[str, str | None], source: str, pair: str
+) -> None:
     flags = ("--pair", pair, "--n", "1", "--max-new-tokens", "3", "--device", "cpu", "--stop", "ß")
     stdin = b"" if source != "-" else (place / "pröm.txt").read_bytes()
-    done = bass(code, "generate", source, *(flags if source != "-" else flags[:-2]), folder=place, stdin=stdin, **variables)
+    done = bass(
+        code,
+        "generate",
+        source,
+        *(flags if source != "-" else flags[:-2]),
+        folder=place,
+        stdin=stdin,
+        **variables,
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] >= 1
 
 
 def test_a_name_that_the_locale_cannot_spell_is_a_mistake_with_a_sentence(place: Path) -> None:
-    assert bass("", "generate", "pröm.txt", "--pair", "päir.yaml", folder=place, **ASCII).returncode == 2
+    assert (
+        bass("", "generate", "pröm.txt", "--pair", "päir.yaml", folder=place, **ASCII).returncode
+        == 2
+    )
 
 
-def test_a_person_without_home_has_a_cache_among_the_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_person_without_home_has_a_cache_among_the_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def unknown() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -101,7 +136,9 @@ def test_a_person_without_home_has_a_cache_among_the_temporary_files(monkeypatch
     assert host.cache_folder() == Path(tempfile.gettempdir()) / f"bass-{os.getuid()}"
 
 
-def test_kernels_are_kept_where_a_home_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kernels_are_kept_where_a_home_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -109,18 +146,25 @@ def test_kernels_are_kept_where_a_home_cannot_be_written(monkeypatch: pytest.Mon
     assert "TRITON_CACHE_DIR" not in os.environ, "Triton's own place is good"
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file" / "below"))
-    monkeypatch.setenv("TRITON_CACHE_DIR", "to be taken back")  # what the call below sets goes with this test
+    monkeypatch.setenv(
+        "TRITON_CACHE_DIR", "to be taken back"
+    )  # what the call below sets goes with this test
     monkeypatch.delenv("TRITON_CACHE_DIR")
     host.give_kernels_a_cache()
     assert host.is_writable(Path(os.environ["TRITON_CACHE_DIR"]))
 
 
-def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
     monkeypatch.setattr(prompts, "IN_MEMORY", 10)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a prompt\n" * 10)))
     with pytest.raises(MachineError, match=r"stdin: more than .* set TMPDIR to a folder with room"):
         prompts.open_source("-")
-    with pytest.raises(MachineError, match=r"programs need a temporary folder: .* set TMPDIR"), work_folder((0, 0)):
+    with (
+        pytest.raises(MachineError, match=r"programs need a temporary folder: .* set TMPDIR"),
+        work_folder((0, 0)),
+    ):
         pass

@@ -1,4 +1,5 @@
-"""How many threads a job computes with: what it may use, what others leave, what was asked for; and how threads wait."""
+"""How many threads a job computes with: what it may use, what others leave, what was asked for;
+and how threads wait."""
 
 from __future__ import annotations
 
@@ -20,11 +21,16 @@ WAITING = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIM
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of four CPUs, two on each physical core, none of them busy, without control groups."""
+    """A machine of four CPUs, two on each physical core, none of them busy, without control
+    groups."""
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 4)
     for cpu in range(4):
-        write(tmp_path, f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 2},{cpu % 2 + 2}\n")
+        write(
+            tmp_path,
+            f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list",
+            f"{cpu % 2},{cpu % 2 + 2}\n",
+        )
     return tmp_path
 
 
@@ -34,14 +40,22 @@ def write(root: Path, name: str, text: str) -> None:
 
 
 def busy(root: Path, *shares: float, at: int = 0) -> None:
-    """The system's counters after `at` hundredths of a second in which each CPU was busy for this share."""
-    lines = [f"cpu{i} {round(at * share)} 0 0 {at - round(at * share)} 0 0 0 0 0 0" for i, share in enumerate(shares)]
+    """The system's counters after `at` hundredths of a second in which each CPU was busy for
+    this share."""
+    lines = [
+        f"cpu{i} {round(at * share)} 0 0 {at - round(at * share)} 0 0 0 0 0 0"
+        for i, share in enumerate(shares)
+    ]
     write(root, "proc/stat", "\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *lines, "intr 1"]) + "\n")
 
 
-def chosen(root: Path, *shares: float, wanted: int | None = None, **environment: str) -> tuple[Any, dict[str, str]]:
+def chosen(
+    root: Path, *shares: float, wanted: int | None = None, **environment: str
+) -> tuple[Any, dict[str, str]]:
     busy(root, *shares, at=0)
-    return choose(wanted, environment=environment, root=root, sleep=lambda _: busy(root, *shares, at=1000))
+    return choose(
+        wanted, environment=environment, root=root, sleep=lambda _: busy(root, *shares, at=1000)
+    )
 
 
 # What may be used
@@ -57,7 +71,8 @@ GROUPS = [
     ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "150000 100000\n"}, 1.5),
     ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
       "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 0.5),
-    ({"proc/self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/docker/x\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
+    ({"proc/self/cgroup": "4:memory:/m\n"
+                          "3:cpu,cpuacct:/docker/x\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "100000\n",
       "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, 1.0),
     ({"proc/self/cgroup": "1:cpu:/\n0::/\n", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
       "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n"}, None),
@@ -67,7 +82,9 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("files", "due"), GROUPS)
-def test_control_groups_limit_the_threads(root: Path, files: dict[str, str], due: float | None) -> None:
+def test_control_groups_limit_the_threads(
+    root: Path, files: dict[str, str], due: float | None
+) -> None:
     for name, text in files.items():
         write(root, name, text)
     found = usable_cores(root)
@@ -95,7 +112,17 @@ def test_fewer_beside_others_and_they_wait_asleep(root: Path) -> None:
     assert (found.number, found.shared, waiting) == (2, True, {"OMP_WAIT_POLICY": "PASSIVE"})
 
 
-FREE = [(7.6, 8, 8), (5.4, 8, 5), (4.0, 8, 4), (3.9, 8, 8), (0.0, 8, 8), (1.0, 2, 1), (0.0, 2, 2), (0.0, 1, 1), (9.0, 4, 4)]
+FREE = [
+    (7.6, 8, 8),
+    (5.4, 8, 5),
+    (4.0, 8, 4),
+    (3.9, 8, 8),
+    (0.0, 8, 8),
+    (1.0, 2, 1),
+    (0.0, 2, 2),
+    (0.0, 1, 1),
+    (9.0, 4, 4),
+]
 
 
 @pytest.mark.parametrize(("free", "most", "due"), FREE)
@@ -105,7 +132,9 @@ def test_threads_that_fit(free: float, most: int, due: int) -> None:
 
 def test_counters_that_stand_still_say_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for load, due in ((0.2, 2), (0.9, 1)):
-        monkeypatch.setattr(threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+        monkeypatch.setattr(
+            threads.os, "getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False
+        )
         found, _ = choose(None, environment={}, root=root, sleep=lambda _: None)
         assert found.number == due
 
@@ -120,7 +149,10 @@ def test_a_number_that_was_asked_for_is_taken(root: Path, monkeypatch: pytest.Mo
     assert waiting == {"OMP_WAIT_POLICY": "PASSIVE"}
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="3,2")[0].number == 3
     assert chosen(root, 0.0, 0.0, 0.0, 0.0, OMP_NUM_THREADS="many")[0].fixed is False
-    assert choose(None, environment={"OMP_NUM_THREADS": "1"}, root=root, sleep=pytest.fail)[0].why == "OMP_NUM_THREADS"
+    assert (
+        choose(None, environment={"OMP_NUM_THREADS": "1"}, root=root, sleep=pytest.fail)[0].why
+        == "OMP_NUM_THREADS"
+    )
     assert most_threads(7) == 7
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert most_threads() == 5
@@ -137,7 +169,9 @@ def test_how_threads_wait_is_left_alone_where_it_is_set(root: Path) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_company_that_comes_and_goes(root: Path, monkeypatch: pytest.MonkeyPatch, asleep: bool) -> None:
+def test_company_that_comes_and_goes(
+    root: Path, monkeypatch: pytest.MonkeyPatch, asleep: bool
+) -> None:
     for name in WAITING:
         monkeypatch.delenv(name, raising=False)
     if asleep:
@@ -150,7 +184,10 @@ def test_company_that_comes_and_goes(root: Path, monkeypatch: pytest.MonkeyPatch
 
     def after(now: float, used: float, idle: tuple[int, int]) -> list[int]:
         clock.update(now=now, used=used)
-        lines = [f"cpu{i} {round(now * 100) - idle[i % 2]} 0 0 {idle[i % 2]} 0 0 0 0 0 0" for i in range(4)]
+        lines = [
+            f"cpu{i} {round(now * 100) - idle[i % 2]} 0 0 {idle[i % 2]} 0 0 0 0 0 0"
+            for i in range(4)
+        ]
         write(root, "proc/stat", "\n".join(lines))
         company.look()
         return found
@@ -179,21 +216,33 @@ COMMANDS = ["generate p.txt", "eval mbpp --data mbpp.jsonl", "bench", "profile",
 @pytest.mark.parametrize("command", COMMANDS)
 def test_threads_are_settled_before_torch_is_loaded(command: str, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
-    (tmp_path / "mbpp.jsonl").write_text('{"task_id": 11, "text": "t", "code": "f = 1", "test_list": ["assert 1"]}\n')
-    code = ("import sys\nfrom bass_cli import threads\nfrom bass_cli.config.job import UserError\ndef choose(wanted):\n"
-            "    raise UserError(f'{wanted} {\"torch\" in sys.modules}')\nthreads.choose = choose\n"
-            f"from bass_cli.cli.commands import app\napp({[*command.split(), '--threads', '3']!r})")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    (tmp_path / "mbpp.jsonl").write_text(
+        '{"task_id": 11, "text": "t", "code": "f = 1", "test_list": ["assert 1"]}\n'
+    )
+    code = (
+        "import sys\nfrom bass_cli.system import threads\nfrom bass_cli.config.job import UserError\ndef "
+        "choose(wanted):\n"
+        "    raise UserError(f'{wanted} {\"torch\" in sys.modules}')\nthreads.choose = choose\n"
+        f"from bass_cli.cli.commands import app\napp({[*command.split(), '--threads', '3']!r})"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (found.stderr.splitlines()[-1], found.returncode) == ("bass: error: 3 False", 2)
 
 
 def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = ("import os\nfrom bass_cli import threads\nthreads.choose = lambda wanted: ("
-            "threads.Threads(3, 'why', False, True), {'GOMP_SPINCOUNT': '7'})\nthreads.settle(None, print)\nimport torch\n"
-            "print(torch.get_num_threads(), os.environ['GOMP_SPINCOUNT'])")
+    code = (
+        "import os\nfrom bass_cli.system import threads\nthreads.choose = lambda wanted: ("
+        "threads.Threads(3, 'why', False, True), {'GOMP_SPINCOUNT': '7'})\nthreads.settle(None, "
+        "print)\nimport torch\n"
+        "print(torch.get_num_threads(), os.environ['GOMP_SPINCOUNT'])"
+    )
     for name in WAITING:
         monkeypatch.delenv(name, raising=False)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert found[0].startswith("computing with 3 of ")
     assert found[1] == "3 7"
 
@@ -202,4 +251,7 @@ def test_a_number_that_is_none_of_threads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     for command in (["generate", str(tmp_path / "p.txt")], ["bench"]):
         found = CliRunner().invoke(app, [*command, "--threads", "0"])
-        assert (found.exit_code, "--threads (or BASS_THREADS): it should be" in found.stderr) == (2, True)
+        assert (found.exit_code, "--threads (or BASS_THREADS): it should be" in found.stderr) == (
+            2,
+            True,
+        )

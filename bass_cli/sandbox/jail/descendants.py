@@ -1,4 +1,5 @@
-"""The processes below this one: found in /proc, counted, stopped, killed and collected, wherever they have hidden.
+"""The processes below this one: found in /proc, counted, stopped, killed and collected, wherever
+they have hidden.
 
 Killing is needed where there is no process namespace, whose end would end them all.
 """
@@ -12,13 +13,18 @@ import sys
 import time
 
 KILL, STOP = 9, 19 if sys.platform == "linux" else 17
-CHILDRENS_FAULTS, OWN_TIME, CHILDRENS_END = 8, 11, 15  # fields of a process's stat, see `_stats`: user and system time each
+CHILDRENS_FAULTS, OWN_TIME, CHILDRENS_END = (
+    8,
+    11,
+    15,
+)  # fields of a process's stat, see `_stats`: user and system time each
 
 
 def kill_descendants(process: int = 0) -> None:
     """Kill every process below this one and collect it, whatever session or group it hides in.
 
-    Where nothing says who descends from whom (no /proc), only the session that the program's `process` began with.
+    Where nothing says who descends from whom (no /proc), only the session that the program's
+    `process` began with.
     """
     if os.getpid() == 1:  # the rest of the namespace goes with its first process
         return
@@ -41,7 +47,9 @@ def kill_tree(process: int) -> None:
 
 def _kill_below(process: int) -> None:
     stopped: set[int] = set()
-    while found := descendants(process) - stopped:  # what is stopped cannot fork while the rest is looked for
+    while (
+        found := descendants(process) - stopped
+    ):  # what is stopped cannot fork while the rest is looked for
         for one in found:
             _send(one, STOP)
         stopped |= found
@@ -61,24 +69,31 @@ def _collect() -> bool:
 
 def descendants(process: int) -> set[int]:
     """Every living process below this one, from /proc."""
-    return _below(process, {one: fields for one, fields in _stats().items() if fields[0] not in b"ZX"})
+    return _below(
+        process, {one: fields for one, fields in _stats().items() if fields[0] not in b"ZX"}
+    )
 
 
 def processor_seconds() -> float:
-    """What the processes below this one have used, with those that ended and were waited for (all of them, unless a program
-    asks the system to forget its children). Where there is no /proc, only the children that have ended."""
+    """What the processes below this one have used, with those that ended and were waited for
+    (all of them, unless a program asks the system to forget its children). Where there is no
+    /proc, only the children that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = ended.ru_utime + ended.ru_stime
     if os.path.exists("/proc/self/stat"):
         stats = _stats()
-        ticks = sum(int(field) for one in _below(_own(), stats) for field in stats[one][OWN_TIME:CHILDRENS_END])
+        ticks = sum(
+            int(field)
+            for one in _below(_own(), stats)
+            for field in stats[one][OWN_TIME:CHILDRENS_END]
+        )
         used += ticks / os.sysconf("SC_CLK_TCK")
     return used
 
 
 def waited_seconds() -> float:
-    """How long the threads below this process were ready to run while others did; infinite where that cannot be known, as
-    with processes that have ended."""
+    """How long the threads below this process were ready to run while others did; infinite where
+    that cannot be known, as with processes that have ended."""
     if resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt:
         return math.inf
     nanoseconds = 0
@@ -114,7 +129,10 @@ def _stats() -> dict[int, list[bytes]]:
 
 def _below(process: int, stats: dict[int, list[bytes]]) -> set[int]:
     below: set[int] = set()
-    while more := {one for one, fields in stats.items() if int(fields[1]) in below | {process}} - below:
+    while (
+        more := {one for one, fields in stats.items() if int(fields[1]) in below | {process}}
+        - below
+    ):
         below |= more
     return below
 

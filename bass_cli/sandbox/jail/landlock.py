@@ -1,6 +1,8 @@
-"""Landlock: a process gives up, for itself and its descendants, every file outside a list, TCP, and signals to others.
+"""Landlock: a process gives up, for itself and its descendants, every file outside a list, TCP, and
+signals to others.
 
-Needs no privilege, so it holds also where namespaces are forbidden. Source: the kernel's userspace-api/landlock.
+Needs no privilege, so it holds also where namespaces are forbidden. Source: the kernel's
+userspace-api/landlock.
 """
 
 from __future__ import annotations
@@ -34,15 +36,24 @@ def handled_rights(offered: int) -> int:
 
 
 def restrict(readable: list[str], writable: list[str]) -> None:
-    """Take away all files but these (folders with what is below them); `no_new_privs` must be set before."""
+    """Take away all files but these (folders with what is below them); `no_new_privs` must be
+    set before."""
     offered = version()
     if not offered:
         raise SetupError("landlock", "the kernel does not offer it")
     handled = handled_rights(offered)
     network, scopes = ALL_TCP * (offered >= NETWORK_SINCE), ALL_SCOPES * (offered >= SCOPES_SINCE)
-    size = 8 * (1 + (offered >= NETWORK_SINCE) + (offered >= SCOPES_SINCE))  # an older kernel knows fewer fields
+    size = 8 * (
+        1 + (offered >= NETWORK_SINCE) + (offered >= SCOPES_SINCE)
+    )  # an older kernel knows fewer fields
     try:
-        rules = call("syscall", CREATE, ctypes.byref((ctypes.c_uint64 * 3)(handled, network, scopes)), size, 0)
+        rules = call(
+            "syscall",
+            CREATE,
+            ctypes.byref((ctypes.c_uint64 * 3)(handled, network, scopes)),
+            size,
+            0,
+        )
         for path in readable:
             _allow(rules, path, handled & (EXECUTE | READ_FILE | READ_DIR))
         for path in writable:
@@ -59,7 +70,9 @@ def _allow(rules: int, path: str, rights: int) -> None:
     except OSError:  # not there, or not to be seen: nothing to allow
         return
     rights &= -1 if os.path.isdir(path) else FILE_RIGHTS
-    rule = (ctypes.c_uint32 * 3)(rights & 0xFFFFFFFF, rights >> 32, place)  # packed: u64 rights, s32 descriptor
+    rule = (ctypes.c_uint32 * 3)(
+        rights & 0xFFFFFFFF, rights >> 32, place
+    )  # packed: u64 rights, s32 descriptor
     try:
         call("syscall", ADD_RULE, rules, 1, ctypes.byref(rule), 0)
     finally:

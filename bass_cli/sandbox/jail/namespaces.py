@@ -1,4 +1,5 @@
-"""A view of the system with nothing in it: namespaces, and a file system of a few read-only folders and a private /tmp.
+"""A view of the system with nothing in it: namespaces, and a file system of a few read-only folders
+and a private /tmp.
 
 Everything here happens in the warden, before the program's process exists.
 """
@@ -11,7 +12,13 @@ import os
 from .libc import SetupError, call
 
 # In the order in which they are left: only the owner of a new user namespace may make the others.
-FLAGS = {"user": 0x10000000, "pid": 0x20000000, "mount": 0x00020000, "network": 0x40000000, "ipc": 0x08000000}
+FLAGS = {
+    "user": 0x10000000,
+    "pid": 0x20000000,
+    "mount": 0x00020000,
+    "network": 0x40000000,
+    "ipc": 0x08000000,
+}
 RDONLY, NOSUID, NODEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH, MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 2, 442, -100, 0x8000
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -19,7 +26,8 @@ WORK, BASE, OLD = "/tmp/work", "/tmp", "/.old"
 
 
 def leave(layers: tuple[str, ...]) -> None:
-    """Move this process (for "pid": its children) into new namespaces; SetupError names the one that was refused."""
+    """Move this process (for "pid": its children) into new namespaces; SetupError names the one
+    that was refused."""
     user, group = os.getuid(), os.getgid()
     for layer in (name for name in FLAGS if name in layers):
         try:
@@ -41,11 +49,13 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(paths: list[tuple[str, str]], owner: tuple[int, int], size: int) -> None:
-    """Make a file system of the given (place, real path) pairs, read-only, and put this process into it.
+    """Make a file system of the given (place, real path) pairs, read-only, and put this process
+    into it.
 
-    Writable are /tmp and /dev/shm, in memory, `size` bytes each, owned by `owner` (uid, gid). All of it is gone with
-    the last process in it. The way is that of container tools: an empty file system becomes the root, the old root is
-    a folder in it while folders are taken over, and is then cut off.
+    Writable are /tmp and /dev/shm, in memory, `size` bytes each, owned by `owner` (uid, gid).
+    All of it is gone with the last process in it. The way is that of container tools: an empty
+    file system becomes the root, the old root is a folder in it while folders are taken over,
+    and is then cut off.
     """
     try:
         _mount("none", "/", None, RECURSIVE | PRIVATE)
@@ -79,13 +89,23 @@ def _take_over(place: str, source: str) -> None:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, place, None, BIND | RECURSIVE)
-    # Also what is mounted below must be read-only, which the older remount cannot do; flags are only added.
+    # Also what is mounted below must be read-only, which the older remount cannot do; flags are
+    # only added.
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID, 0, 0, 0)
-    call("syscall", MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE, ctypes.byref(attributes), 32)
+    call(
+        "syscall",
+        MOUNT_SETATTR,
+        AT_FDCWD,
+        place.encode(),
+        AT_RECURSIVE,
+        ctypes.byref(attributes),
+        32,
+    )
 
 
 def _mount_proc() -> None:
-    """A /proc of the new process namespace; left out where the system (a container that masks its own) forbids it."""
+    """A /proc of the new process namespace; left out where the system (a container that masks
+    its own) forbids it."""
     os.mkdir("/proc", 0o755)
     try:
         _mount("proc", "/proc", "proc", NOSUID | NODEV | 8)
@@ -94,4 +114,11 @@ def _mount_proc() -> None:
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    call("mount", source.encode(), target.encode(), kind and kind.encode(), flags, options.encode() or None)
+    call(
+        "mount",
+        source.encode(),
+        target.encode(),
+        kind and kind.encode(),
+        flags,
+        options.encode() or None,
+    )

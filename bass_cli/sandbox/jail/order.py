@@ -1,13 +1,17 @@
-"""What the supervisor asks of a warden. At run time an order is a plain dictionary, which travels as `marshal` bytes.
+"""What the supervisor asks of a warden. At run time an order is a plain dictionary, which travels
+as `marshal` bytes.
 
-Only the supervisor imports this file while running: `typing` would cost every program a few milliseconds.
+Only the supervisor imports this file while running: `typing` would cost every program a few
+milliseconds.
 """
 
 from __future__ import annotations
 
 from typing import TypedDict
 
-Program = str | tuple[str, str]  # a text, or two, each whole by itself: the second, tests, runs in the module of the first
+Program = (
+    str | tuple[str, str]
+)  # a text, or two, each whole by itself: the second, tests, runs in the module of the first
 
 
 class Order(TypedDict):

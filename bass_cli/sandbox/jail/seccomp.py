@@ -1,5 +1,6 @@
-"""A filter on system calls: a program may only touch itself. No sockets, no signals, limits or priorities for others, no
-tracing, no new namespaces, no memory or queues that outlive it, no rare kernel interfaces.
+"""A filter on system calls: a program may only touch itself. No sockets, no signals, limits or
+priorities for others, no tracing, no new namespaces, no memory or queues that outlive it, no rare
+kernel interfaces.
 
 Needs no privilege. It is the second wall behind namespaces, and the first where they are forbidden.
 Source: the kernel's userspace-api/seccomp_filter; numbers for x86-64 and arm64.
@@ -14,41 +15,52 @@ from .libc import PR_SET_SECCOMP, SetupError, call, machine
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 COLUMN = {"x86_64": 0, "aarch64": 1}
 Numbers = dict[str, "tuple[int | None, int | None]"]  # of a call: on x86-64, on arm64
-SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-           "rt_tgsigqueueinfo": (297, 240)}  # fmt: skip
-FORBIDDEN: Numbers = {
-    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425), "pidfd_getfd": (438, 438),
-    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "kcmp": (312, 272), "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448),
+SIGNALS = {
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
 }  # fmt: skip
-# Limits and scheduling, of itself only: by call, what its first arguments must be. A process's own number is no better than
-# 0, since a filter cannot know which process of the program asks; the first argument of setpriority says "one process".
+FORBIDDEN: Numbers = {
+    "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "bpf": (321, 280),
+    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425),
+    "pidfd_getfd": (438, 438), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    "kcmp": (312, 272), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448),
+}  # fmt: skip
+# Limits and scheduling, of itself only: by call, what its first arguments must be. A process's
+# own number is no better than 0, since a filter cannot know which process of the program asks;
+# the first argument of setpriority says "one process".
 ITSELF: dict[tuple[int, int], tuple[int, ...]] = {
     (302, 261): (0,),  # prlimit64
-    (203, 122): (0,), (144, 119): (0,), (142, 118): (0,), (314, 274): (0,),  # sched_setaffinity, -scheduler, -param, -attr
+    # sched_setaffinity, -scheduler, -param, -attr
+    (203, 122): (0,), (144, 119): (0,), (142, 118): (0,), (314, 274): (0,),
     (141, 140): (0, 0),  # setpriority
 }  # fmt: skip
-# What else sends signals to others or schedules them: by call, which argument may not have which values.
+# What else sends signals to others or schedules them: by call, which argument may not have which
+# values.
 REFUSED_WITH: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
     (72, 25): (1, (8, 10, 15)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
     (16, 29): (1, (0x8901, 0x8902)),  # ioctl: FIOSETOWN, SIOCSPGRP, which are F_SETOWN for sockets
     (157, 167): (0, (62,)),  # prctl: PR_SCHED_CORE
 }
-# Memory, semaphores and queues that others find by a key or a name: they outlive their maker, and no limit counts them.
+# Memory, semaphores and queues that others find by a key or a name: they outlive their maker,
+# and no limit counts them.
 SHARED: Numbers = {
-    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
-    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
-    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186),
+    "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
 }  # fmt: skip
-# What neither Landlock nor a limit keeps from changing files outside; only forbidden where no mount namespace does.
+# What neither Landlock nor a limit keeps from changing files outside; only forbidden where no
+# mount namespace does.
 ATTRIBUTES: Numbers = {
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463),
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
+    "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14),
+    "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463),
     "removexattrat": (466, 466),
 }  # fmt: skip
 FORKS: Numbers = {"fork": (57, None), "vfork": (58, None)}
@@ -56,15 +68,19 @@ CLONE, CLONE3, NEW_USER, THREAD = (56, 220), 435, 0x10000000, 0x10000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 KILL, ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, EVERYBODY = 0, 4, 16, 0x40000000, 0xFFFFFFFF
-ARGUMENT_BYTES = 8  # the lower half of which comes first, and is all that the kernel looks at in what is compared here
+# the lower half of which comes first, and is all that the kernel looks at in what is compared here
+ARGUMENT_BYTES = 8
 Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, operand
 
 
-def filter_for(name: str, own: int | None, attributes: bool = True, forks: bool = True) -> list[Instruction]:
+def filter_for(
+    name: str, own: int | None, attributes: bool = True, forks: bool = True
+) -> list[Instruction]:
     """The program of the filter for a processor.
 
-    `own` is the only process that may be signalled; None, in a process namespace, stands for all but its first one and
-    everybody at once. `attributes`: files' modes, owners and times may be changed. `forks`: processes may be made.
+    `own` is the only process that may be signalled; None, in a process namespace, stands for all
+    but its first one and everybody at once. `attributes`: files' modes, owners and times may be
+    changed. `forks`: processes may be made.
     """
     column = COLUMN[name]
     lines: list[Instruction] = [
@@ -80,8 +96,14 @@ def filter_for(name: str, own: int | None, attributes: bool = True, forks: bool 
     # clone3 hides its flags from a filter; without it the C library takes clone
     lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
     threads_only = [] if forks else [(ANY_BIT, 1, 0, THREAD), (RETURN, 0, 0, NOT_PERMITTED)]
-    lines += [(EQUAL, 0, 4 + len(threads_only), CLONE[column]), (LOAD, 0, 0, ARGUMENT_AT), (ANY_BIT, 0, 1, NEW_USER),
-              (RETURN, 0, 0, NOT_PERMITTED), *threads_only, (RETURN, 0, 0, ALLOW)]  # fmt: skip
+    lines += [
+        (EQUAL, 0, 4 + len(threads_only), CLONE[column]),
+        (LOAD, 0, 0, ARGUMENT_AT),
+        (ANY_BIT, 0, 1, NEW_USER),
+        (RETURN, 0, 0, NOT_PERMITTED),
+        *threads_only,
+        (RETURN, 0, 0, ALLOW),
+    ]
     for numbers in SIGNALS.values():
         lines += [(EQUAL, 0, 5, numbers[column]), (LOAD, 0, 0, ARGUMENT_AT)]
         if own is None:
@@ -90,11 +112,30 @@ def filter_for(name: str, own: int | None, attributes: bool = True, forks: bool 
             lines += [(EQUAL, 0, 1, own), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NOT_PERMITTED)]
         lines += [(LOAD, 0, 0, NUMBER_AT)]
     for numbers, values in ITSELF.items():
-        lines += _asked(numbers[column], [line for place, value in enumerate(values) for line in (
-            (LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place), (EQUAL, 1, 0, value), (RETURN, 0, 0, NOT_PERMITTED))])
+        lines += _asked(
+            numbers[column],
+            [
+                line
+                for place, value in enumerate(values)
+                for line in (
+                    (LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place),
+                    (EQUAL, 1, 0, value),
+                    (RETURN, 0, 0, NOT_PERMITTED),
+                )
+            ],
+        )
     for numbers, (place, values) in REFUSED_WITH.items():
-        lines += _asked(numbers[column], [(LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place), *(
-            line for value in values for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, NOT_PERMITTED)))])
+        lines += _asked(
+            numbers[column],
+            [
+                (LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place),
+                *(
+                    line
+                    for value in values
+                    for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, NOT_PERMITTED))
+                ),
+            ],
+        )
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
@@ -104,12 +145,14 @@ def _asked(number: int, checks: list[Instruction]) -> list[Instruction]:
 
 
 def restrict(own: int | None, attributes: bool, forks: bool) -> None:
-    """Put the filter (see `filter_for`) on this process and its descendants; `no_new_privs` must be set before."""
+    """Put the filter (see `filter_for`) on this process and its descendants; `no_new_privs` must
+    be set before."""
     if machine() not in ARCHITECTURE:
         raise SetupError("seccomp", f"the numbers of system calls are not known for {machine()}")
     lines = filter_for(machine(), own, attributes, forks)
     code = b"".join(
-        kind.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little") for kind, yes, no, operand in lines
+        kind.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little")
+        for kind, yes, no, operand in lines
     )
     held = ctypes.create_string_buffer(code)
     header = (ctypes.c_uint64 * 2)(len(lines), ctypes.addressof(held))

@@ -1,7 +1,9 @@
-"""The warden: a fresh, small interpreter that builds the isolation for one program, watches it, and reports.
+"""The warden: a fresh, small interpreter that builds the isolation for one program, watches it, and
+reports.
 
-Two processes: the outer one makes the namespaces and waits; the inner one is the first process of the new process
-namespace, so that nothing survives it, and the parent of the program's. Neither runs a line of the program.
+Two processes: the outer one makes the namespaces and waits; the inner one is the first process
+of the new process namespace, so that nothing survives it, and the parent of the program's.
+Neither runs a line of the program.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ if TYPE_CHECKING:
 
     from .order import Order
 
-ORDERS, REPORTS = 0, 1  # standard input stays open as long as the supervisor wants the program to run
+ORDERS, REPORTS = (
+    0,
+    1,
+)  # standard input stays open as long as the supervisor wants the program to run
 CHUNK, TICK = 65536, 0.05
-STARVED = 0.05  # of its time: who waited longer for a processor may have been late because of others
+STARVED = (
+    0.05  # of its time: who waited longer for a processor may have been late because of others
+)
 KILL, XCPU = 9, 24
 LOST = "the process that watches the program has failed"
 ENDED = "the process ended before the program did: "
@@ -37,7 +44,9 @@ class Watch:
         self.order, self.process, self.key, self.answer = order, process, key, answer
         self.nonce = self.output = b""
         self.ready = False
-        self.end: tuple[str, str] | None = None  # what its end means, unless it has said a word before
+        self.end: tuple[str, str] | None = (
+            None  # what its end means, unless it has said a word before
+        )
         self.verdict: tuple[str, str] | None = None
 
 
@@ -47,7 +56,8 @@ def main() -> NoReturn:
         _serve()
     except SetupError as error:
         _report("refused", f"{error.layer}: {error.reason}", 0.0, b"")
-    except BaseException as error:  # a fault of ours or the system's, in either process; not to be held against a program
+    # a fault of ours or the system's, in either process; not to be held against a program
+    except BaseException as error:
         _report("refused", f"warden: {type(error).__name__}: {error}", 0.0, b"")
     os._exit(1)
 
@@ -57,7 +67,9 @@ def _serve() -> NoReturn:
     _volunteer()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     namespaces.leave(order["layers"])
-    prctl(PR_SET_DUMPABLE, 0)  # memory, descriptors and environment are closed to processes of the same user
+    prctl(
+        PR_SET_DUMPABLE, 0
+    )  # memory, descriptors and environment are closed to processes of the same user
     inner = os.fork()
     if not inner:
         _guard(order)
@@ -68,7 +80,8 @@ def _serve() -> NoReturn:
 
 
 def _volunteer() -> None:
-    """If memory runs out, the kernel shall end the program and not the process that holds a model."""
+    """If memory runs out, the kernel shall end the program and not the process that holds a
+    model."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -110,16 +123,22 @@ def _guard(order: Order) -> NoReturn:
     except BaseException as error:
         if not watch.ready:
             raise
-        # The program may have brought it about. The outer process kills what is left: this one may not be able to.
+        # The program may have brought it about. The outer process kills what is left: this one
+        # may not be able to.
         _report("lost", f"{LOST}: {type(error).__name__}: {error}", 0.0, b"")
     os._exit(0)
 
 
 def _start(order: Order) -> tuple[Watch, int, int]:
-    """Fork the program's process; also the pipes on which it speaks and prints. The answering pipe becomes ORDERS' twin."""
+    """Fork the program's process; also the pipes on which it speaks and prints. The answering
+    pipe becomes ORDERS' twin."""
     keys = [os.urandom(program.WORD)]
     key = keys[0]
-    (say_out, say_in), (hear_out, hear_in), (output_out, output_in) = os.pipe(), os.pipe(), os.pipe()
+    (say_out, say_in), (hear_out, hear_in), (output_out, output_in) = (
+        os.pipe(),
+        os.pipe(),
+        os.pipe(),
+    )
     process = os.fork()
     if not process:
         del key
@@ -134,25 +153,35 @@ def _start(order: Order) -> tuple[Watch, int, int]:
             os._exit(1)
     for unused in (say_in, hear_out, output_in):
         os.close(unused)
-    for own in (say_out, hear_in, output_out):  # a program may take from its pipes, or fill them: nothing waits for them
+    for own in (
+        say_out,
+        hear_in,
+        output_out,
+    ):  # a program may take from its pipes, or fill them: nothing waits for them
         os.set_blocking(own, False)
     return Watch(order, process, key, hear_in), say_out, output_out
 
 
 def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
-    """Wait for the first of: the right word, a wrong word, the end of the process, the deadline, the supervisor's end."""
+    """Wait for the first of: the right word, a wrong word, the end of the process, the deadline,
+    the supervisor's end."""
     poll = select.poll()
     for descriptor in (say, output, *_sign_of_end(watch.process)):
         poll.register(descriptor, select.POLLIN)
     poll.register(ORDERS, 0)
     cores = os.cpu_count() or 1
-    count_at = deadline - watch.order["seconds"] + watch.order["cpu_seconds"] / cores  # not before can all of it be used
+    count_at = (
+        deadline - watch.order["seconds"] + watch.order["cpu_seconds"] / cores
+    )  # not before can all of it be used
     while watch.verdict is None:
         now = time.monotonic()
         left = deadline - now
         if left <= 0:
             starved = waited_seconds() > STARVED * watch.order["seconds"]
-            watch.verdict = "starved" if starved else "timed out", f"more than {watch.order['seconds']:g} s"
+            watch.verdict = (
+                "starved" if starved else "timed out",
+                f"more than {watch.order['seconds']:g} s",
+            )
             return
         if now >= count_at:
             unused = watch.order["cpu_seconds"] - processor_seconds()
@@ -192,7 +221,8 @@ def _say(watch: Watch, word: bytes) -> None:
 
 
 def _sign_of_end(process: int) -> list[int]:
-    """A descriptor that becomes readable when the process ends, where there is such a thing; elsewhere ticks must do."""
+    """A descriptor that becomes readable when the process ends, where there is such a thing;
+    elsewhere ticks must do."""
     try:
         return [os.pidfd_open(process)]
     except (AttributeError, OSError):
@@ -200,7 +230,8 @@ def _sign_of_end(process: int) -> list[int]:
 
 
 def _listen(watch: Watch, data: bytes) -> None:
-    """One message of the program's process. Only the key brings the nonce, and only the nonce is a pass."""
+    """One message of the program's process. Only the key brings the nonce, and only the nonce is
+    a pass."""
     if not watch.ready:
         if data[:1] == program.REFUSED:
             watch.verdict = "refused", data[1:].decode()
@@ -223,7 +254,8 @@ def _listen(watch: Watch, data: bytes) -> None:
 
 
 def _reap(watch: Watch) -> None:
-    """Collect processes that have ended, orphans too; the program's own end without a word is a failure."""
+    """Collect processes that have ended, orphans too; the program's own end without a word is a
+    failure."""
     while True:
         try:
             process, status, used = os.wait4(-1, os.WNOHANG)
