@@ -38,9 +38,8 @@ SNIPPETS = [
     "perimeter(width, height):\n"
     "    result = 2 * (width + height)\n    return result\n",
     "The committee met on Tuesday to discuss the new budget. Three members were absent. The chair "
-    "opened the meeting at "
-    "nine o'clock and closed it at noon. The next meeting will be held on the first Monday of "
-    "May.\n",
+    "opened the meeting at nine o'clock and closed it at noon. The next meeting will be held on "
+    "the first Monday of May.\n",
     "name,age,city\nAlice,31,Paris\nBob,27,London\nCarol,45,Madrid\nDaniel,38,Vienna\n"
     "Eva,29,Prague\nFrank,52,Oslo\n",
     '{"id": 1, "colour": "red", "size": 4}\n{"id": 2, "colour": "green", "size": 7}\n'
@@ -49,11 +48,9 @@ SNIPPETS = [
     "almost full\n"
     "10:04 INFO user bob logged in\n",
     "Preheat the oven to 180 degrees. Mix the flour, sugar and butter in a bowl. Add two eggs and "
-    "stir well. Bake for "
-    "thirty minutes.\n",
+    "stir well. Bake for thirty minutes.\n",
     "SELECT name, city FROM users WHERE age > 30 ORDER BY name;\nSELECT title, year FROM films "
-    "WHERE rating > 8 ORDER BY "
-    "year;\n",
+    "WHERE rating > 8 ORDER BY year;\n",
     "<ul>\n  <li>Monday: swimming</li>\n  <li>Tuesday: reading</li>\n  <li>Wednesday: "
     "cooking</li>\n</ul>\n",
 ]

@@ -35,8 +35,7 @@ from bass_cli.scheduler import Conductor
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 TASK = (
     "In this Python function, rename the parameter `{old}` to `{old}_value` everywhere and change "
-    "nothing else. Answer "
-    "with the whole function, in one code block.\n```python\n{code}```"
+    "nothing else. Answer with the whole function, in one code block.\n```python\n{code}```"
 )
 
 

@@ -50,8 +50,7 @@ def main() -> int:
         bad = bad or not good
         print(
             f"{rows:3d} rows  {taken:6.3f} {graph:6.3f} {floor:6.3f}   {taken / graph:5.3f} "
-            f"{graph / floor:5.3f}"
-            f"   {'ok' if good else f'more than {HOST} or {KERNELS[rows]}'}"
+            f"{graph / floor:5.3f}   {'ok' if good else f'more than {HOST} or {KERNELS[rows]}'}"
         )
     return int(bad)
 

@@ -15,8 +15,7 @@ _ROUND = ("rows", "method", "first", "last", "floor", "round", "draft", "verify"
 _FIXED = "plain"  # with the draft lengths, which are digits
 _ABOUT_ROUND = (
     "First and last: ms per token of the row that ends first or last; floor: of the mean row, if "
-    "the device "
-    "were at its best. Then ms of a round, and of its parts, each timed alone."
+    "the device were at its best. Then ms of a round, and of its parts, each timed alone."
 )
 
 
@@ -27,8 +26,7 @@ def show(document: dict[str, Any]) -> None:
     _print(f"{pair['label']}; {pair['target']['dtype']} on {machine['name']}{threads}")
     _print(
         f"{settings['new_tokens']} tokens a row, temperature {settings['temperature']}, top-p "
-        f"{settings['top_p']}, "
-        f"{pair['coupling']} coupling; medians of the repeats"
+        f"{settings['top_p']}, {pair['coupling']} coupling; medians of the repeats"
     )
     cells = document["cells"]
     _table(_SPEED, [speed_line(cell) for cell in cells])

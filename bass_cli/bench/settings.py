@@ -193,8 +193,7 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
         if not 1 <= depth < layers:
             raise UserError(
                 f"{_option('depth')}: it should be from 1 to {layers - 1}, since {shape} has "
-                f"{layers} "
-                f"layers (got {depth})"
+                f"{layers} layers (got {depth})"
             )
         draft = f"the first {depth} of {layers} layers"
     name = shape if draft == "none" else f"{shape} + {draft}"

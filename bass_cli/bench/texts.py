@@ -37,8 +37,7 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
     if longest > spec.context:
         raise UserError(
             f"prompts, new tokens and drafts need {longest} positions and the model has "
-            f"{spec.context}; "
-            "use fewer --prompt-tokens or --new-tokens"
+            f"{spec.context}; use fewer --prompt-tokens or --new-tokens"
         )
     return found
 

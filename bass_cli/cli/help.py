@@ -22,17 +22,15 @@ WORDS = {
     "pair": "a target and its draft, with settings, in a YAML file; those that come with bass "
             "have names (bass pairs)",
     "target": "the model whose samples are wanted",
-    "draft": "what guesses tokens ahead of the target, and the guesses: a small model, some of "
-             "the target's own layers, "
-             "or a look-up in text that is there already. A draft changes the speed, never what "
-             "the samples are worth",
+    "draft": "what guesses tokens ahead of the target, and the guesses: a small model, some of the "
+             "target's own layers, or a look-up in text that is there already. A draft changes the "
+             "speed, never what the samples are worth",
     "row": "a sample while it is being drawn; the rows of a batch are decoded at once",
     "round": "one step of all rows: tokens are drafted, the target checks them in one pass, rows "
              "keep those that stand",
     "coupling": "how the target checks drafts. With both kinds samples follow the target's own "
-                "distribution, exactly: "
-                "shared gives the very tokens of plain decoding with that seed, maximal keeps a "
-                "few more drafts",
+                "distribution, exactly: shared gives the very tokens of plain decoding with that "
+                "seed, maximal keeps a few more drafts",
     "plain decoding": "without drafts, one token a round",
     "acceptance": "the share of the drafted tokens that the target keeps",
     "controller": "what chooses the draft length before every round",

@@ -88,8 +88,7 @@ class Flag(NamedTuple):
 OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "prompts": Flag(
         "A .jsonl, .json, .txt or .parquet file, - for standard input, or "
-        "hf:NAME[:CONFIG][:SPLIT]. "
-        'A .jsonl line is like {"id": "a", "prompt": "a text"}.',
+        'hf:NAME[:CONFIG][:SPLIT]. A .jsonl line is like {"id": "a", "prompt": "a text"}.',
         "",
         "PROMPTS",
     ),
@@ -115,16 +114,14 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         choices=_pairs,
     ),
     "model": Flag(
-        "The target itself, instead of a --pair: a Hugging Face hub id, a folder with "
-        "safetensors, or a "
-        ".gguf file. Then --draft is lookup, if it is not given",
+        "The target itself, instead of a --pair: a Hugging Face hub id, a folder with safetensors, "
+        "or a .gguf file. Then --draft is lookup, if it is not given",
         MODELS,
         "ID|FOLDER|FILE",
     ),
     "draft": Flag(
-        "What drafts: a model (like --model), lookup (in the text so far), lookup:SOURCES (of "
-        "own, siblings, "
-        "prompt, reference), skip:LAYERS (the target without them), or none",
+        "What drafts: a model (like --model), lookup (in the text so far), lookup:SOURCES (of own, "
+        "siblings, prompt, reference), skip:LAYERS (the target without them), or none",
         MODELS,
         "MODEL|HOW",
         "the pair's",
@@ -143,8 +140,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "seed": Flag("Fixes the samples", SAMPLING, "N", "0"),
     "stop": Flag(
         "End a sample before this text; may be repeated. \\n is a line end, \\t a tab, \\\\ a "
-        "backslash. "
-        "BASS_STOP: a text or a JSON list",
+        "backslash. BASS_STOP: a text or a JSON list",
         SAMPLING,
         "TEXT",
         variable=False,
@@ -157,8 +153,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     ),
     "draft_length": Flag(
         "Tokens drafted a round: auto (by what rounds cost here and keep), bass (Algorithm 1 of "
-        "the "
-        "paper), table (by batch size, from bass profile), bass+table, or a number; 0 is plain "
+        "the paper), table (by batch size, from bass profile), bass+table, or a number; 0 is plain "
         "decoding",
         DRAFTING,
         "N|HOW",
@@ -192,8 +187,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "prompt_column": Flag("The field that holds the prompt", PROMPTS, "NAME", "prompt"),
     "prompt_format": Flag(
         "The prompt as it is (raw), without blanks (strip) or line ends (strip-nl) around it, or "
-        "as a "
-        "question (chat)",
+        "as a question (chat)",
         PROMPTS,
         "FORMAT",
         "raw",
@@ -213,8 +207,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "draft_shape": Flag("The same as draft; with --acceptance", RANDOM, "NAME"),
     "acceptance": Flag(
         "Accept each drafted token with this chance; 0.95,0.3: by row in turn. Repeat it for "
-        "several "
-        "benches",
+        "several benches",
         RANDOM,
         "NUMBER,...",
     ),

@@ -33,9 +33,8 @@ def parse_draft(text: str) -> Draft:
     words, plus, model = text.removeprefix(_LOOKUP).partition("+")
     if plus:
         raise ValueError(
-            f'"{text}" is no draft: lookup beside a model was removed, because the model alone '
-            "was faster; "
-            f'use "{model or "MODEL"}" or "lookup"'
+            f'"{text}" is no draft: lookup beside a model was removed, because the model alone was '
+            f'faster; use "{model or "MODEL"}" or "lookup"'
         )
     return Draft(_sources(text, words.removeprefix(":")) if words else SOURCES, None)
 

@@ -159,8 +159,7 @@ def parse_duration(text: str, key: str = "duration") -> float:
     if not 0 < seconds <= _LONGEST:
         raise UserError(
             f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
-            "like 2s, "
-            "500ms or 1.5m"
+            "like 2s, 500ms or 1.5m"
         )
     return seconds
 
@@ -215,8 +214,7 @@ def load_pair(name_or_file: str) -> Pair:
             known = nearest(name_or_file, packaged_pairs())
             raise UserError(
                 f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model '
-                "is given with "
-                "--model)"
+                "is given with --model)"
             )
     try:
         content = read_bytes(path, MOST_BYTES)

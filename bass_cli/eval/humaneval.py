@@ -34,8 +34,7 @@ class HumanEval:
     def question(self, problem: Problem) -> str:
         return (
             "Complete the following Python function. Answer with the whole function, its imports "
-            "included, in one "
-            f"block of code.\n\n```python\n{problem.prompt.strip()}\n```"
+            f"included, in one block of code.\n\n```python\n{problem.prompt.strip()}\n```"
         )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:

@@ -127,9 +127,8 @@ class Ledger:
             yield
         except OSError as error:
             raise MachineError(
-                f"{self.path}: cannot write the verdicts: {error.strerror}; those before are "
-                "kept, and the "
-                "same command goes on from there"
+                f"{self.path}: cannot write the verdicts: {error.strerror}; those before are kept, "
+                "and the same command goes on from there"
             ) from None
 
     def add(self, ruling: Ruling) -> None:

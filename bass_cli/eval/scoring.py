@@ -304,7 +304,6 @@ def parse_workers(given: int | None) -> int | None:
     if given is not None and not 1 <= given <= _MOST_WORKERS:
         raise UserError(
             f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "
-            "(got "
-            f"{shown(given)})"
+            f"(got {shown(given)})"
         )
     return given

@@ -36,9 +36,8 @@ def lines(document: dict[str, Any]) -> list[list[str]]:
     answered = sum(row["finished"] > 0 for row in document["by_problem"])
     late = f"; {document['late']} more ended after the deadline" if document["late"] else ""
     shown.append(["finished", f"{document['finished']} of {document['samples']} "
-                              f"samples{' in time' if late else ''}; "
-                              f"{answered} of {document['problems']} problems have "
-                              f"one{late}"])  # fmt: skip
+                              f"samples{' in time' if late else ''}; {answered} of "
+                              f"{document['problems']} problems have one{late}"])  # fmt: skip
     for key, name in (("seconds_to_first", "first sample"), ("seconds_to_last", "last sample")):
         shown += [[name, _spread(document[key])]] if document[key] else []
     shown += [["speed", speed]] if (speed := _speed(document)) else []
@@ -72,8 +71,7 @@ def _passes(document: dict[str, Any]) -> list[list[str]]:
     )
     of_finished = _percent(document["pass_first_of_finished"])
     shown = [["Pass@First", f"{_percent(document['pass_first'])} (of problems with a finished "
-                            f"sample {of_finished}); "
-                            f"ranked by {ranking}"]]  # fmt: skip
+                            f"sample {of_finished}); ranked by {ranking}"]]  # fmt: skip
     shown.append(["Pass@All", _percent(document["pass_all"])])
     return shown + [[f"pass@{k}", _percent(value)] for k, value in document["pass_at_k"].items()]
 

@@ -109,8 +109,7 @@ def open_source(source: str) -> Source:
         ):  # a file is read more than once; a pipe is empty then, and a device may have no end
             raise UserError(
                 f"{source}: this is a pipe or a device, not a file; give - in its place and feed "
-                "standard "
-                f"input: < {source}"
+                f"standard input: < {source}"
             )
         path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
@@ -312,8 +311,7 @@ def _spool(stream: IO[bytes]) -> Source:
         except OSError as error:
             raise MachineError(
                 f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; "
-                "set TMPDIR "
-                "to a folder with room, or give a prompt file"
+                "set TMPDIR to a folder with room, or give a prompt file"
             ) from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:

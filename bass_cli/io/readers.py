@@ -84,8 +84,7 @@ def read_json(stream: IO[bytes], name: str) -> Records:
     if len(content) > _LONGEST_LIST:
         raise UserError(
             f"{name}:1: a .json file is read as a whole, so it may have {_LONGEST_LIST >> 20} MB; "
-            "convert it "
-            "to .jsonl"
+            "convert it to .jsonl"
         )
     text = "".join(
         line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST)

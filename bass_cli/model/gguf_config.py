@@ -186,8 +186,7 @@ def _refuse(values: Values, name: str) -> None:
     if sizes[0] != sizes[1]:
         raise UserError(
             f'{values.place}: key "{name}.attention.value_length": {shown(sizes[1])} differs from '
-            "key_length, "
-            f"{shown(sizes[0])}, which is not supported"
+            f"key_length, {shown(sizes[0])}, which is not supported"
         )
 
 

@@ -135,8 +135,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise UserError(
                 f"character {error.start + 1} of the text is half of a surrogate pair, which is "
-                "not "
-                "text"
+                "not text"
             ) from None
         if most is not None and len(text) > most and self._spelling is not None:
             fewest = self._spelling.fewest_tokens(text)
@@ -206,8 +205,7 @@ def _refuse_code(folder: Path) -> None:
         if names := _named(code.get("AutoTokenizer") if isinstance(code, dict) else code):
             raise UserError(
                 f'{folder / name}: key "auto_map": the tokenizer is code of the model\'s own '
-                f"({names}), which "
-                f"is never run; {_OTHER_TOKENIZER}"
+                f"({names}), which is never run; {_OTHER_TOKENIZER}"
             )
         kind = content.get("tokenizer_class")
         found = tokenizer_class_from_name(kind) if isinstance(kind, str) else None
@@ -216,8 +214,7 @@ def _refuse_code(folder: Path) -> None:
         ):
             raise UserError(
                 f'{folder / name}: key "tokenizer_class": transformers {transformers.__version__} '
-                "has no "
-                f"tokenizer class {_named(kind)} here; {_OTHER_TOKENIZER}"
+                f"has no tokenizer class {_named(kind)} here; {_OTHER_TOKENIZER}"
             )
 
 
@@ -325,8 +322,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
         if ours != theirs:
             raise UserError(
                 f"the vocabularies of target and draft differ: id {id_} is {ours!r} in "
-                f"{target.path} and "
-                f"{theirs!r} in {draft.path}"
+                f"{target.path} and {theirs!r} in {draft.path}"
             )
 
 

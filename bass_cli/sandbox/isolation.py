@@ -71,8 +71,7 @@ class Isolation(NamedTuple):
         elif "mount" not in self.files and "Landlock" not in self.files:
             notes.append(
                 "programs can read files that all users can read, and write where all users can: "
-                "no mount "
-                "namespaces, no Landlock"
+                "no mount namespaces, no Landlock"
             )
         if self.processes.removesuffix(AS_ROOT) in (NONE, SCOPES):
             what = (
