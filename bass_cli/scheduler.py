@@ -1,7 +1,7 @@
 """The conductor: admits prompts x n to a loop, yields Completions as rows end.
 
-Not here: what is checked before weights are loaded (plan.py), building the loop (build.py), a
-round (engine/step.py), files (io/results.py).
+Not here: what a prompt becomes (intake.py), what ends a row (endings.py), building the loop
+(build.py), a round (engine/step.py), files (io/results.py).
 """
 
 from __future__ import annotations
@@ -9,53 +9,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 
 from bass_cli.build import ready_loop
 from bass_cli.config.job import Job
+from bass_cli.endings import Ending, Sample, completed
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Backlog, Round
 from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.step import Loop
 from bass_cli.errors import UserError
+from bass_cli.intake import Intake, Task
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import Completion
 from bass_cli.lengths.store import keep_learnt
-from bass_cli.model.continuation import Continuation, StopDetector
+from bass_cli.model.continuation import StopDetector
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
-
-_UNSOUND = (
-    "the target's logits for token {} are not finite: its weights are broken, or its values too "
-    "large for the "
-    "dtype (bf16 and fp32 hold more than fp16)"
-)
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    """A prompt under way: when it began, when it must end, the samples that still wait for a
-    row, and whether any has had a round. `text`: decodes what follows the prompt."""
-
-    prompt: Prompt
-    tokens: list[int]
-    text: Continuation
-    limit: int
-    waiting: deque[int]
-    began: float
-    deadline: float | None
-    started: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """What the conductor knows of a live row beside its Row."""
-
-    task: _Task
-    stops: StopDetector | None
-    seen: int = 0  # generated tokens already looked at
 
 
 def generate(
@@ -138,16 +109,16 @@ class Conductor:
         count: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ):
-        self._job, self._tokenizer, self._loop = job, tokenizer, loop
-        self._context, self._eos, self._on_round = context, frozenset(eos_ids), on_round
+        self._job, self._loop, self._on_round = job, loop, on_round
+        self._intake, self._eos = Intake(job, tokenizer, context=context), frozenset(eos_ids)
         # With a budget, prompts run one at a time unless a batch size was asked for. Under
         # maximal coupling they always do, and each begins anew, or how far the clock let one
         # prompt come would reach the draft lengths of others, and so their samples.
         maximal = job.speculation.coupling == "maximal"
         self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
         self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
-        self._tasks: list[_Task] = []
-        self._live: dict[Row, _Live] = {}
+        self._tasks: list[Task] = []
+        self._live: dict[Row, Sample] = {}
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
@@ -175,61 +146,22 @@ class Conductor:
     def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
         """Tokenise a prompt and store its keys and values; an unusable one ends here, with an
         error."""
-        waiting = deque(i for i in range(self._job.n) if (prompt.id, i) not in done)
+        waiting = [i for i in range(self._job.n) if (prompt.id, i) not in done]
         self._forecast.begin(self._job.n)
         if not waiting:
             return
-        clock = self._loop.clock
-        began = clock.now()
         try:
-            if prompt.fault is not None:
-                raise UserError(prompt.fault)
-            tokens, reference = self._encode(prompt), self._reference(prompt)
-            if len(tokens) >= self._context:
-                raise UserError(
-                    f"the prompt has {len(tokens)} tokens, the model's context {self._context}"
-                )
+            task = self._intake.take(prompt, waiting, now=self._loop.clock.now())
         except UserError as error:
-            yield Completion.failed(
-                prompt.id, str(error), seed=self._job.sampling.seed, meta=prompt.meta
-            )
+            seed = self._job.sampling.seed
+            yield Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
             return
-        limit = min(self._job.sampling.max_new_tokens, self._context - len(tokens))
-        deadline = None if self._job.budget is None else began + self._job.budget
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
-        task = _Task(
-            prompt, tokens, Continuation(self._tokenizer, tokens), limit, waiting, began, deadline
-        )
-        if self._loop.open(prompt.id, tokens, reference, deadline=deadline):
+        if self._loop.open(prompt.id, task.tokens, task.reference, deadline=task.deadline):
             self._tasks.append(task)
         else:
-            yield from (self._completion(task, sample, None, "budget", "") for sample in waiting)
-
-    def _reference(self, prompt: Prompt) -> list[int]:
-        """What drafts may be looked up in. More than the context would take minutes to tokenise,
-        and to index."""
-        if not prompt.reference:
-            return []
-        try:
-            return self._tokenizer.encode_part(prompt.reference, self._context)
-        except UserError as error:
-            raise UserError(f'field "reference": {error}') from None
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        messages = prompt.messages
-        if messages is None and self._job.chat:
-            messages = [{"role": "user", "content": prompt.text}]
-        if messages is not None and self._job.chat is False:
-            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
-        tokens = (
-            self._tokenizer.encode(prompt.text or "", self._context)
-            if messages is None
-            else self._tokenizer.encode_chat(messages, self._context)
-        )
-        if not tokens:
-            raise UserError(f"{prompt.place}: the prompt has no tokens")
-        return tokens
+            yield from self._without_rows(task)
 
     def _admit(self) -> None:
         """Give free rows to waiting samples, oldest prompt first."""
@@ -256,9 +188,8 @@ class Conductor:
             ]
             self._loop.admit(*rows)
             for row in rows:
-                self._live[row] = _Live(
-                    task, StopDetector(task.text, sampling.stop) if sampling.stop else None
-                )
+                stops = StopDetector(task.text, sampling.stop) if sampling.stop else None
+                self._live[row] = Sample(task, row, stops)
             if not task.waiting:
                 self._loop.close(task.prompt.id)
 
@@ -294,12 +225,9 @@ class Conductor:
             for index in reversed(range(len(self._loop.batch))):
                 row = self._loop.batch.hosts[index]
                 if self._live[row].task is task:
-                    yield self._retire(
-                        index, "budget", task.text.decode(row.tokens[row.prompt_length :])
-                    )
+                    yield self._retire(index, self._live[row].end("budget"))
             if task.waiting:
-                for sample in task.waiting:
-                    yield self._completion(task, sample, None, "budget", "")
+                yield from self._without_rows(task)
                 task.waiting.clear()
                 self._loop.close(task.prompt.id)
                 self._forget(task)
@@ -307,82 +235,27 @@ class Conductor:
     def _collect(self) -> Iterator[Completion]:
         """Look at what the round added to each row; cut and end those that are done."""
         for index in reversed(range(len(self._loop.batch))):
-            row = self._loop.batch.hosts[index]
-            ending = self._ending(row, self._live[row])
+            ending = self._live[self._loop.batch.hosts[index]].look(self._eos)
             if ending is not None:
-                yield self._retire(index, *ending)
+                yield self._retire(index, ending)
 
-    def _ending(self, row: Row, live: _Live) -> tuple[str, str] | None:
-        """The finish reason and text of a row that is done, which is cut to what counts; None
-        while it goes on."""
-        new = row.tokens[row.prompt_length + live.seen :]
-        sound = len(new) if row.broken is None else row.broken - live.seen
-        keep, reason = min(sound, row.limit - live.seen), None if row.broken is None else "error"
-        if live.seen + keep == row.limit:
-            reason = "length"
-        end = next((i for i, token in enumerate(new[:keep]) if token in self._eos), None)
-        if end is not None:
-            keep, reason = end + 1, "eos"
-        if live.stops is not None:
-            found = live.stops.feed(new[:keep])
-            if found is not None:
-                _cut(row, found.tokens)
-                return "stop", found.text
-        _cut(row, live.seen + keep)
-        live.seen += keep
-        return (
-            None
-            if reason is None
-            else (reason, live.task.text.decode(row.tokens[row.prompt_length :]))
-        )
-
-    def _retire(self, index: int, reason: str, text: str) -> Completion:
+    def _retire(self, index: int, ending: Ending) -> Completion:
         row = self._loop.batch.hosts[index]
         self._loop.retire(index)
         self._forecast.end(row.generated)
         task = self._live.pop(row).task
         self._forget(task)
-        return self._completion(task, row.sample, row, reason, text)
+        return self._completion(task, row.sample, row, ending)
 
-    def _forget(self, task: _Task) -> None:
+    def _without_rows(self, task: Task) -> Iterator[Completion]:
+        """Samples that had no time for a token."""
+        for sample in task.waiting:
+            yield self._completion(task, sample, None, Ending("budget", ""))
+
+    def _forget(self, task: Task) -> None:
         if not task.waiting and not any(live.task is task for live in self._live.values()):
             self._tasks.remove(task)
 
-    def _completion(
-        self, task: _Task, sample: int, row: Row | None, reason: str, text: str
-    ) -> Completion:
-        scores = [] if row is None else row.log_probabilities
-        total, error = (
-            math.fsum(scores),
-            _UNSOUND.format(len(scores) + 1) if reason == "error" else None,
-        )
-        return Completion(
-            id=task.prompt.id,
-            sample=sample,
-            text=text,
-            finish_reason=reason,
-            tokens=len(scores),
-            mean_logprob=total / len(scores) if scores else None,
-            sum_logprob=total if scores else None,
-            seconds=self._loop.clock.now() - task.began,
-            rounds=row.rounds if row else 0,
-            drafted=row.drafted if row else 0,
-            accepted=row.accepted if row else 0,
-            seed=self._job.sampling.seed,
-            prompt_tokens=len(task.tokens),
-            meta=task.prompt.meta,
-            token_ids=(row.tokens[row.prompt_length :] if row else [])
-            if self._job.token_ids
-            else None,
-            error=error,
-        )
-
-
-def _cut(row: Row, generated: int) -> None:
-    """Drop a row's tokens beyond the first `generated` that it generated, all from its last
-    round: the last one was the target's own, the others accepted drafts."""
-    surplus = row.generated - generated
-    if surplus > 0:
-        del row.tokens[-surplus:]
-        del row.log_probabilities[-surplus:]
-        row.accepted -= surplus - 1
+    def _completion(self, task: Task, sample: int, row: Row | None, ending: Ending) -> Completion:
+        now, seed = self._loop.clock.now(), self._job.sampling.seed
+        return completed(task, sample, row, ending, now=now, seed=seed, ids=self._job.token_ids)

@@ -18,7 +18,7 @@ engine
 drafting | lengths
 profiling
 footprint plan
-build scheduler library generation
+build intake endings scheduler library generation
 bench | eval
 cli __main__
 """

@@ -1,5 +1,5 @@
-"""What the target says of the drafts, as a Verdict: one function for each coupling. The
-arithmetic is in the kernels."""
+"""What the target says of the drafts: its pass over them, and a Verdict by one function for each
+coupling. The arithmetic is in the kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,31 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch, Laws
-from bass_cli.engine.contracts import Proposal, Verdict
+from bass_cli.engine.contracts import Proposal, Target, Verdict
 from bass_cli.engine.imposed import Imposed
+
+
+def check(
+    proposal: Proposal,
+    target: Target,
+    batch: Batch,
+    *,
+    coupling: str,
+    imposing: Imposed | None,
+    most: Tensor | None = None,
+) -> Verdict:
+    """The target's pass over the rows' pending tokens and the drafts, `judge`d and committed."""
+    lengths = batch.lengths[: batch.rows].clone()
+    pending, positions = batch.last(1)
+    width = proposal.tokens.shape[1]
+    positions = positions + torch.arange(width + 1, device=batch.device)
+    tokens = torch.cat((pending, proposal.tokens), 1)
+    logits = target.forward(tokens, positions, batch.ends(width))
+    verdict = judge(
+        proposal, logits, batch, lengths, coupling=coupling, imposing=imposing, most=most
+    )
+    batch.commit(verdict.block, verdict.accepted)
+    return verdict
 
 
 def judge(

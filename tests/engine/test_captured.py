@@ -66,10 +66,10 @@ def rows(limit=30):
     ]
 
 
-def captured(target, draft, *, batch, lengths, coupling="shared"):
+def captured(target, draft, *, batch, lengths, coupling="shared", span=SPAN):
     """A loop with fake graphs, and its ticks as clock."""
     ticks = Ticks()
-    runner = Runner(draft, rows=batch, span=SPAN, lag=2) if isinstance(draft, Decoder) else None
+    runner = Runner(draft, rows=batch, span=span, lag=2) if isinstance(draft, Decoder) else None
     name = draft if isinstance(draft, str) else "model"
     drafter = (
         make_drafter(name, runner=runner, coupling=coupling, temperature=None)
@@ -80,7 +80,7 @@ def captured(target, draft, *, batch, lengths, coupling="shared"):
         batch=Batch(rows=batch, context=128, device=torch.device("cpu")),
         coupling=coupling,
         drafter=drafter,
-        target=Runner(target, rows=batch, span=SPAN, lag=1),
+        target=Runner(target, rows=batch, span=span, lag=1),
         lengths=lengths,
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),
@@ -180,9 +180,7 @@ def test_what_catching_up_will_take_is_foreseen(pair, missing):
     plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
     lengths, seen = Fixed(0), []
     lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
-    loop = captured(target, target, batch=2, lengths=lengths)
-    loop.target = Runner(target, rows=2, span=300, lag=1)
-    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    loop = captured(target, target, batch=2, lengths=lengths, span=300)
     row = Row("0", 0, 1, [5, 6, 7, 8], 250, temperature=1.0)
     loop.open("0", row.tokens)
     loop.admit(row)
@@ -200,9 +198,7 @@ def test_a_new_row_has_missed_nothing(pair):
     plan = iter([3] + ([0] * 20 + [3]) * 2 + [0] * 200)
     lengths, seen = Fixed(0), []
     lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
-    loop = captured(target, target, batch=2, lengths=lengths)
-    loop.target = Runner(target, rows=2, span=300, lag=1)
-    loop.drafter._runner = Runner(target, rows=2, span=300, lag=2)
+    loop = captured(target, target, batch=2, lengths=lengths, span=300)
     for sample in range(2):
         row = Row("0", sample, 1, [5, 6, 7, 8], 250, temperature=1.0)
         if not sample:
