@@ -109,6 +109,11 @@ _QWEN3_TENSORS = (
     ("layers.{}.self_attn.q_norm", "layers.{}.q_norm", ""),
     ("layers.{}.self_attn.k_norm", "layers.{}.k_norm", ""),
 )
+_STARCODER_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
+    ("layers.{}.mlp.c_fc", "layers.{}.up", ""),
+    ("layers.{}.mlp.c_proj", "layers.{}.down", ""),
+)
 _GEMMA_NORMS = {
     "norm": "norm",
     "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
@@ -174,6 +179,15 @@ _ROPE_DEFAULTS = {
     "hidden_act": "silu",
 }
 _WINDOW_DEFAULTS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_STARCODER_DEFAULTS = {
+    "norm_epsilon": 1e-5,
+    "num_key_value_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "use_bias": True,
+    "sliding_window": None,
+    "use_sliding_window": True,
+}
 _GPT_DEFAULTS = {
     "tie_word_embeddings": False,
     "n_inner": None,
@@ -273,6 +287,16 @@ FAMILIES: dict[str, Family] = {
             "layer_norm_elementwise_affine": True,
         },
         flags={"enable_bias": _EVERY_MAP},
+    ),
+    "starcoder2": Family(
+        "model.",
+        _STARCODER_TENSORS,
+        _LLAMA_KEYS | {"eps": "norm_epsilon"},
+        _ROPE_DEFAULTS | _STARCODER_DEFAULTS,
+        norm="layer",
+        gated=False,
+        windows="all",
+        flags={"use_bias": _EVERY_MAP},
     ),
     "gpt2": Family(
         "transformer.",

@@ -66,6 +66,7 @@ _GEMMA_TENSORS = (
     (_BLOCK + "post_attention_norm", _LAYER + "post1", ""),
     (_BLOCK + "post_ffw_norm", _LAYER + "post2", ""),
 )
+_STARCODER_TENSORS = tuple(row for row in _TENSORS if row[1] != _LAYER + "up:gate")
 _GPT2_TENSORS = (
     *(row for row in _TENSORS if ":" not in row[1]),
     ("position_embd", "positions", ""),
@@ -95,6 +96,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GEMMA_TENSORS,
         norm_extras={"qk": True, "sandwich": True},
         activation="gelu_tanh",
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", _STARCODER_TENSORS, norm="layer", activation="gelu_tanh", gated=False
     ),
     "gpt2": Architecture(
         "gpt2", _GPT2_TENSORS, norm="layer", activation="gelu_tanh", gated=False, rotary=False

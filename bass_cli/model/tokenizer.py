@@ -264,8 +264,8 @@ def _convert(path: Path) -> Any:
 
     metadata, entries = read_gguf(path)
     inner = _read(path.parent, gguf_file=path.name)
-    if metadata.get("tokenizer.ggml.pre") == "smollm":
-        # Unknown to transformers. It cuts off every digit first, so that spaces before a number
+    if metadata.get("tokenizer.ggml.pre") in ("smollm", "starcoder"):
+        # Unknown to transformers. They cut off every digit first, so that spaces before a number
         # stay together.
         digits, rest = (
             pre_tokenizers.Digits(individual_digits=True),

@@ -67,6 +67,11 @@ OLD: dict[str, dict[str, Any]] = {
         "model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
         "vocab_size": 50272, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "activation_function": "relu",
         "do_layer_norm_before": True, "_remove_final_layer_norm": False},
+    "starcoder2-3b": {
+        "model_type": "starcoder2", "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,
+        "num_attention_heads": 24, "num_key_value_heads": 2, "vocab_size": 49152, "max_position_embeddings": 16384,
+        "norm_epsilon": 1e-5, "rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True,
+        "hidden_act": "gelu_pytorch_tanh", "mlp_type": "default", "norm_type": "layer_norm"},
     "gpt2": {
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "n_ctx": 1024,
         "vocab_size": 50257, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
@@ -115,6 +120,10 @@ def test_values_that_matter() -> None:
     assert spec_of_config(OLD["mistral-v0.3"], place="").windows == (0,) * 32
     assert spec_of_config(OLD["qwen2-windows"], place="").windows == (0, 0, 0, 16)
     assert spec_of_config(OLD["qwen2.5"], place="").biases == {"qkv"}
+    starcoder = spec_of_config(OLD["starcoder2-3b"], place="")
+    assert (starcoder.norm, starcoder.activation) == (Norm("layer", 1e-5), "gelu_tanh")
+    assert (starcoder.windows, starcoder.gated, starcoder.tied) == ((4096,) * 30, False, True)
+    assert starcoder.biases == {"qkv", "o", "up", "down"}
     codegen = spec_of_config(OLD["codegen"], place="")
     assert (codegen.inner, codegen.rope, codegen.parallel, codegen.biases) == (
         4096, Rope(10000.0, 32), True, {"up", "down", "head"})  # fmt: skip

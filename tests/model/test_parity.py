@@ -113,6 +113,7 @@ def test_prefill_gives_all_logits(family: str, tmp_path: Path) -> None:
     ("qwen3", {"use_sliding_window": False, "attention_bias": True}),
     ("opt", {"activation_function": "gelu", "tie_word_embeddings": False}),
     ("opt", {"enable_bias": False}),
+    ("starcoder2", {"use_bias": False, "sliding_window": None, "tie_word_embeddings": False}),
     ("gpt2", {"n_inner": None, "activation_function": "relu"}),
     ("gptj", {"tie_word_embeddings": True}),
     ("codegen", {"n_head": 4, "n_inner": 72, "rotary_dim": 16}),

@@ -303,9 +303,12 @@ def test_smollm_cuts_digits_off_first(
     (folder / "tokenizer.json").write_text(json.dumps(content))
     double = Tokenizer.load(folder)
     gpt2 = Tokenizer.load(write_gguf_with(double, tmp_path / "gpt2.gguf"))
-    smollm = Tokenizer.load(write_gguf_with(double, tmp_path / "smollm.gguf", pre="smollm"))
-    spelled = [[t.texts[id_] for id_ in t.encode("a  78")] for t in (gpt2, smollm)]
-    assert spelled == [["a", "Ġ", "Ġ", "7", "8"], ["a", "ĠĠ", "7", "8"]]
+    by_digit = [
+        Tokenizer.load(write_gguf_with(double, tmp_path / f"{pre}.gguf", pre=pre))
+        for pre in ("smollm", "starcoder")
+    ]
+    spelled = [[t.texts[id_] for id_ in t.encode("a  78")] for t in (gpt2, *by_digit)]
+    assert spelled == [["a", "Ġ", "Ġ", "7", "8"], *[["a", "ĠĠ", "7", "8"]] * 2]
 
 
 # Stop strings

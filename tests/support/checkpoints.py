@@ -64,6 +64,7 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}),
     "opt": ("OPT", {"vocab_size": 301, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3,
                     "ffn_dim": 80, "max_position_embeddings": 128, "word_embed_proj_dim": 48}),
+    "starcoder2": ("Starcoder2", _SIZES | {"head_dim": 8, "sliding_window": 5}),
     "gpt2": ("GPT2", _GPT_SIZES | {"n_inner": 80}),
     "gptj": ("GPTJ", _GPT_SIZES | {"rotary_dim": 8}),
     "codegen": ("CodeGen", _GPT_SIZES | {"n_head": 8, "n_embd": 64, "rotary_dim": 4, "n_ctx": 128}),
@@ -229,6 +230,7 @@ def tokenizer_metadata(folder: Path, *, pad_to: int = 0, pre: str = "gpt-2") -> 
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -243,7 +245,7 @@ _GPT2_NAMES = {
     "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
 }  # fmt: skip
 GGUF_FAMILIES = {"llama": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3",
-                 "gpt2": "gpt2"}  # fmt: skip
+                 "starcoder2": "starcoder2", "gpt2": "gpt2"}  # fmt: skip
 
 
 def write_gguf(
@@ -270,6 +272,7 @@ def write_gguf(
             "rope_parameters": _GEMMA_ROPES,
         },
         "qwen3": {"use_sliding_window": False},
+        "starcoder2": {"sliding_window": None},
     }
     model = build_model(family, seed=seed, **{**wide, **plain.get(family, {}), **overrides})
     arch = GGUF_FAMILIES[family]
@@ -309,7 +312,8 @@ def _metadata(arch: str, config: Any) -> dict[str, Any]:
         ropes = config.rope_parameters
         values |= {"attention.head_count_kv": config.num_key_value_heads, "attention.key_length": config.head_dim,
                    "attention.value_length": config.head_dim, "rope.dimension_count": config.head_dim,
-                   "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+                   **({"attention.layer_norm_epsilon": config.norm_epsilon} if arch == "starcoder2" else
+                      {"attention.layer_norm_rms_epsilon": config.rms_norm_eps}),
                    "rope.freq_base": float(ropes.get("full_attention", ropes)["rope_theta"])}  # fmt: skip
     if arch == "gemma3":
         values |= {"attention.sliding_window": config.sliding_window, "rope.scaling.type": "linear",
