@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
     from bass_cli.errors import MachineError, UserError
-    from bass_cli.io.results import Completion
+    from bass_cli.io.completion import Completion
     from bass_cli.library import generate
 
 __version__ = "0.1.0"
@@ -29,7 +29,7 @@ __all__ = [
     "generate",
     "load_pair",
 ]
-_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.io.results"}
+_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.io.completion"}
 
 
 def __getattr__(name: str) -> Any:

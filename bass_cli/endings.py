@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from bass_cli.engine.batch import Row
 from bass_cli.intake import Task
-from bass_cli.io.results import Completion
+from bass_cli.io.completion import Completion
 from bass_cli.model.continuation import StopDetector
 
 _UNSOUND = (

@@ -23,18 +23,11 @@ from bass_cli import __version__
 from bass_cli.config.args import GenerateArgs, JobArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
+from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
-from bass_cli.io.places import descriptor_of
+from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
-from bass_cli.io.results import (
-    STANDARD_OUTPUT,
-    Completion,
-    Writer,
-    check_format,
-    is_stream,
-    open_output,
-    refuse_shared_files,
-)
+from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path
 from bass_cli.library import generate
 from bass_cli.model.sources import files_of
@@ -152,63 +145,58 @@ def write_samples(
     count: int | None,
     screen: Screen,
     loop: Callable[[], Loop] | None = None,
-    shape: Callable[[Completion], Completion] | None = None,
+    shape: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
     """Draw what is missing in the file and write it, each sample as `shape` has it; returns the
     summary. Where nothing is missing no model is loaded and no `loop` made."""
     whole, rest = _from_first_missing(prompts, writer.done, plan.job.n)
-    state = (
-        []
-        if not writer.done
-        else [
-            f"{writer.name}: {'complete' if rest is None else 'going on'}, {len(writer.done)} "
-            "samples are there already"
-        ]
-    )
-    for note in (*plan.notes, *writer.notes, *state):
+    for note in (*plan.notes, *writer.notes, *_progress(writer, complete=rest is None)):
         screen.note(note)
-    to_terminal = writer.name == STANDARD_OUTPUT and sys.stdout.isatty()
-    screen.start(
-        None if count is None else count * plan.job.n - len(writer.done), live=not to_terminal
-    )
-    more, company = (
-        {} if loop is None or rest is None else {"loop": loop()},
-        Company(plan.job.threads),
-    )
-    failed: list[Completion] = []
+    company = Company(plan.job.threads)
+    failed: dict[str, str | None] = {}  # by prompt id
 
     def on_round(done: Round) -> None:
         company.look()
-        screen.round(done.width, sum(done.accepted), len(done.accepted), done.seconds)
+        kept, rows = sum(done.accepted), len(done.accepted)
+        screen.round(done.width, kept, rows, done.seconds, done.capturing)
 
+    screen.start(
+        None if count is None else count * plan.job.n - len(writer.done),
+        rows=plan.rows,
+        live=writer.name != STANDARD_OUTPUT or not sys.stdout.isatty(),
+    )
     try:
-        drawn = (
-            ()
-            if rest is None
-            else generate(
+        if rest is not None:
+            for completion in generate(
                 rest,
                 plan,
                 done=set(writer.done),
                 count=None if count is None else count - whole,
                 on_round=on_round,
                 on_phase=screen.phase,
-                **more,
-            )
-        )
-        for completion in drawn:
-            writer.write(completion if shape is None else shape(completion))
-            screen.advance(completion)
-            failed += [completion] if completion.finish_reason == "error" else []
+                loop=None if loop is None else loop(),
+            ):
+                writer.write(shape(completion))
+                screen.advance(completion)
+                if completion.finish_reason == "error":
+                    failed.setdefault(completion.id, completion.error)
     finally:
         summary = screen.summary(writer.name)
-        writer.add_seconds(summary["decoding_seconds"])
+        writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before anybody is told that the samples are there
     screen.close(None if rest is None else summary)
-    if failed:
-        prompts_failed = len({completion.id for completion in failed})
-        many = "1 prompt" if prompts_failed == 1 else f"{prompts_failed} prompts"
-        screen.error(f'{many} could not be run; the first, "{failed[0].id}": {failed[0].error}')
+    for first, error in list(failed.items())[:1]:
+        many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
+        screen.error(f'{many} could not be run; the first, "{first}": {error}')
     return summary
+
+
+def _progress(writer: Writer, *, complete: bool) -> list[str]:
+    """What is in the file already, in words."""
+    if not writer.done:
+        return []
+    state = "complete" if complete else "going on"
+    return [f"{writer.name}: {state}, {len(writer.done)} samples are there already"]
 
 
 def _from_first_missing(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
+from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt, check, prompts_of
-from bass_cli.io.results import Completion
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:

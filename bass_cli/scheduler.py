@@ -21,8 +21,8 @@ from bass_cli.engine.forecast import Forecast
 from bass_cli.engine.step import Loop
 from bass_cli.errors import UserError
 from bass_cli.intake import Intake, Task
+from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import Completion
 from bass_cli.lengths.store import keep_learnt
 from bass_cli.model.continuation import StopDetector
 from bass_cli.model.tokenizer import Tokenizer

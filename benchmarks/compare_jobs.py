@@ -51,7 +51,9 @@ JOBS = {
     "maximal, lookup": ("--coupling maximal --draft lookup --draft-length 3 --n 4 --batch-size 1",),
     "resumed": ("--n 2 --limit 3 --batch-size 3", "--n 4 --draft lookup"),
     "no token ids": ("--n 4 --draft-length 2 --batch-size auto",),
-    "humaneval": ("eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --token-ids",),
+    "humaneval": (
+        "eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --token-ids --allow-code-execution --allow-weak-sandbox",
+    ),
 }
 
 

@@ -11,8 +11,8 @@ from bass_cli.errors import UserError
 from bass_cli.generation import files_read
 from bass_cli.io import charts
 from bass_cli.io.console import Screen
+from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import check_prompts, open_source
-from bass_cli.io.results import refuse_shared_files
 from bass_cli.system.threads import settle
 
 

@@ -48,7 +48,8 @@ class Round(NamedTuple):
     width will take too. `drafted`: how many of a row's drafts were meant, where they came from
     the host; the others only filled its place up. None: all. `asking`: the part of the seconds
     in which the host looked for drafts, whether it found any or not. `rows`: those that
-    `accepted` is of; none if they are the last outlook's samples."""
+    `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
+    took, beside the seconds."""
 
     width: int
     accepted: tuple[int, ...]
@@ -57,6 +58,7 @@ class Round(NamedTuple):
     drafted: tuple[int, ...] | None = None
     asking: float = 0.0
     rows: tuple[Hashable, ...] = ()
+    capturing: float = 0.0
 
     @property
     def meant(self) -> tuple[int, ...]:

@@ -258,6 +258,7 @@ class Loop:
             meant,
             flight.asking if flight.looked else 0.0,
             rows,
+            flight.capturing,
         )
         if done.steady:
             self.clock.observe(flight.places, seconds)

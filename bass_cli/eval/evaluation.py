@@ -29,9 +29,11 @@ from bass_cli.generation import (
     tell,
     write_samples,
 )
+from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
+from bass_cli.io.places import Named, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt
-from bass_cli.io.results import Completion, Named, is_stream, open_output, refuse_shared_files
+from bass_cli.io.results import open_output
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:

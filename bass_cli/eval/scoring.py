@@ -23,9 +23,8 @@ from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, j
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
 from bass_cli.io.console import Screen
-from bass_cli.io.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.io.places import check_format, check_place, descriptor_of, refuse_foreign
 from bass_cli.io.reading import shown
-from bass_cli.io.results import check_format
 from bass_cli.io.resume import write_json
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TextIO
 
 from bass_cli.io.progress import INTERVAL, Display, Estimate, clock
+from bass_cli.io.usage import Usage, describe
 
 
 class Sample(Protocol):
@@ -46,9 +47,9 @@ class Screen:
     ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
         self._display = None if quiet else Display(now=now)
-        self._reset(None)
+        self._reset(None, 1)
 
-    def _reset(self, total: int | None) -> None:
+    def _reset(self, total: int | None, rows: int) -> None:
         self._total = total
         self._began = self._now()
         self._decoding: float | None = (
@@ -58,26 +59,31 @@ class Screen:
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
         self._estimate, self._live = Estimate(total), True
+        self._usage = Usage(rows, total, now=self._now)
 
     def phase(self, name: str, *, live: bool = True) -> None:
         """What is done from now on, until something else is shown. `live`: false if others may
         write to the terminal."""
         began = self._now()
+        self._usage.phase(name)
         if self._display is not None:
             self._display.show(
                 lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL
             )
 
-    def start(self, total: int | None, *, live: bool = True) -> None:
+    def start(self, total: int | None, *, rows: int = 1, live: bool = True) -> None:
         """Count anew, and show progress towards `total` samples (None: nobody knows how many)
-        from now on."""
-        self._reset(total)
+        from now on. `rows`: those of a full batch."""
+        self._reset(total, rows)
         self._live = live
         self._show_samples()
 
-    def round(self, width: int, accepted: int, rows: int, seconds: float) -> None:
+    def round(
+        self, width: int, accepted: int, rows: int, seconds: float, capturing: float = 0.0
+    ) -> None:
         """One round is over: `accepted` drafts kept over `rows` rows; each row also got one
-        token of the target's."""
+        token of the target's. `capturing`: seconds of it that are not in `seconds`."""
+        self._usage.round(rows, seconds, capturing)
         if self._decoding is None:
             self._decoding = self._now() - seconds
             self._estimate.update(0, self._decoding)
@@ -89,6 +95,7 @@ class Screen:
 
     def advance(self, completion: Sample) -> None:
         """One sample is done; a copy of another took no work."""
+        self._usage.sample()
         self._samples += 1
         self._tokens += completion.tokens if completion.copy_of is None else 0
         self._rounds += completion.rounds
@@ -148,10 +155,11 @@ class Screen:
             "accepted_per_round": round(self._accepted / self._rounds, 3) if self._rounds else None,
             "acceptance_rate": round(self._accepted / self._drafted, 4) if self._drafted else None,
             "finish_reasons": dict(sorted(self._reasons.items())),
+            "usage": self._usage.summary(),
         }
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """End the progress display; then the summary in two lines."""
+        """End the progress display; then the summary in two or three lines."""
         self._stop()
         if summary is None or self._quiet:
             return
@@ -171,6 +179,8 @@ class Screen:
                 f"{summary['acceptance_rate']:.0%}"
             )
         print(speed, file=sys.stderr, flush=True)
+        if summary["usage"]["rounds"]:
+            print(describe(summary["usage"]), file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
         """A line of what the command is for, on stdout."""

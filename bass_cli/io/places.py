@@ -1,8 +1,7 @@
-"""Which files a command may write: what a name leads to, and whether what is there already may be
-replaced.
+"""Which files a command may write: what a name leads to and promises, whether what is there already
+may be replaced, whether it is read too.
 
-Nothing is opened for writing here. Not here: writing (io/results.py, io/saving.py), outputs that
-are inputs too (io/results.py).
+Nothing is opened for writing here. Not here: writing (io/results.py, io/saving.py).
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import IO
 
 from bass_cli.errors import UserError
 
@@ -22,6 +23,11 @@ _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
+# a name's end that promises a format of its own
+_FORMATS = re.compile(
+    r"\.(json|csv|tsv|ya?ml|xlsx|parquet|arrow|feather|gz|bz2|xz|zst|lz4|zip|tar|tgz)"
+)
+Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
 
 
 def descriptor_of(path: str | Path) -> int | None:
@@ -77,3 +83,49 @@ def refuse_foreign(
         raise UserError(f"{what}: cannot tell what is in it: {error.strerror}; {remedy}") from None
     if content.strip(b"\0 \t\r\n") and (len(content) > _LONGEST or not ours(content)):
         raise UserError(f"{what}: it exists and is not {kind}; {remedy}")
+
+
+def is_stream(path: str) -> bool:
+    """Whether samples go to an open stream under this name, and not to a file."""
+    return path == "-" or descriptor_of(path) is not None
+
+
+def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
+    """UserError where a name promises a format of its own that is not `suffix`, the format of
+    what is written."""
+    promised = Path(path).suffix.lower()
+    if promised != suffix and _FORMATS.fullmatch(promised):
+        raise UserError(
+            f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in "
+            f"{suffix}, and "
+            "convert the file when it is complete"
+        )
+
+
+def refuse_shared_files(outputs: Named, inputs: Named) -> None:
+    """UserError where an output is a file that is read too, or two outputs are one file, by
+    whatever links or names.
+
+    Nothing is opened. "-" is what standard input or output is connected to. What is no file is
+    shared freely.
+    """
+    taken: dict[object, str] = {}
+    for what, path in inputs:
+        if path is not None and (found := _identity(path, sys.stdin)) is not None:
+            taken.setdefault(found, f"{what}, which would be lost")
+    for what, path in outputs:
+        found = None if path is None else _identity(path, sys.stdout)
+        if found in taken:
+            raise UserError(f"{what} {path}: this is {taken[found]}; give another name")
+        if found is not None:
+            taken[found] = f"the file of {what} too"
+
+
+def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
+    """What all names of one file have in common; of a file to be, its path without links; None
+    for what is no file."""
+    try:
+        status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
+    except (OSError, ValueError):
+        return None if path == "-" else os.path.realpath(path)
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None

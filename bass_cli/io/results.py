@@ -1,5 +1,5 @@
-"""Completions and the file they go to: append-only JSON lines, a manifest beside it, resuming, a
-torn last line.
+"""The file that completions go to: append-only JSON lines, a manifest beside it, resuming, a torn
+last line. Not here: the lines (io/completion.py), which files may be written (io/places.py).
 
 It knows no model and no job: the manifest is a dict whose "results" part is compared, key by
 key, before a run goes on. Nothing in a file is changed before the first new line (or the end of
@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import math
 import os
-import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.places import descriptor_of
+from bass_cli.io.completion import Completion
+from bass_cli.io.places import descriptor_of, is_stream
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
@@ -45,97 +42,10 @@ from bass_cli.io.saving import copy_aside, is_at, present_name, remove_drafts, s
 # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
 SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
-_OPTIONAL = ("token_ids", "error", "copy_of", "task_id", "completion")
-_FORMATS = {
-    ".json",
-    ".csv",
-    ".tsv",
-    ".yaml",
-    ".yml",
-    ".xlsx",
-    ".parquet",
-    ".arrow",
-    ".feather",
-    ".gz",
-    ".bz2",
-    ".xz",
-    ".zst",
-    ".lz4",
-    ".zip",
-    ".tar",
-    ".tgz",
-}
-Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, and its path
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sample of one prompt; the fields are a result line's, in order. Logs are natural,
-    times in seconds. `copy_of`: the sample whose copy it is. `task_id` and `completion` are an
-    evaluation's: what public scorers read."""
-
-    id: str
-    sample: int
-    text: str
-    finish_reason: str
-    tokens: int
-    mean_logprob: float | None
-    sum_logprob: float | None
-    seconds: float
-    rounds: int
-    drafted: int
-    accepted: int
-    seed: int
-    prompt_tokens: int
-    meta: dict[str, Any] = field(default_factory=dict)
-    token_ids: list[int] | None = None
-    error: str | None = None
-    copy_of: int | None = None
-    task_id: str | None = None
-    completion: str | None = None
-
-    @classmethod
-    def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
-        """The one line of a prompt that could not be run."""
-        return cls(
-            prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
-        )
-
-    def copied(self, sample: int) -> Completion:
-        """The same for another sample number: equal in all but the work, which was done once."""
-        return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
-
-    def to_line(self) -> str:
-        """One line of strict JSON without its end; the fields of _OPTIONAL only where there is
-        something."""
-        row = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        row = {
-            key: value for key, value in row.items() if value is not None or key not in _OPTIONAL
-        }
-        line = json.dumps(_finite(row), ensure_ascii=False, allow_nan=False, default=str)
-        return line if _is_text(line) else json.dumps(_finite(row), allow_nan=False, default=str)
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for every NaN and infinity in it, which JSON has no words for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _is_text(line: str) -> bool:
-    try:
-        line.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class Writer:
-    """Appends completions, one write and one flush a line; `done` and `notes` say what was there
-    before."""
+    """Appends completions, one system call a line; `done` and `notes` say what was there before."""
 
     def __init__(
         self,
@@ -147,16 +57,19 @@ class Writer:
         created: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.done, self.totals = name, frozenset(past.done), past.totals
+        self.name = name
+        self.done = frozenset(past.done)
+        self.totals = past.totals
         self.notes: list[str] = []
-        self._stream, self._manifest, self._past, self._created, self._begun = (
-            stream,
-            manifest,
-            past,
-            created,
-            False,
-        )
-        self._now, self._synced, self._end, self._gone = now, now(), 0, False
+        self._stream = stream
+        self._manifest = manifest
+        self._past = past
+        self._created = created  # by this run
+        self._begun = False  # whether the file has been changed
+        self._end = 0  # its size by what was written
+        self._gone = False  # whether it lost its name
+        self._now = now
+        self._synced = now()
 
     def __enter__(self) -> Writer:
         return self
@@ -175,13 +88,14 @@ class Writer:
         with self._refusals():
             self._stream.write(line)
             self._stream.flush()
-            if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
-                self._sync()
+        self._end += len(line)
         self._past.count(
             completion.finish_reason,
             {key: getattr(completion, key) for key in ("copy_of", *COUNTED)},
         )
-        self._end += len(line)
+        if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
+            with self._refusals():
+                self._sync()
         self.confirm()
 
     def confirm(self) -> None:
@@ -211,16 +125,15 @@ class Writer:
             raise MachineError(
                 f"{fault}; they could not be saved: {getattr(error, 'strerror', error)}"
             ) from None
-        saved = (
-            ""
-            if where is None
-            else f"; they are in {where}, and the same command with --out {where} goes on"
-        )
-        raise MachineError(f"{fault}{saved}")
+        if where is not None:
+            fault += f"; they are in {where}, and the same command with --out {where} goes on"
+        raise MachineError(fault)
 
-    def add_seconds(self, seconds: float) -> None:
+    def add_run(self, seconds: float, usage: dict[str, Any]) -> None:
         """What was written since the file was opened took so long to generate; only known for a
-        file if for all of it."""
+        file if for all of it. `usage` (io/usage.py) is this run's alone."""
+        if self._manifest is not None:
+            self._manifest = self._manifest | {"last_run": usage}
         if self.totals["seconds"] is not None:
             self.totals["seconds"] = round(self.totals["seconds"] + seconds, 3)
 
@@ -367,52 +280,6 @@ def _read_before(
             "command's"
         ]
     return past, growth + past.describe(path)
-
-
-def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
-    """UserError where a name promises a format of its own that is not `suffix`, the format of
-    what is written."""
-    promised = Path(path).suffix.lower()
-    if promised in _FORMATS and promised != suffix:
-        raise UserError(
-            f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in "
-            f"{suffix}, and "
-            "convert the file when it is complete"
-        )
-
-
-def refuse_shared_files(outputs: Named, inputs: Named) -> None:
-    """UserError where an output is a file that is read too, or two outputs are one file, by
-    whatever links or names.
-
-    Nothing is opened. "-" is what standard input or output is connected to. What is no file is
-    shared freely.
-    """
-    taken: dict[object, str] = {}
-    for what, path in inputs:
-        if path is not None and (found := _identity(path, sys.stdin)) is not None:
-            taken.setdefault(found, f"{what}, which would be lost")
-    for what, path in outputs:
-        found = None if path is None else _identity(path, sys.stdout)
-        if found in taken:
-            raise UserError(f"{what} {path}: this is {taken[found]}; give another name")
-        if found is not None:
-            taken[found] = f"the file of {what} too"
-
-
-def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
-    """What all names of one file have in common; of a file to be, its path without links; None
-    for what is no file."""
-    try:
-        status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
-    except (OSError, ValueError):
-        return None if path == "-" else os.path.realpath(path)
-    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
-
-
-def is_stream(path: str) -> bool:
-    """Whether samples go to an open stream under this name, and not to a file."""
-    return path == "-" or descriptor_of(path) is not None
 
 
 def _open_stream(path: str) -> IO[bytes]:

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.io import progress
+from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.progress import Display, Estimate
-from bass_cli.io.results import Completion
 
 DONE = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
 
@@ -132,14 +132,15 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen(now=lambda: now[0])
     screen.phase("loading the weights")
     screen.note("a note")
-    screen.start(8)
+    screen.start(8, rows=2)
     screen.round(4, 6, 2, 1.0)
     screen.advance(DONE)
     screen.close(screen.summary("o.jsonl"))
     seen = terminal.getvalue()
     assert "loading the weights, 0:00 elapsed" in seen
     assert "a note" in seen
-    assert seen.rstrip().splitlines()[-1].startswith("30 tokens in ")
+    assert seen.rstrip().splitlines()[-2].startswith("30 tokens in ")
+    assert seen.rstrip().splitlines()[-1].startswith("rows busy: 100% of 2 (100% until ")
     results = Terminal()
     monkeypatch.setattr(sys, "stderr", results)
     screen = Screen(now=lambda: now[0])

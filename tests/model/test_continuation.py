@@ -16,7 +16,7 @@ from test_scheduler import job, prompts
 from test_tokenizer import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
 
-from bass_cli.io.results import Completion
+from bass_cli.io.completion import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.continuation import Continuation, Stop, StopDetector
 from bass_cli.model.tokenizer import Tokenizer

@@ -13,9 +13,9 @@ from typing import Any
 
 import bass_cli
 from bass_cli.errors import MachineError, UserError
-from bass_cli.io.results import Completion
+from bass_cli.io.completion import Completion
 
-Round = namedtuple("Round", "width accepted seconds")
+Round = namedtuple("Round", "width accepted seconds capturing")
 loaded: list[Any] = []
 
 
@@ -38,6 +38,7 @@ def make_plan(job: Any, **_: Any) -> Any:
         surface=None,
         draft=None,
         batch_size=job.batch_size,
+        rows=2,
         tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
     )
 
@@ -62,7 +63,7 @@ def run_stand_in(
             continue
         for number in (number for number in range(plan.job.n) if (prompt.id, number) not in done):
             time.sleep(float(os.environ.get("STAND_IN_DELAY", "0")))
-            on_round(Round(4, (2, 1), 0.01))
+            on_round(Round(4, (2, 1), 0.01, 0.0))
             reason = "budget" if prompt.text == "SLOW" else "eos"
             text = f"{prompt.text}/{number}/{seed}"
             yield Completion(

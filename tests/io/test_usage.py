@@ -1,0 +1,70 @@
+"""What a run says of its rows and seconds, held against a run that is made up."""
+
+from __future__ import annotations
+
+import pytest
+
+from bass_cli.io.usage import Usage, describe
+
+
+def test_every_second_is_in_one_phase_and_rows_are_counted() -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    usage = Usage(4, 20, now=lambda: now[0])
+    spend(1.0)
+    usage.phase("loading the weights")
+    spend(5.0)
+    usage.phase("reading the first prompts")
+    spend(2.0)
+    for rows, seconds, capturing in ((4, 1.0, 0.5), (4, 1.0, 0.0), (3, 1.0, 0.0), (4, 2.0, 0.0)):
+        spend(seconds + capturing)
+        usage.round(rows, seconds, capturing)
+        spend(0.25)  # the host's
+    for _ in range(19):
+        usage.sample()
+    for rows in (2, 1):
+        spend(1.5)
+        usage.round(rows, 1.5)
+    usage.sample()
+    found = usage.summary()
+    assert found["phases"] == {
+        "starting": 1.0,
+        "loading the weights": 5.0,
+        "reading the first prompts": 2.0,
+        "decoding": 5.0,
+        "draining": 3.0,
+        "capturing graphs": 0.5,
+        "between rounds": 1.0,
+    }
+    assert sum(found["phases"].values()) == now[0]
+    assert found["rows_busy"] == pytest.approx(18 / 24)
+    assert found["rows_busy_early"] == pytest.approx(15 / 16, abs=1e-4)
+    assert (found["rows"], found["rounds"]) == (4, 6)
+    assert describe(found) == (
+        "rows busy: 75% of 4 (94% until the last 5% of samples); seconds: starting 1.0, loading the "
+        "weights 5.0, reading the first prompts 2.0, decoding 5.0, draining 3.0, capturing graphs "
+        "0.5, between rounds 1.0"
+    )
+
+
+def test_a_run_without_rounds_has_its_phases() -> None:
+    now = [0.0]
+    usage = Usage(4, None, now=lambda: now[0])
+    usage.phase("loading the weights")
+    now[0] = 3.0
+    found = usage.summary()
+    assert (found["rows_busy"], found["rows_busy_early"]) == (None, None)
+    assert found["phases"] == {"starting": 0.0, "loading the weights": 3.0}
+
+
+def test_fewer_samples_than_rows_do_not_drain_from_the_beginning() -> None:
+    now = [0.0]
+    usage = Usage(64, 3, now=lambda: now[0])
+    for rows in (3, 3, 1):
+        now[0] += 1.0
+        usage.round(rows, 1.0)
+    phases = usage.summary()["phases"]
+    assert (phases["decoding"], phases["draining"]) == (2.0, 1.0)
