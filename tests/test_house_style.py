@@ -2,6 +2,7 @@
 is imported lazily."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,20 @@ def test_slow_packages_are_imported_where_they_are_used(path):
     assert {
         name for name in at_import(ast.parse(path.read_text(encoding="utf-8"))) if name in SLOW
     } == set()
+
+
+def test_every_file_that_is_named_is_there():
+    """In code, README.md and docs/; docs/LOG.md tells of files that were, and a pattern has no name."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.py")]
+    here = [f"/{path.relative_to(ROOT)}" for path in ROOT.glob("[!.]*/**/*.py")]
+    named = {
+        (path.name, name)
+        for path in (*FILES, *pages)
+        if path.name != "LOG.md"
+        for name in re.findall(r"[\w/]*\w\.py\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 100
+    assert {one for one in named if not any(path.endswith(f"/{one[1]}") for path in here)} == set()
 
 
 def at_import(tree):

@@ -1,6 +1,6 @@
 """What a pair's `draft` may say: none, lookup, lookup:SOURCES, or a model. Only the words.
 
-Not here: whether the model is there (plan.py), who drafts (draft/).
+Not here: whether the model is there (plan.py), who drafts (drafting/).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lets a loop's drafter take in the tokens that it missed in rounds without its drafts, and
 foresees what that takes.
 
-Not here: what the drafter does with them (draft/), whether drafts are worth it
+Not here: what the drafter does with them (drafting/), whether drafts are worth it
 (lengths/goodput.py).
 """
 

@@ -1,7 +1,7 @@
 """Drafts that come from the host: asked for before a round, cut to the length that pays, kept where
 graphs find them.
 
-Not here: who drafts (draft/), what is done with them (step.py).
+Not here: who drafts (drafting/), what is done with them (step.py).
 """
 
 from __future__ import annotations
