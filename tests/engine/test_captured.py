@@ -151,9 +151,7 @@ def test_catching_up_by_graphs_fills_the_drafts_cache(pair, monkeypatch, missing
     plan = iter([3] + [0] * missing + [3] + [0] * missing + [3, 3])
     lengths = Fixed(0)
     lengths.next = lambda *_: next(plan)
-    loop = captured(target, target, batch=3, lengths=lengths)
-    loop.target = Runner(target, rows=3, span=250, lag=1)
-    loop.drafter._runner = Runner(target, rows=3, span=250, lag=2)
+    loop = captured(target, target, batch=3, lengths=lengths, span=250)
     live = [Row("0", s, 1, [5, 6, 7, 8], 200, temperature=1.0) for s in range(3)]
     loop.open("0", live[0].tokens)
     for row in live[:2]:

@@ -10,7 +10,6 @@ from toys import Markov, drive, loop_for, plain
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import StopsDrafts, StopsShort
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.stopping import Stopping
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -42,7 +41,7 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
         rows=rows,
         lengths=lengths or Goodput(limit=16, surface=SURFACE),
     )
-    loop.clock = Clock(ticks)
+    loop.clock.now = ticks
     if not stops:
         loop._stopping = None
     seen = []

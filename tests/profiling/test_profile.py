@@ -15,7 +15,6 @@ from toys import Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.engine.deadline import Clock
 from bass_cli.lengths import store
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -42,7 +41,7 @@ def timed_loop(
     loop = loop_for(
         Timed(table, 1, ticks, target), Timed(table, 2, ticks, draft), rows=rows, lengths=Fixed(3)
     )
-    loop.clock = Clock(ticks)
+    loop.clock.now = ticks
     return loop, ticks
 
 
@@ -178,7 +177,7 @@ def test_missing_points_lie_between_their_neighbours():
 def test_a_draft_that_proposes_nothing_is_no_cost():
     ticks, table = Ticks(), torch.randn(1, 50, 50, generator=torch.Generator().manual_seed(0))
     loop = loop_for(Timed(table, 1, ticks, lambda rows, width: 0.01), "lookup", rows=2)
-    loop.clock = Clock(ticks)
+    loop.clock.now = ticks
     surface = measure(loop, [[1, 2, 3]], rows=(2,), coupling="shared", limit=9.0, now=ticks)
     assert surface.draft_seconds(2, 8) == pytest.approx(0.0, abs=1e-9)
     assert surface.acceptance is None
