@@ -81,7 +81,7 @@ def make_settings(args: BenchArgs) -> Settings:
     if on_cpu and args.time_limit is None and args.repeats is None and not args.controllers:
         time_limit = _TIME_LIMIT
     pair = chosen_pair(args) if args.shape is None else _random_pair(args, args.shape)
-    rivals = _words(args.rivals or "", RIVALS, "rivals")
+    rivals = chosen_rivals(args.rivals)
     if rivals and args.shape is not None:
         raise UserError(
             "--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape"
@@ -89,7 +89,7 @@ def make_settings(args: BenchArgs) -> Settings:
     batch_sizes = tuple(
         sorted(
             {
-                _count(word, "batch_sizes", 1, most=1024)
+                count(word, "batch_sizes", 1, most=1024)
                 for word in _split(args.batch_sizes or default["batch_sizes"])
             }
         )
@@ -100,7 +100,7 @@ def make_settings(args: BenchArgs) -> Settings:
         pair,
         job_args(
             args,
-            max_new_tokens=_count(args.new_tokens, "new_tokens", 128),
+            max_new_tokens=count(args.new_tokens, "new_tokens", 128),
             batch_size=max(batch_sizes),
         ),
     )
@@ -120,9 +120,9 @@ def make_settings(args: BenchArgs) -> Settings:
         prompts=args.prompts,
         attention=_attention(args.attention),
         new_tokens=job.sampling.max_new_tokens,
-        prompt_tokens=_count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
-        samples_per_prompt=_count(args.samples_per_prompt, "samples_per_prompt", 1),
-        repeats=_count(args.repeats, "repeats", 5),
+        prompt_tokens=count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
+        samples_per_prompt=count(args.samples_per_prompt, "samples_per_prompt", 1),
+        repeats=count(args.repeats, "repeats", 5),
         time_limit=time_limit,
         tokens_asked_for=args.new_tokens is not None,
     )
@@ -236,6 +236,11 @@ def _attention(given: str | None) -> str:
     return found[0]
 
 
+def chosen_rivals(given: str | None) -> tuple[str, ...]:
+    """The engines named by --rivals, each once."""
+    return _words(given or "", RIVALS, "rivals")
+
+
 def _words(text: str, known: tuple[str, ...], key: str) -> tuple[str, ...]:
     for word in _split(text):
         if word not in known:
@@ -247,7 +252,7 @@ def _split(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
+def count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
     value = default if value is None else value
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)

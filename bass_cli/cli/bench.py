@@ -1,24 +1,34 @@
-"""The body of `bass bench`: options to Settings, the document to standard output. Nothing heavy
-before the checks."""
+"""The body of `bass bench`: options to Settings or to a whole job, the document to standard output.
+Nothing heavy before the checks."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 from bass_cli.bench import plot, report
-from bass_cli.config.args import BenchArgs
+from bass_cli.cli.options import OF_A_JOB, OPTIONS
+from bass_cli.config.args import BenchArgs, LawArgs, job_args
 from bass_cli.errors import UserError
-from bass_cli.generation import files_read
+from bass_cli.generation import files_read, read_job
 from bass_cli.io import charts
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
-from bass_cli.io.prompts import check_prompts, open_source
+from bass_cli.io.prompts import check_prompts, open_source, read_prompts
 from bass_cli.system.threads import settle
+
+_OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_document", "quiet"}
 
 
 def run(args: BenchArgs, screen: Screen) -> bool:
     """Measure and print, each document as soon as it is there; False if a gate failed or graphs
     were captured inside a measured run."""
+    if args.job is not None:
+        _run_job(args, args.job, screen)
+        return True
+    for name in OF_A_JOB:
+        if getattr(args, name) not in (None, []):
+            raise UserError(f"{_flag(name)}: it needs --job FILE too")
     settle(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings
@@ -63,3 +73,61 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     for failure in failures:
         screen.error(failure)
     return not failures
+
+
+def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
+    """A whole job and the rivals on it, side by side; all that can be is checked before."""
+    for one in fields(args):
+        if one.name not in {"job", *OF_A_JOB, *_OF_BOTH} and getattr(args, one.name) not in (
+            None,
+            [],
+            False,
+        ):
+            raise UserError(
+                f"{_flag(one.name)}: a --job runs as bass generate would; leave one of the two out"
+            )
+    if file == "-":
+        raise UserError("--job (or BASS_JOB): a file is needed, which can be read more than once")
+    job = read_job(job_args(args))
+    source = open_source(file)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
+
+    from bass_cli.bench import jobs
+    from bass_cli.bench.settings import chosen_rivals, count
+
+    rivals, repeats = chosen_rivals(args.rivals), count(args.repeats, "repeats", 3)
+
+    from bass_cli.plan import make_plan
+
+    screen.phase("checking the models", live=False)
+    plan = make_plan(job, longest_prompt=checked.longest)
+    document = jobs.measure(
+        plan,
+        list(read_prompts(source, column=job.prompt_column, limit=job.limit)),
+        ["generate", file, *_command_line(args)],
+        rivals=jobs.installed(rivals, cuda=plan.device.type == "cuda", note=screen.note),
+        repeats=repeats,
+        note=screen.note,
+    )
+    screen.close()
+    if args.json_document:
+        print(json.dumps(document), flush=True)
+    else:
+        screen.table(*jobs.table(document))
+
+
+def _command_line(args: BenchArgs) -> list[str]:
+    """The options of `bass generate` that say the same; none for what was not given."""
+    words = []
+    for name in [*(one.name for one in fields(LawArgs)), *OF_A_JOB]:
+        value = getattr(args, name)
+        if isinstance(value, bool):  # --chat/--no-chat
+            words.append(_flag(name).split("/")[not value])
+        elif value is not None:
+            many = value if isinstance(value, list) else [value]
+            words += [f"{_flag(name)}={one}" for one in many]
+    return words
+
+
+def _flag(name: str) -> str:
+    return OPTIONS[name].flag or f"--{name.replace('_', '-')}"

@@ -122,6 +122,7 @@ def bench(args: BenchArgs) -> None:
     Examples:
       bass bench --pair smollm2 --batch-sizes 1,2
       bass bench --shape qwen2.5-7b --draft-shape qwen2.5-0.5b --acceptance 0.85
+      bass bench --job prompts.jsonl --n 16 --pair smollm2 --rivals transformers
     """
     screen = Screen(args.quiet)
     with exit_codes(screen, "interrupted"):

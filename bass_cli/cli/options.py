@@ -22,7 +22,12 @@ MODELS, SAMPLING, DRAFTING = (
     "Drafting (changes the speed, not what samples are worth)",
 )
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
-MEASURED, RANDOM, SCORING = "What is measured", "Random weights, without any download", "Scoring"
+JOB, MEASURED, RANDOM, SCORING = (
+    "A whole job",
+    "What is measured",
+    "Random weights, without any download",
+    "Scoring",
+)
 
 
 def _pairs(incomplete: str) -> list[str]:
@@ -126,6 +131,12 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "MODEL|HOW",
         "the pair's",
         choices=("lookup", "none"),
+    ),
+    "job": Flag(
+        "Run all prompts of this file as bass generate would, in processes of their own, beside "
+        "the --rivals, instead of measuring rounds",
+        JOB,
+        "FILE",
     ),
     "n": Flag("Samples of every prompt", SAMPLING, "N", "8"),
     "max_new_tokens": Flag("The most tokens a sample may get", SAMPLING, "N", "256"),
@@ -262,6 +273,9 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "json_table": Flag("JSON instead of the table", OUTPUT, flag="--json"),
 }
 
+# what bench takes of generate, for a --job
+OF_A_JOB = ("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit",
+            "prompt_column")  # fmt: skip
 # what a command says otherwise of a field that others have too
 OWN: dict[type, dict[str, Flag]] = {
     EvaluateArgs: {
@@ -282,6 +296,7 @@ OWN: dict[type, dict[str, Flag]] = {
                             "measure", MEASURED, "N,...", "1,2,4,8; on a GPU to 64"),
     },
     BenchArgs: {
+        **{name: OPTIONS[name]._replace(group=JOB, variable=False) for name in OF_A_JOB},
         "prompts": Flag("Prompts to use as they are", MEASURED, "FILE", "built-in ones"),
         "overwrite": Flag("Let --plot replace a file that is no chart of bass", OUTPUT),
     },

@@ -113,6 +113,15 @@ class ProfileArgs(PairArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchArgs(LawArgs):
+    job: str | None = None
+    n: int | None = None
+    max_new_tokens: int | None = None
+    stop: list[str] | None = None
+    chat: bool | None = None
+    draft_length: str | None = None
+    batch_size: str | None = None
+    limit: int | None = None
+    prompt_column: str | None = None
     shape: str | None = None
     draft_shape: str | None = None
     acceptance: list[str] | None = None

@@ -1,0 +1,245 @@
+"""A whole job, as `bass generate` runs it, beside other engines on the same prompts: each a fresh
+process, in turn, timed from its start to its end.
+
+Not here: rounds without their surroundings (grid.py), what another engine does (rival_job.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.prompts import Prompt
+from bass_cli.plan import Plan
+
+_POLL = 0.2  # seconds between two looks at a GPU's memory
+_OURS = "bass"
+_COLUMNS = ("engine", "wall s", "least-most", "generating s", "tokens", "tokens/s", "host GB",
+            "GPU GB")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A process that ended well. `seconds`: wall clock from start to end; `generating`: of these
+    after loading, as it says itself; `host`, `gpu`: peak bytes, None where nobody knows."""
+
+    seconds: float
+    generating: float
+    tokens: int
+    samples: int
+    host: int
+    gpu: int | None
+
+
+def measure(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    command: Sequence[str],
+    *,
+    rivals: Sequence[str],
+    repeats: int,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """The document. `command`: our own job, but for its output; `rivals`: those installed. Each
+    repeat runs every engine once. MachineError where a process fails, with its last words."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        commands = {_OURS: [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]}
+        for rival in rivals:
+            order = folder / f"{rival}.json"
+            order.write_text(json.dumps(_order(plan, prompts, rival)), encoding="utf-8")
+            module = "bass_cli.bench.rival_job"
+            commands[rival] = [sys.executable, "-m", module, str(order)]
+        runs: dict[str, list[Ran]] = {engine: [] for engine in commands}
+        for repeat in range(repeats):
+            for engine, words in commands.items():
+                note(f"run {repeat + 1} of {repeats}: {engine}")
+                out = [] if engine != _OURS else ["--out", str(folder / f"{repeat}.jsonl")]
+                runs[engine].append(_run(engine, [*words, *out], plan.device.type == "cuda"))
+    return {
+        "job": {
+            "prompts": len(prompts),
+            "n": plan.job.n,
+            "rows": plan.rows,
+            "target": plan.job.pair.target,
+            "draft": plan.job.pair.draft,
+            "device": plan.device.type,
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "command": list(command),
+        },
+        "engines": {engine: _figures(found) for engine, found in runs.items()},
+    }
+
+
+def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None]) -> tuple[str, ...]:
+    """Those that can run here; what is left out is said."""
+    found = []
+    for rival in rivals:
+        if importlib.util.find_spec(rival) is None:
+            note(f"{rival} is not installed here: it is left out")
+        elif rival == "vllm" and not cuda:
+            note("vllm is only measured on a CUDA device: it is left out")
+        else:
+            found.append(rival)
+    return tuple(found)
+
+
+def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
+    """Columns and rows for people."""
+
+    def size(value: int | None) -> str:
+        return "-" if value is None else f"{value / 1e9:.2f}"
+
+    return _COLUMNS, [
+        [
+            engine,
+            f"{one['seconds']['median']:.1f}",
+            f"{one['seconds']['least']:.1f}-{one['seconds']['most']:.1f}",
+            f"{one['generating_seconds']:.1f}",
+            f"{one['tokens']:.0f}",
+            f"{one['tokens_per_second']:.1f}",
+            size(one["host_bytes"]),
+            size(one["gpu_bytes"]),
+        ]
+        for engine, one in document["engines"].items()
+    ]
+
+
+def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
+    seconds = [run.seconds for run in runs]
+    gpu = [run.gpu for run in runs if run.gpu is not None]
+    return {
+        "seconds": {
+            "median": statistics.median(seconds),
+            "least": min(seconds),
+            "most": max(seconds),
+        },
+        "generating_seconds": statistics.median(run.generating for run in runs),
+        "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
+        "tokens": statistics.median(run.tokens for run in runs),
+        "samples": runs[0].samples,
+        "host_bytes": max(run.host for run in runs),
+        "gpu_bytes": max(gpu, default=None),
+        "runs": [run.seconds for run in runs],
+    }
+
+
+def _order(plan: Plan, prompts: Sequence[Prompt], engine: str) -> dict[str, Any]:
+    """What a rival is to do. It gets token ids, so no template or tokenizer of its own decides."""
+    sampling, eos = plan.job.sampling, sorted(plan.eos_ids)
+    return {
+        "engine": engine,
+        "model": str(plan.target.path),
+        "tokenizer": str(plan.tokenizer.path),
+        "device": plan.device.type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "prompts": _token_ids(plan, prompts),
+        "n": plan.job.n,
+        "rows": plan.rows,
+        "eos": eos,
+        "pad": eos[0] if eos else 0,
+        **{
+            key: getattr(sampling, key)
+            for key in ("temperature", "top_p", "top_k", "seed", "max_new_tokens", "stop")
+        },
+    }
+
+
+def _token_ids(plan: Plan, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Of the prompts that can be run with all new tokens; UserError if there are none."""
+    from bass_cli.intake import Intake
+
+    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    found = []
+    for prompt in prompts:
+        with contextlib.suppress(UserError):
+            task = intake.take(prompt, (), now=0.0)
+            if task.limit == plan.job.sampling.max_new_tokens:
+                found.append(task.tokens)
+    if len(found) < len(prompts):
+        raise UserError(
+            f"--job: {len(prompts) - len(found)} prompts cannot be run with all --max-new-tokens "
+            "in the model's context, and engines differ in what they do then; leave them out"
+        )
+    return found
+
+
+def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
+    """Run it to its end, with BASS_ variables left out: the command says all of them."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
+    began = time.perf_counter()
+    with (
+        tempfile.TemporaryFile("w+") as written,
+        tempfile.TemporaryFile("w+") as told,
+        _gpu_memory(cuda) as peak,
+    ):
+        process = subprocess.Popen(command, stdout=written, stderr=told, env=environment)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        seconds = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        written.seek(0)
+        told.seek(0)
+        lines, words = written.read().splitlines(), told.read().strip().splitlines()
+    if process.returncode or not lines:
+        last = words[-1] if words else f"exit code {process.returncode}"
+        raise MachineError(f"{engine}: the job could not be run: {last}")
+    done = json.loads(lines[-1])
+    return Ran(
+        seconds,
+        done["decoding_seconds" if engine == _OURS else "generating_seconds"],
+        done["tokens"],
+        done["samples"],
+        used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        peak[0],
+    )
+
+
+@contextlib.contextmanager
+def _gpu_memory(cuda: bool) -> Iterator[list[int | None]]:
+    """A list whose one entry is the most bytes of the first GPU in use so far, beyond those at the
+    beginning; None without one, or without nvidia-smi."""
+    before = _gpu_bytes() if cuda else None
+    peak: list[int | None] = [None]
+    if before is None:
+        yield peak
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_POLL):
+            peak[0] = max(peak[0] or 0, (_gpu_bytes() or before) - before)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+def _gpu_bytes() -> int | None:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
+        return int(told.stdout.split()[0]) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None

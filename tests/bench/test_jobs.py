@@ -1,0 +1,90 @@
+"""`bass bench --job`: whole jobs in processes of their own, beside another engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from checkpoints import write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
+
+from bass_cli.bench import jobs
+from bass_cli.bench.rival_job import _to_end
+from bass_cli.cli.commands import app
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with prompts and a pair of tiny models."""
+    for name in [name for name in os.environ if name.startswith("BASS_")]:
+        monkeypatch.delenv(name)
+    for name, seed in (("target", 0), ("draft", 1)):
+        write_checkpoint("llama", tmp_path / name, seed=seed)
+        write_tokenizer(tmp_path / name)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all"}\n')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+RIVALS = ("--rivals", "transformers")
+
+
+def bench(*arguments: str):
+    options = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1")
+    return CliRunner().invoke(app, ["bench", *options, *arguments])
+
+
+def test_a_job_runs_beside_a_rival(place: Path) -> None:
+    law = ("--n", "3", "--max-new-tokens", "6", "--draft-length", "2", "--no-chat", "--stop", "zz")
+    result = bench(
+        "--job", "p.jsonl", *law, "--rivals", "transformers,vllm", "--repeats", "1", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "vllm is" in result.stderr
+    document = json.loads(result.stdout)
+    assert set(document["engines"]) == {"bass", "transformers"}
+    for one in document["engines"].values():
+        assert one["samples"] == 6
+        assert 6 <= one["tokens"] <= 36
+        assert 0 < one["generating_seconds"] < one["seconds"]["median"]
+        assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["runs"][0])
+        assert one["host_bytes"] > 1e8
+        assert one["gpu_bytes"] is None
+    assert document["job"]["prompts"] == 2
+    assert document["job"]["command"][2:] == [
+        "--pair=pair.yaml", "--device=cpu", "--threads=1", "--n=3", "--max-new-tokens=6",
+        "--stop=zz", "--no-chat", "--draft-length=2",
+    ]  # fmt: skip
+    columns, rows = jobs.table(document)
+    assert {len(row) for row in rows} == {len(columns)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--n", "4"), "--n: it needs --job FILE too"),
+        (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
+        (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
+        (("--job", "-"), "--job (or BASS_JOB): a file is needed"),
+        (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),
+        (("--job", "p.jsonl", "--repeats", "0"), "--repeats (or BASS_REPEATS)"),
+        (("--job", "p.jsonl", "--draft-length", "x"), "x"),
+        (("--job", "p.jsonl", "--max-new-tokens", "999", *RIVALS), "the model's context"),
+    ],
+)
+def test_mistakes_are_found_before_a_process_is_started(
+    place: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr(jobs, "_run", lambda *_: pytest.fail("a process was started"))
+    result = bench(*arguments)
+    assert result.exit_code == 2, result.stderr
+    assert says in result.stderr
+
+
+def test_what_fills_a_row_up_is_no_token() -> None:
+    assert _to_end([5, 6, 2, 2, 2], {2}, 2) == [5, 6, 2]
+    assert _to_end([5, 6, 0, 0], {2}, 0) == [5, 6]
+    assert _to_end([5, 6, 7], {2}, 0) == [5, 6, 7]
