@@ -18,7 +18,6 @@ FILES = sorted(
 LONG = {
     "grid.py",
     "goodput.py",
-    "tensor_files.py",
     "mixing.py",
     "products.py",
     "ragged_kernel.py",

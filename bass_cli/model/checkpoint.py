@@ -21,16 +21,11 @@ from bass_cli.model import families, gguf_config
 from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
+from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.hf_config import spec_of_config
-from bass_cli.model.tensor_files import (
-    DTYPES,
-    QUANTISED,
-    Entry,
-    parts,
-    read_gguf,
-    read_safetensors,
-    read_torch,
-)
+from bass_cli.model.quantised import QUANTISED
+from bass_cli.model.tensor_content import parts
+from bass_cli.model.tensor_files import DTYPES, Entry, read_safetensors, read_torch
 
 _CONFIG_BYTES = (
     1 << 24

@@ -22,8 +22,8 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import open_regular, parse_json, read_bytes
+from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.template import Template
-from bass_cli.model.tensor_files import read_gguf
 from bass_cli.model.text_length import Spelling, spelling_of
 from bass_cli.system.host import cache_folder
 

@@ -1,13 +1,15 @@
 """Loading: a checkpoint's tensors into the decoder's fused ones on the device, a few megabytes at a
 time.
 
-The host never holds more than the model and one part of a tensor. Not here: what is read and
-where it belongs, which is settled when the checkpoint is opened (checkpoint.py).
+The host never holds more than one part of a tensor for each thread, and the model where the
+device is the host. Not here: reading a part (tensor_content.py), where it belongs, which is
+settled when the checkpoint is opened (checkpoint.py).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,11 +20,12 @@ from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint
 from bass_cli.model.decoder import Spec, parameters, stored_dtype
 from bass_cli.model.families import CODEGEN_BLOCKS
 from bass_cli.model.sources import locate
-from bass_cli.model.tensor_files import DTYPES, parts, read_into
+from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
+from bass_cli.model.tensor_files import DTYPES
 
 __all__ = ["Checkpoint", "load", "locate", "open_checkpoint"]
 
-_WORKERS = 4  # threads that read and dequantise
+_WORKERS = 4  # threads that read: enough to copy from the page cache as fast as a GPU takes it
 
 
 def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -34,11 +37,18 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) ->
         for name, shape in parameters(spec).items()
         if not (spec.tied and name == "head.weight")
     }
-    pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1))
+    own = threading.local()
+
+    def begin() -> None:
+        own.stage = stage_for(device)
+
+    pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
-        list(pool.map(lambda piece: _fill(weights, piece, spec), checkpoint.pieces))
+        list(pool.map(lambda piece: _fill(weights, piece, spec, own.stage), checkpoint.pieces))
     finally:
         pool.shutdown(cancel_futures=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
     unfilled = {name: len(weight) for name, weight in weights.items()}
     for piece in checkpoint.pieces:
         unfilled[piece.slot.name] -= piece.slot.rows
@@ -48,11 +58,11 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) ->
     return weights
 
 
-def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec) -> None:
+def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage) -> None:
     """Write a stored tensor into its rows."""
     entry, slot = piece
     target = weights[slot.name][slot.first : slot.first + slot.rows]
-    with entry.file.open("rb", buffering=0) as file:
+    with entry.file.open("rb", buffering=0) as file, stage.turn():
         if not slot.how and target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype:
             read_into(file, entry, 0, target)
             return
@@ -61,7 +71,7 @@ def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec) -> None:
             if slot.how in _ORDERS
             else None
         )
-        for first, part in parts(file, entry):
+        for first, part in parts(file, entry, stage):
             _place(target, part, first, slot.how, order)
 
 

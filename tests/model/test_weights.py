@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint, write_gguf
@@ -18,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.model import tensor_files as files
+from bass_cli.model import tensor_content
 from bass_cli.model.decoder import parameters
 from bass_cli.model.families import FAMILIES as FAMILIES_KNOWN
+from bass_cli.model.gguf_file import read_gguf
+from bass_cli.model.quantised import QUANTISED, dequantise
 from bass_cli.model.weights import load, locate, open_checkpoint
 
 CPU = torch.device("cpu")
@@ -102,7 +105,7 @@ def test_parts_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_gguf("llama", tmp_path / "llama.gguf", kind="Q4_1")
     paths = [*(path for path in tmp_path.iterdir())]
     whole = [load(open_checkpoint(path), dtype=torch.bfloat16, device=CPU) for path in paths]
-    monkeypatch.setattr(files, "_PART", 200)
+    monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 200})
     for path, wanted in zip(paths, whole, strict=True):
         got = load(open_checkpoint(path), dtype=torch.bfloat16, device=CPU)
         assert all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -284,12 +287,51 @@ def test_gguf_faults_are_found_on_opening(fault: str, tmp_path: Path) -> None:
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_dequantised_as_the_gguf_package_does(kind: str) -> None:
+    """Bit for bit, whatever the bytes: scales that are zero, infinite or no number too."""
+    gguf = pytest.importorskip("gguf")
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = torch.randint(
+        0, 256, (300, 3 * size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    with np.errstate(all="ignore"):
+        wanted = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind])
+    got = dequantise(raw, kind).numpy()
+    assert got.shape == (300, 3 * block)
+    assert got.dtype == np.float32
+    numbers = ~np.isnan(wanted)
+    assert numbers.mean() > 0.9
+    assert (np.isnan(got) == ~numbers).all()
+    assert (got.view(np.int32) == wanted.view(np.int32))[numbers].all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "safetensors"])
+@pytest.mark.parametrize("at_once", [200, 1 << 22])
+def test_a_device_is_given_what_the_cpu_is(
+    kind: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that go through pinned memory and streams in turn do not overtake each other."""
+    monkeypatch.setattr(tensor_content, "_ELEMENTS", {"cpu": 1 << 20, "cuda": at_once})
+    path = tmp_path / ("model" if kind == "safetensors" else "model.gguf")
+    if kind == "safetensors":
+        write_checkpoint("llama3", path)
+    else:
+        write_gguf("llama", path, kind=kind)
+    for dtype in (torch.bfloat16, torch.float32):
+        wanted = load(open_checkpoint(path), dtype=dtype, device=CPU)
+        got = load(open_checkpoint(path), dtype=dtype, device=torch.device("cuda"))
+        assert got.keys() == wanted.keys()
+        assert all(torch.equal(got[name].cpu(), one) for name, one in wanted.items())
+
+
 def test_gguf_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
     extra = {"general.name": "ü", "a.list": [1, 2], "a.texts": ["x", "yy"]}
     write_gguf("gemma3_text", path, kind="Q8_0", metadata=extra)
-    metadata, entries = files.read_gguf(path)
+    metadata, entries = read_gguf(path)
     reader = gguf.GGUFReader(path)
     theirs = {
         name: field.contents()
