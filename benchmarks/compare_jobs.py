@@ -127,7 +127,11 @@ def run(tree, folder, name, given, device, dtype):
     place = Path(tempfile.mkdtemp(dir=folder, prefix="job-"))
     (place / "prompts.jsonl").symlink_to(folder / "prompts.jsonl")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
-    environment |= {"PYTHONPATH": f"{tree}:{tree}/kernels", "XDG_CACHE_HOME": str(place / "cache")}
+    paths = [str(tree), f"{tree}/kernels", os.environ.get("PYTHONPATH", "")]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "XDG_CACHE_HOME": str(place / "cache"),
+    }
     environment |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
