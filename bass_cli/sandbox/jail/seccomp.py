@@ -83,65 +83,45 @@ def filter_for(
     changed. `forks`: processes may be made.
     """
     column = COLUMN[name]
+    calls = [*FORBIDDEN.values(), *SHARED.values()]
+    calls += [*(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
+    receiver = _when(EQUAL, 1, EVERYBODY) if own is None else _unless(EQUAL, own)
+    threads_only = [] if forks else _unless(ANY_BIT, THREAD)
     lines: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE_AT), (EQUAL, 1, 0, ARCHITECTURE[name]), (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER_AT),
     ]  # fmt: skip
     if name == "x86_64":
-        lines += [(ANY_BIT, 0, 1, OTHER_ABI), (RETURN, 0, 0, NO_SUCH_CALL)]
-    calls = [*FORBIDDEN.values(), *SHARED.values()]
-    calls += [*(() if attributes else ATTRIBUTES.values()), *(() if forks else FORKS.values())]
-    for number in (numbers[column] for numbers in calls):
-        lines += [] if number is None else [(EQUAL, 0, 1, number), (RETURN, 0, 0, NOT_PERMITTED)]
+        lines += _when(ANY_BIT, OTHER_ABI, answer=NO_SUCH_CALL)
+    lines += _when(EQUAL, *(n for numbers in calls if (n := numbers[column]) is not None))
     # clone3 hides its flags from a filter; without it the C library takes clone
-    lines += [(EQUAL, 0, 1, CLONE3), (RETURN, 0, 0, NO_SUCH_CALL)]
-    threads_only = [] if forks else [(ANY_BIT, 1, 0, THREAD), (RETURN, 0, 0, NOT_PERMITTED)]
-    lines += [
-        (EQUAL, 0, 4 + len(threads_only), CLONE[column]),
-        (LOAD, 0, 0, ARGUMENT_AT),
-        (ANY_BIT, 0, 1, NEW_USER),
-        (RETURN, 0, 0, NOT_PERMITTED),
-        *threads_only,
-        (RETURN, 0, 0, ALLOW),
-    ]
+    lines += _when(EQUAL, CLONE3, answer=NO_SUCH_CALL)
+    lines += _asked(CLONE[column], {0: _when(ANY_BIT, NEW_USER) + threads_only})
     for numbers in SIGNALS.values():
-        lines += [(EQUAL, 0, 5, numbers[column]), (LOAD, 0, 0, ARGUMENT_AT)]
-        if own is None:
-            lines += [(EQUAL, 1, 0, 1), (EQUAL, 0, 1, EVERYBODY), (RETURN, 0, 0, NOT_PERMITTED)]
-        else:
-            lines += [(EQUAL, 0, 1, own), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NOT_PERMITTED)]
-        lines += [(LOAD, 0, 0, NUMBER_AT)]
-    for numbers, values in ITSELF.items():
-        lines += _asked(
-            numbers[column],
-            [
-                line
-                for place, value in enumerate(values)
-                for line in (
-                    (LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place),
-                    (EQUAL, 1, 0, value),
-                    (RETURN, 0, 0, NOT_PERMITTED),
-                )
-            ],
-        )
+        lines += _asked(numbers[column], {0: receiver})
+    for numbers, needed in ITSELF.items():
+        lines += _asked(numbers[column], {i: _unless(EQUAL, n) for i, n in enumerate(needed)})
     for numbers, (place, values) in REFUSED_WITH.items():
-        lines += _asked(
-            numbers[column],
-            [
-                (LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place),
-                *(
-                    line
-                    for value in values
-                    for line in ((EQUAL, 0, 1, value), (RETURN, 0, 0, NOT_PERMITTED))
-                ),
-            ],
-        )
+        lines += _asked(numbers[column], {place: _when(EQUAL, *values)})
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
-def _asked(number: int, checks: list[Instruction]) -> list[Instruction]:
-    """A call that is allowed unless one of its checks returns something else."""
-    return [(EQUAL, 0, len(checks) + 1, number), *checks, (RETURN, 0, 0, ALLOW)]
+def _when(test: int, *operands: int, answer: int = NOT_PERMITTED) -> list[Instruction]:
+    """Answers if what was loaded passes the test with any of the operands."""
+    return [line for one in operands for line in ((test, 0, 1, one), (RETURN, 0, 0, answer))]
+
+
+def _unless(test: int, operand: int) -> list[Instruction]:
+    """Refuses unless what was loaded passes the test."""
+    return [(test, 1, 0, operand), (RETURN, 0, 0, NOT_PERMITTED)]
+
+
+def _asked(number: int, checks: dict[int, list[Instruction]]) -> list[Instruction]:
+    """A call that is allowed unless a check of one of its arguments, by their places, answers."""
+    lines: list[Instruction] = []
+    for place, check in checks.items():
+        lines += [(LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place), *check]
+    return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
 
 
 def restrict(own: int | None, attributes: bool, forks: bool) -> None:
