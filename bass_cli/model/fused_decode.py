@@ -54,24 +54,21 @@ def run(
     from bass_kernels import mixing, products
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
-    segments = step.segments._replace(
-        positions=step.positions.contiguous()
-    )  # before the chain of launches
+    norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
+    # before the chain of launches
+    segments = step.segments._replace(positions=step.positions.contiguous())
     stream, angles = products.begin(
         tokens.flatten(),
         step.positions.flatten(),
         weights["embed.weight"],
-        weights[f"layers.{layers[0]}.norm1.weight"],
+        norms[0],
         frequencies,
         scale=spec.embed_scale,
         early=early,
     )
     for slot, i in enumerate(layers):
         at = f"layers.{i}."
-        following = (
-            f"layers.{layers[slot + 1]}.norm1.weight" if slot + 1 < len(layers) else "norm.weight"
-        )
-        norms = (
+        qk = (
             (weights[at + "q_norm.weight"], weights[at + "k_norm.weight"]) if spec.norm.qk else None
         )
         qkv = products.project(
@@ -80,7 +77,7 @@ def run(
         mixed = mixing.mix(
             qkv,
             angles,
-            norms,
+            qk,
             segments,
             step.own(slot),
             step.prompt(slot),
@@ -97,11 +94,9 @@ def run(
             stream, weights[at + "up.weight"], eps=eps, activation=spec.activation, early=early
         )
         stream = products.add(
-            inner, weights[at + "down.weight"], stream, weights[following], early=early
+            inner, weights[at + "down.weight"], stream, norms[slot + 1], early=early
         )
-    return products.finish(stream, weights["norm.weight"], eps=eps, early=early).view(
-        *tokens.shape, spec.width
-    )
+    return products.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
 
 
 def _large(spec: Spec, layers: int) -> bool:

@@ -85,9 +85,8 @@ class _Bench:
             if done.width != width or not done.steady:
                 continue
             last = min(loop.batch.rooms()) <= width + 1
-            if (
-                number or done.seconds > _SLOW or last
-            ):  # the first one warms up, where that costs little
+            # the first one warms up, where that costs little
+            if number or done.seconds > _SLOW or last:
                 found.append(done.seconds)
             if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
                 break
@@ -96,6 +95,14 @@ class _Bench:
     def _count(self, done: Round) -> None:
         self.kept += sum(done.accepted)
         self.trials += sum(min(kept + 1, done.width) for kept in done.accepted)
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the real drafter's drafts that stood, of those whose turn came; None if
+        they were too few, or made up."""
+        if self.trials < _TELLING or not self.real.drafter.on_device:
+            return None
+        return self.kept / self.trials
 
     def _fill(self, loop: Loop, rows: int) -> None:
         for index in range(rows):
@@ -142,9 +149,8 @@ class _Bench:
                     "kernels will be compiled one by one, since together they could not be: "
                     f"{error}"
                 )
-            self.deadline += max(
-                self.now() - began - (self.deadline - began) / 2, 0.0
-            )  # half the time is for measuring
+            # half the time is for measuring
+            self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)
 
     def close(self) -> None:
         for key in self.opened:
@@ -171,17 +177,8 @@ def measure(
     second measurement at a longer one. `limit`: seconds; the most telling points come first.
     `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note` takes a
     line if not all could be measured."""
-    began = now()
-    made_up = Loop(
-        batch=loop.batch,
-        target=loop.target,
-        drafter=MadeUp(),
-        lengths=Fixed(0),
-        coupling=coupling,
-        clock=Clock(now),
-        graphs=Graphs(loop.batch.device),
-    )
-    bench = _Bench(loop, made_up, prompts, now, began + limit, tokens=tokens, samples=samples)
+    made_up = _with_made_up_drafts(loop, coupling, now)
+    bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
     rows = sorted(set(rows))
     widths = [width for width in WIDTHS if width <= longest]
     steps = [width for width in (4, 1) if width <= longest]
@@ -194,25 +191,17 @@ def measure(
         if found is not None:
             (whole if part == "draft" else verify)[count, width] = found
     base = statistics.fmean(map(len, prompts))
-    growth = (
-        (0.0, 0.0)
-        if context is None
-        else _growth(bench, rows, verify, whole, context=context, base=base)
-    )
+    growth = 0.0, 0.0
+    if context is not None:
+        growth = _growth(bench, rows, verify, whole, context=context, base=base)
     bench.close()
-    if len(verify) + len(whole) < len(order) and loop.drafter.on_device:
-        again = (
-            "; once all kernels have been compiled here, the same command measures more"
-            if bench.compiles
-            else ""
-        )
+    done = len(verify) + len(whole)
+    if done < len(order) and loop.drafter.on_device:
+        again = "; once all kernels have been compiled here, the same command measures more"
         note(
-            f"{len(verify) + len(whole)} of {len(order)} points were measured in time, and the "
-            f"others estimated{again}"
+            f"{done} of {len(order)} points were measured in time, and the others estimated"
+            + again * bench.compiles
         )
-    acceptance = (
-        bench.kept / bench.trials if bench.trials >= _TELLING and loop.drafter.on_device else None
-    )
     return make_surface(
         rows,
         widths,
@@ -220,7 +209,20 @@ def measure(
         draft=drafting(whole, verify, rows, widths),
         context=base + tokens / 10,
         growth=growth,
-        acceptance=acceptance,
+        acceptance=bench.acceptance,
+    )
+
+
+def _with_made_up_drafts(loop: Loop, coupling: str, now: Callable[[], float]) -> Loop:
+    """A loop over the same batch and target whose rounds take as long as the target's part."""
+    return Loop(
+        batch=loop.batch,
+        target=loop.target,
+        drafter=MadeUp(),
+        lengths=Fixed(0),
+        coupling=coupling,
+        clock=Clock(now),
+        graphs=Graphs(loop.batch.device),
     )
 
 
