@@ -1,5 +1,6 @@
-"""One cell of the report, a batch size and a method, from its runs: a plain dict, ready for
-JSON. docs/BENCH.md explains every key; keys that have no meaning for a method are None.
+"""One cell of the report, a batch size and a method, from its runs, and what controllers lose by
+the cells: plain dicts, ready for JSON. docs/BENCH.md explains every key; keys that have no meaning
+for a method are None.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from bass_cli.bench.figures import (
     tokens_per_second,
 )
 from bass_cli.bench.parts import Parts
+from bass_cli.bench.settings import PLAIN
 
 EMPTY: dict[str, Any] = dict.fromkeys(
     (
@@ -176,4 +178,33 @@ def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
             key: statistics.median(getattr(floor, key) for floor in floors)
             for key in ("first", "last", "mean")
         },
+    }
+
+
+def compare(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each controller loses against the best fixed draft length, chosen afterwards: one entry
+    a batch size, the `best` fixed length (0 is plain decoding), its `ms_per_token` of the mean row,
+    by controller the `loss` against it and what is `slower` than plain, both as shares (below 0:
+    it won)."""
+    return [
+        _best_and_losses(batch, [cell for cell in cells if cell["batch"] == batch])
+        for batch in sorted({cell["batch"] for cell in cells})
+    ]
+
+
+def _best_and_losses(batch: int, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    means = {cell["method"]: cell["ms_per_token"]["mean"] for cell in cells}
+    fixed = {method: mean for method, mean in means.items() if method == PLAIN or method.isdigit()}
+    best = min(fixed, key=fixed.__getitem__)
+    others = {
+        method: mean
+        for method, mean in means.items()
+        if "auto" in method or "bass" in method or "table" in method
+    }
+    return {
+        "batch": batch,
+        "best": 0 if best == PLAIN else int(best),
+        "ms_per_token": fixed[best],
+        "loss": {method: mean / fixed[best] - 1 for method, mean in others.items()},
+        "slower": {method: mean / fixed[PLAIN] - 1 for method, mean in others.items()},
     }

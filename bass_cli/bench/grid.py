@@ -2,106 +2,43 @@
 the document.
 
 Within a repeat the methods run in turn, plain first, so that a drifting machine hits all of them
-alike. Not here: one run (drive.py), what its figures mean (figures.py, cells.py), rivals
-(rivals.py), how the document is shown (report.py).
+alike. Not here: what comes before (preparation.py), one run (drive.py), what its figures mean
+(figures.py, cells.py), rivals (rivals.py), how the document is shown (report.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 import bass_kernels as ops
-from bass_cli.bench import gate, pairs, rivals
-from bass_cli.bench.ceilings import Ceilings, ceilings_of
-from bass_cli.bench.cells import Costs, cell, draft_length
-from bass_cli.bench.comparison import compare
+from bass_cli.bench import pairs, preparation, rivals
+from bass_cli.bench.ceilings import ceilings_of
+from bass_cli.bench.cells import Costs, cell, compare, draft_length
 from bass_cli.bench.costs import cost_of
 from bass_cli.bench.document import document
-from bass_cli.bench.drive import decode, empty, fill
+from bass_cli.bench.drive import empty, fill
 from bass_cli.bench.figures import Run, latency
+from bass_cli.bench.gate import Gate
 from bass_cli.bench.parts import Parts, measure_parts
+from bass_cli.bench.preparation import Bench, Note, Phase, silent
 from bass_cli.bench.settings import PLAIN, Settings
-from bass_cli.bench.texts import prompts_for, rows_for
+from bass_cli.bench.texts import prompts_for
 from bass_cli.bench.turns import Turns
-from bass_cli.config.job import CONTROLLERS
-from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Lengths
 from bass_cli.errors import MachineError
 from bass_cli.io.progress import clock
-from bass_cli.lengths.controllers import Fixed, make_lengths
-from bass_cli.lengths.round_cost import Surface
+from bass_cli.lengths.controllers import Fixed
 from bass_cli.plan import Plan, device_of
-from bass_cli.profiling.measure import LIMITS
-from bass_cli.profiling.measure import measure as profile
 
-_WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 _ROUNDS = 4  # before parts are timed
-Note = Callable[[str], None]
 
 
-class Phase(Protocol):
-    """Is told what is done from now on; `live`: whether that may be shown by something that
-    itself takes time."""
-
-    def __call__(self, name: str, *, live: bool = True) -> None: ...
-
-
-def _silent(name: str, *, live: bool = True) -> None:
-    """Tells nobody."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """Everything that stays the same from cell to cell. `failures`: what makes the figures
-    worthless, found on the way. `surface`: what rounds cost, for the controllers that want to
-    know. `parts`: of rounds, by batch size, whether a draft is there at all, and draft length."""
-
-    settings: Settings
-    models: pairs.Models
-    loops: pairs.Loops
-    prompts: list[list[int]]
-    ceilings: Ceilings
-    note: Note
-    failures: list[str] = field(default_factory=list)
-    surface: Surface | None = None
-    parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
-    phase: Phase = _silent
-
-    def rows(
-        self,
-        count: int,
-        *,
-        limit: int | None = None,
-        temperature: float | None = None,
-        repeat: int = 0,
-    ) -> list[Row]:
-        return rows_for(
-            self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat
-        )
-
-    def run(self, method: str, rows: list[Row]) -> Run:
-        """One run of these new rows, with a draft-length controller that knows nothing yet."""
-        loop = self.loops.of(method)
-        loop.use(self.lengths(method))
-        prefill = fill(loop, rows)
-        return decode(loop, rows, prefill=prefill)
-
-    def lengths(self, method: str) -> Lengths:
-        speculation = self.settings.job.speculation
-        if method in CONTROLLERS:
-            return make_lengths(
-                method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface
-            )
-        return Fixed(0 if method == PLAIN else int(method))
-
-
-def measure(settings: Settings, note: Note, phase: Phase = _silent) -> Iterator[dict[str, Any]]:
+def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[dict[str, Any]]:
     """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set.
     `note` takes a line of progress, `phase` what is done from now on. The gate comes first: if
     it fails, there is one document without cells, and its "failures" say why."""
@@ -138,8 +75,8 @@ def _measure(
         note,
         phase=phase,
     )
-    _grow(bench)
-    passed = _gate(bench)
+    preparation.grow(bench)
+    passed = preparation.check(bench)
     if not passed.passed:
         yield _document(bench, passed, next(iter(settings.acceptances), ()))
         return
@@ -150,12 +87,15 @@ def _measure(
         if len(settings.acceptances) > 1:
             note(f"acceptance set to {', '.join(map(str, acceptance))}")
         yield _grid(
-            replace(bench, failures=[], surface=_profile(bench, plan)), passed, acceptance, plan
+            replace(bench, failures=[], surface=preparation.surface(bench, plan)),
+            passed,
+            acceptance,
+            plan,
         )
 
 
 def _grid(
-    bench: Bench, passed: gate.Gate, acceptance: Sequence[float], plan: Plan | None
+    bench: Bench, passed: Gate, acceptance: Sequence[float], plan: Plan | None
 ) -> dict[str, Any]:
     """All batch sizes and methods."""
     settings = bench.settings
@@ -168,9 +108,9 @@ def _grid(
     )
     began = time.perf_counter()
     for batch in settings.batch_sizes:
-        captures += _capture(bench, batch)
+        captures += preparation.capture(bench, batch)
     turns.exempt(time.perf_counter() - began)
-    bench = _warm_up(bench, turns)
+    bench = preparation.warm_up(bench, turns)
     _run(bench, turns)
     for batch in settings.batch_sizes:
         runs = {
@@ -192,114 +132,10 @@ def _grid(
     }
 
 
-def _document(bench: Bench, passed: gate.Gate, acceptance: Sequence[float]) -> dict[str, Any]:
+def _document(bench: Bench, passed: Gate, acceptance: Sequence[float]) -> dict[str, Any]:
     return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {
         "failures": bench.failures
     }
-
-
-def _profile(bench: Bench, plan: Plan | None) -> Surface | None:
-    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now.
-    A job's first use has none, and neither have `bass` and `auto` here unless controllers are
-    compared."""
-    settings, loop = bench.settings, bench.loops.speculative
-    if plan is not None and plan.surface is not None and plan.surface.measured:
-        return plan.surface
-    if loop is None or not (
-        settings.controllers or any("table" in method for method in settings.methods)
-    ):
-        return None
-    bench.phase("measuring what rounds cost")
-    most = max(settings.batch_sizes)
-    rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
-    return profile(
-        loop,
-        bench.prompts,
-        rows=sorted(rows),
-        coupling=settings.job.speculation.coupling,
-        limit=LIMITS[loop.batch.device.type],
-        longest=settings.longest,
-        tokens=settings.new_tokens,
-        samples=settings.samples_per_prompt,
-    )
-
-
-def _grow(bench: Bench) -> None:
-    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs
-    would be captured anew."""
-    for loop in (bench.loops.plain, bench.loops.speculative):
-        if loop is not None:
-            fill(loop, bench.rows(max(bench.settings.batch_sizes)))
-            empty(loop)
-
-
-def _gate(bench: Bench) -> gate.Gate:
-    bench.phase("checking that speculation equals plain decoding")
-    count = min(_GATE_ROWS, max(bench.settings.batch_sizes))
-    limit = min(_GATE_TOKENS, bench.settings.new_tokens)
-    rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
-    passed = gate.check(bench.loops, bench.models, rows, again)
-    if passed.rows is not None:
-        bench.note(
-            f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of "
-            f"{passed.rows} rows, "
-            f"{passed.tokens_equal} of {passed.tokens} tokens"
-        )
-    if not passed.passed:
-        bench.failures.append(
-            "the gate failed: nothing was timed ("
-            + (
-                "the tokens differ from plain decoding's)"
-                if passed.finite
-                else "logits are not finite)"
-            )
-        )
-    return passed
-
-
-def _capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
-    """Capture all graphs that runs of this batch size can need: the seconds are those of its own
-    row count, the rest is for the time when some rows have ended. Where the very length counts,
-    each has its own, as it would in a long job."""
-    found = []
-    exact = [method for method in bench.settings.methods if method.startswith("bass")]
-    each = bool(exact) or bench.settings.job.speculation.coupling == "maximal"
-    for name, loop, longest in (
-        (PLAIN, bench.loops.plain, 0),
-        ("speculative", bench.loops.speculative, bench.settings.longest),
-    ):
-        if loop is None or loop.graphs is None or not loop.graphs.enabled:
-            continue
-        bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
-        before, began = loop.graphs.captures, time.perf_counter()
-        loop.prepare([batch], range(longest + 1), each=each)
-        found.append(
-            {
-                "batch": batch,
-                "loop": name,
-                "graphs": loop.graphs.captures - before,
-                "seconds": time.perf_counter() - began,
-            }
-        )
-        loop.prepare(range(1, batch), range(longest + 1), each=each)
-    return found
-
-
-def _warm_up(bench: Bench, turns: Turns) -> Bench:
-    """A short run of every cell. With a time limit the bench that is returned may have fewer new
-    tokens."""
-    settings, warm, batches = bench.settings, {}, set[int]()
-    for batch, method in turns.runs:
-        if batch not in batches:
-            bench.phase(f"batch {batch}: warming up")
-        batches.add(batch)
-        warm[batch, method] = bench.run(
-            method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens))
-        )
-    tokens = turns.tokens(
-        warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0
-    )
-    return replace(bench, settings=replace(settings, new_tokens=tokens))
 
 
 def _run(bench: Bench, turns: Turns) -> None:

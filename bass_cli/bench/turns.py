@@ -70,9 +70,7 @@ class Turns:
 
     def seconds_left(self) -> float:
         """What the runs that are still to come are expected to take."""
-        rest = sum(
-            self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
-        )
+        rest = self._rest()
         return rest if self._limit is None else max(0.0, min(rest, self._left()))
 
     def in_time(self) -> bool:
@@ -86,20 +84,23 @@ class Turns:
             for runs in self.runs.values()
             if len(runs) > 1
         ]
-        rest = sum(
-            self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
-        )
         return {
             "limit_seconds": self._limit,
             "seconds": self._now() - self._began,
             "repeats": self._repeats,
             "done": min(len(runs) for runs in self.runs.values() if runs),
-            "missing_seconds": rest,
+            "missing_seconds": self._rest(),
             "missing": [list(key) for key, runs in self.runs.items() if not runs],
             "widest_spread": max(
                 ((s.greatest - s.least) / s.median for s in spreads), default=None
             ),
         }
+
+    def _rest(self) -> float:
+        """Seconds of all runs that have not been, by what a run of their cells took."""
+        return sum(
+            self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
+        )
 
     def _left(self, share: float = _RUNS) -> float:
         assert self._limit is not None

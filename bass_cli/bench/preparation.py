@@ -1,0 +1,186 @@
+"""What comes before the runs of a bench: what stays the same from cell to cell, stores that grow
+to what they need, the gate, captured graphs, what rounds cost, and a short run of every cell.
+
+Not here: the runs that are measured (grid.py), how models are built (pairs.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from bass_cli.bench import gate, pairs
+from bass_cli.bench.ceilings import Ceilings
+from bass_cli.bench.drive import decode, empty, fill
+from bass_cli.bench.figures import Run
+from bass_cli.bench.parts import Parts
+from bass_cli.bench.settings import PLAIN, Settings
+from bass_cli.bench.texts import rows_for
+from bass_cli.bench.turns import Turns
+from bass_cli.config.job import CONTROLLERS
+from bass_cli.engine.batch import Row
+from bass_cli.engine.contracts import Lengths
+from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.lengths.round_cost import Surface
+from bass_cli.plan import Plan
+from bass_cli.profiling.measure import LIMITS
+from bass_cli.profiling.measure import measure as profile
+
+_WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
+Note = Callable[[str], None]
+
+
+class Phase(Protocol):
+    """Is told what is done from now on; `live`: whether that may be shown by something that
+    itself takes time."""
+
+    def __call__(self, name: str, *, live: bool = True) -> None: ...
+
+
+def silent(name: str, *, live: bool = True) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """Everything that stays the same from cell to cell. `failures`: what makes the figures
+    worthless, found on the way. `surface`: what rounds cost, for the controllers that want to
+    know. `parts`: of rounds, by batch size, whether a draft is there at all, and draft length."""
+
+    settings: Settings
+    models: pairs.Models
+    loops: pairs.Loops
+    prompts: list[list[int]]
+    ceilings: Ceilings
+    note: Note
+    failures: list[str] = field(default_factory=list)
+    surface: Surface | None = None
+    parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
+    phase: Phase = silent
+
+    def rows(
+        self,
+        count: int,
+        *,
+        limit: int | None = None,
+        temperature: float | None = None,
+        repeat: int = 0,
+    ) -> list[Row]:
+        return rows_for(
+            self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat
+        )
+
+    def run(self, method: str, rows: list[Row]) -> Run:
+        """One run of these new rows, with a draft-length controller that knows nothing yet."""
+        loop = self.loops.of(method)
+        loop.use(self.lengths(method))
+        prefill = fill(loop, rows)
+        return decode(loop, rows, prefill=prefill)
+
+    def lengths(self, method: str) -> Lengths:
+        speculation = self.settings.job.speculation
+        if method in CONTROLLERS:
+            return make_lengths(
+                method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface
+            )
+        return Fixed(0 if method == PLAIN else int(method))
+
+
+def grow(bench: Bench) -> None:
+    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs
+    would be captured anew."""
+    for loop in (bench.loops.plain, bench.loops.speculative):
+        if loop is not None:
+            fill(loop, bench.rows(max(bench.settings.batch_sizes)))
+            empty(loop)
+
+
+def check(bench: Bench) -> gate.Gate:
+    bench.phase("checking that speculation equals plain decoding")
+    count = min(_GATE_ROWS, max(bench.settings.batch_sizes))
+    limit = min(_GATE_TOKENS, bench.settings.new_tokens)
+    rows, again = (bench.rows(count, limit=limit, temperature=0.0) for _ in range(2))
+    passed = gate.check(bench.loops, bench.models, rows, again)
+    if passed.rows is not None:
+        bench.note(
+            f"gate: greedy speculation equals plain decoding in {passed.rows_equal} of "
+            f"{passed.rows} rows, {passed.tokens_equal} of {passed.tokens} tokens"
+        )
+    if not passed.passed:
+        differ, unsound = "the tokens differ from plain decoding's", "logits are not finite"
+        reason = differ if passed.finite else unsound
+        bench.failures.append(f"the gate failed: nothing was timed ({reason})")
+    return passed
+
+
+def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
+    """Capture all graphs that runs of this batch size can need: the seconds are those of its own
+    row count, the rest is for the time when some rows have ended. Where the very length counts,
+    each has its own, as it would in a long job."""
+    found = []
+    exact = [method for method in bench.settings.methods if method.startswith("bass")]
+    each = bool(exact) or bench.settings.job.speculation.coupling == "maximal"
+    for name, loop, longest in (
+        (PLAIN, bench.loops.plain, 0),
+        ("speculative", bench.loops.speculative, bench.settings.longest),
+    ):
+        if loop is None or loop.graphs is None or not loop.graphs.enabled:
+            continue
+        bench.phase(f"batch {batch}: compiling kernels, capturing graphs")
+        before, began = loop.graphs.captures, time.perf_counter()
+        loop.prepare([batch], range(longest + 1), each=each)
+        found.append(
+            {
+                "batch": batch,
+                "loop": name,
+                "graphs": loop.graphs.captures - before,
+                "seconds": time.perf_counter() - began,
+            }
+        )
+        loop.prepare(range(1, batch), range(longest + 1), each=each)
+    return found
+
+
+def surface(bench: Bench, plan: Plan | None) -> Surface | None:
+    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now.
+    A job's first use has none, and neither have `bass` and `auto` here unless controllers are
+    compared."""
+    settings, loop = bench.settings, bench.loops.speculative
+    if plan is not None and plan.surface is not None and plan.surface.measured:
+        return plan.surface
+    if loop is None or not (
+        settings.controllers or any("table" in method for method in settings.methods)
+    ):
+        return None
+    bench.phase("measuring what rounds cost")
+    most = max(settings.batch_sizes)
+    rows = {count for count in (1, 2, 4, 8, 16, 32, 64, *settings.batch_sizes) if count <= most}
+    return profile(
+        loop,
+        bench.prompts,
+        rows=sorted(rows),
+        coupling=settings.job.speculation.coupling,
+        limit=LIMITS[loop.batch.device.type],
+        longest=settings.longest,
+        tokens=settings.new_tokens,
+        samples=settings.samples_per_prompt,
+    )
+
+
+def warm_up(bench: Bench, turns: Turns) -> Bench:
+    """A short run of every cell. With a time limit the bench that is returned may have fewer new
+    tokens."""
+    settings, warm, batches = bench.settings, {}, set[int]()
+    for batch, method in turns.runs:
+        if batch not in batches:
+            bench.phase(f"batch {batch}: warming up")
+        batches.add(batch)
+        warm[batch, method] = bench.run(
+            method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens))
+        )
+    tokens = turns.tokens(
+        warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0
+    )
+    return replace(bench, settings=replace(settings, new_tokens=tokens))
