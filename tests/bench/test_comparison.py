@@ -9,7 +9,7 @@ import torch
 from test_bench import SET, bench, measured, settings
 
 from bass_cli.bench import grid
-from bass_cli.bench.comparison import compare
+from bass_cli.bench.cells import compare
 from bass_cli.bench.drive import empty, fill
 from bass_cli.bench.pairs import build_loops, build_models
 from bass_cli.bench.texts import prompts_for, rows_for
