@@ -6,19 +6,52 @@ Not here: stop strings (model/continuation.py), who looks when (scheduler.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bass_cli.engine.batch import Row
+import numpy
+
+from bass_cli.engine.ledger import BROKEN, LENGTH, LIMIT, PROMPT, Ledger, Row
 from bass_cli.intake import Task
 from bass_cli.io.completion import Completion
-from bass_cli.model.continuation import StopDetector
+from bass_cli.model.continuation import Continuation, StopDetector, StopTokens
 
 _UNSOUND = (
     "the target's logits for token {} are not finite: its weights are broken, or its values too "
     "large for the dtype (bf16 and fp32 hold more than fp16)"
 )
+
+
+class Watch:
+    """Says of which rows somebody has to look whether they are over; all that needs is some
+    operations on what a round brought. `eos`: ids of which each ends a sample."""
+
+    def __init__(self, eos: Collection[int], stops: Sequence[str]):
+        self.eos, self._stops = frozenset(eos), stops
+        self._tokens: StopTokens | None = None  # from the first prompt on
+
+    def detector(self, text: Continuation) -> StopDetector | None:
+        """For one sample of a prompt."""
+        if not self._stops:
+            return None
+        if self._tokens is None:
+            self._tokens = StopTokens(text, self._stops)
+        return StopDetector(text, self._stops)
+
+    def suspects(self, ledger: Ledger) -> list[int]:
+        """The places of live rows that may be over, after a round."""
+        places, block, counts = ledger.news
+        ends = numpy.zeros(block.shape, dtype=bool)
+        for id_ in self.eos:
+            ends |= block == id_
+        if self._tokens is not None:
+            ends |= self._tokens.among(block)
+        ends &= numpy.arange(block.shape[1]) < counts[:, None]
+        of_row = ledger.numbers[places]
+        full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
+        found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
+        return found
 
 
 class Ending(NamedTuple):
@@ -53,9 +86,9 @@ class Sample:
         if self.stops is not None:
             found = self.stops.feed(new[:keep])
             if found is not None:
-                _cut(row, found.tokens)
+                row.cut(found.tokens)
                 return Ending("stop", found.text)
-        _cut(row, self.seen + keep)
+        row.cut(self.seen + keep)
         self.seen += keep
         return None if reason is None else self.end(reason)
 
@@ -89,13 +122,3 @@ def completed(
         token_ids=(row.tokens[row.prompt_length :] if row else []) if ids else None,
         error=_UNSOUND.format(len(scores) + 1) if ending.reason == "error" else None,
     )
-
-
-def _cut(row: Row, generated: int) -> None:
-    """Drop a row's tokens beyond the first `generated` that it generated, all from its last
-    round: the last one was the target's own, the others accepted drafts."""
-    surplus = row.generated - generated
-    if surplus > 0:
-        del row.tokens[-surplus:]
-        del row.log_probabilities[-surplus:]
-        row.accepted -= surplus - 1

@@ -19,8 +19,9 @@ from bass_cli.model.tokenizer import Tokenizer
 @dataclass(slots=True, eq=False)
 class Task:
     """A prompt under way: when it began, when it must end, the samples that still wait for a
-    row, and whether any has had a round. `reference`: tokens that drafts may be looked up in.
-    `text`: decodes what follows the prompt. `limit`: tokens of a sample."""
+    row, how many have one (`live`), and whether any has had a round. `reference`: tokens that
+    drafts may be looked up in. `text`: decodes what follows the prompt. `limit`: tokens of a
+    sample."""
 
     prompt: Prompt
     tokens: list[int]
@@ -30,6 +31,7 @@ class Task:
     waiting: deque[int]
     began: float
     deadline: float | None
+    live: int = 0
     started: bool = False
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 
 from bass_cli.build import ready_loop
 from bass_cli.config.job import Job
-from bass_cli.endings import Ending, Sample, completed
+from bass_cli.endings import Ending, Sample, Watch, completed
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Backlog, Round
 from bass_cli.engine.forecast import Forecast
@@ -24,7 +24,6 @@ from bass_cli.intake import Intake, Task
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.store import keep_learnt
-from bass_cli.model.continuation import StopDetector
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
 
@@ -110,15 +109,19 @@ class Conductor:
         on_round: Callable[[Round], None] | None = None,
     ):
         self._job, self._loop, self._on_round = job, loop, on_round
-        self._intake, self._eos = Intake(job, tokenizer, context=context), frozenset(eos_ids)
+        self._intake = Intake(job, tokenizer, context=context)
+        self._watch = Watch(eos_ids, job.sampling.stop)
         # With a budget, prompts run one at a time unless a batch size was asked for. Under
         # maximal coupling they always do, and each begins anew, or how far the clock let one
         # prompt come would reach the draft lengths of others, and so their samples.
         maximal = job.speculation.coupling == "maximal"
         self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
         self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
-        self._tasks: list[Task] = []
+        self._tasks: dict[Task, None] = {}  # under way, in the order in which they came
+        self._queue: deque[Task] = deque()  # those with samples that wait for a row
+        self._waiting = 0  # so many samples
         self._live: dict[Row, Sample] = {}
+        self._over: list[int] = []  # the places of rows that have ended, and are not given up yet
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
@@ -127,21 +130,22 @@ class Conductor:
         """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as
         rows become free."""
         while not self._ended or self._live:
+            self._exchange()  # before others are stored, so that prompts without rows make place
             while not self._ended and self._wants_prompt():
                 prompt = next(prompts, None)
                 self._ended = prompt is None
                 if prompt is not None:
                     yield from self._begin(prompt, done)
-            self._admit()
+            self._exchange()
             yield from self._expire()
             if self._live:
                 self._round()
                 yield from self._collect()
+        self._exchange()
 
     def _wants_prompt(self) -> bool:
-        waiting = sum(len(task.waiting) for task in self._tasks)
         room = self._loop.batch.capacity - len(self._loop.batch)
-        return waiting < room and not (self._alone and self._tasks)
+        return self._waiting < room and not (self._alone and self._tasks)
 
     def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
         """Tokenise a prompt and store its keys and values; an unusable one ends here, with an
@@ -159,53 +163,62 @@ class Conductor:
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
         if self._loop.open(prompt.id, task.tokens, task.reference, deadline=task.deadline):
-            self._tasks.append(task)
+            self._tasks[task] = None
+            self._queue.append(task)
+            self._waiting += len(task.waiting)
         else:
             yield from self._without_rows(task)
 
-    def _admit(self) -> None:
-        """Give free rows to waiting samples, oldest prompt first."""
-        batch, sampling = self._loop.batch, self._job.sampling
-        for task in self._tasks:
+    def _exchange(self) -> None:
+        """Give free rows, and those of samples that are over, to waiting samples, oldest prompt
+        first."""
+        batch, rows, closed = self._loop.batch, list[Row](), list[Task]()
+        room = batch.capacity - len(batch) + len(self._over)
+        while self._queue and len(rows) < room:
+            task = self._queue[0]
+            count = min(len(task.waiting), room - len(rows))
+            rows += (self._row(task, task.waiting.popleft()) for _ in range(count))
             if not task.waiting:
-                continue
-            samples = [
-                task.waiting.popleft()
-                for _ in range(min(len(task.waiting), batch.capacity - len(batch)))
-            ]
-            rows = [
-                Row(
-                    task.prompt.id,
-                    sample,
-                    sampling.seed,
-                    list(task.tokens),
-                    task.limit,
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                )
-                for sample in samples
-            ]
-            self._loop.admit(*rows)
-            for row in rows:
-                stops = StopDetector(task.text, sampling.stop) if sampling.stop else None
-                self._live[row] = Sample(task, row, stops)
-            if not task.waiting:
-                self._loop.close(task.prompt.id)
+                closed.append(self._queue.popleft())
+        if rows or self._over:
+            self._loop.exchange(self._over, rows)
+        self._waiting -= len(rows)
+        self._over = []
+        for task in closed:
+            self._loop.close(task.prompt.id)
+
+    def _row(self, task: Task, sample: int) -> Row:
+        sampling = self._job.sampling
+        row = Row(
+            task.prompt.id,
+            sample,
+            sampling.seed,
+            list(task.tokens),
+            task.limit,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        self._live[row] = Sample(task, row, self._watch.detector(task.text))
+        task.live += 1
+        return row
 
     def _round(self) -> None:
-        loop, rows = self._loop, self._loop.batch.hosts
-        waiting, typical = sum(len(task.waiting) for task in self._tasks), math.inf
+        loop, waiting, typical = self._loop, self._waiting, math.inf
         if self._fresh is None:
-            typical = self._forecast.length(sum(row.generated for row in rows) / len(rows))
+            typical = self._forecast.length(float(loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
         backlog = Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
-        deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
-        for live in self._live.values():
-            live.task.started = True
-        done = loop.round(min(deadlines, default=None), backlog=backlog, ahead=True)
+        done = loop.round(min(self._deadlines(), default=None), backlog=backlog, ahead=True)
         if self._on_round is not None:
             self._on_round(done)
+
+    def _deadlines(self) -> list[float]:
+        if self._job.budget is None:
+            return []
+        for task in self._tasks:
+            task.started |= task.live > 0
+        return [task.deadline for task in self._tasks if task.deadline is not None]
 
     def _expire(self) -> Iterator[Completion]:
         """End all samples of prompts whose deadline has come, or would pass within even the
@@ -214,7 +227,7 @@ class Conductor:
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         if not deadlines:
             return
-        now = self._loop.clock.now()
+        now, hosts = self._loop.clock.now(), self._loop.batch.hosts
         soonest = now + (self._loop.shortest(min(deadlines)) if self._live else 0.0)
         for task in [
             t
@@ -222,28 +235,37 @@ class Conductor:
             if t.deadline is not None
             and (now >= t.deadline or (t.started and soonest > t.deadline))
         ]:
-            for index in reversed(range(len(self._loop.batch))):
-                row = self._loop.batch.hosts[index]
-                if self._live[row].task is task:
-                    yield self._retire(index, self._live[row].end("budget"))
+            live = [sample for sample in map(self._live.get, hosts) if sample]
+            ended = [self._end(one, one.end("budget")) for one in live if one.task is task]
             if task.waiting:
-                yield from self._without_rows(task)
+                ended += self._without_rows(task)
+                self._waiting -= len(task.waiting)
                 task.waiting.clear()
+                self._queue.remove(task)
                 self._loop.close(task.prompt.id)
                 self._forget(task)
+            yield from ended
+        if self._over:
+            self._loop.retire(*self._over)
+            self._over = []
 
     def _collect(self) -> Iterator[Completion]:
-        """Look at what the round added to each row; cut and end those that are done."""
-        for index in reversed(range(len(self._loop.batch))):
-            ending = self._live[self._loop.batch.hosts[index]].look(self._eos)
+        """Look at the rows that the round may have ended; cut and end those that are done."""
+        hosts, ended = self._loop.batch.hosts, []
+        for place in self._watch.suspects(self._loop.batch.ledger):
+            sample = self._live[hosts[place]]
+            ending = sample.look(self._watch.eos)
             if ending is not None:
-                yield self._retire(index, ending)
+                ended.append(self._end(sample, ending))
+        yield from ended
 
-    def _retire(self, index: int, ending: Ending) -> Completion:
-        row = self._loop.batch.hosts[index]
-        self._loop.retire(index)
+    def _end(self, sample: Sample, ending: Ending) -> Completion:
+        """The row is given up with all others that end now."""
+        row, task = sample.row, sample.task
+        self._over.append(row.place)
         self._forecast.end(row.generated)
-        task = self._live.pop(row).task
+        del self._live[row]
+        task.live -= 1
         self._forget(task)
         return self._completion(task, row.sample, row, ending)
 
@@ -253,8 +275,8 @@ class Conductor:
             yield self._completion(task, sample, None, Ending("budget", ""))
 
     def _forget(self, task: Task) -> None:
-        if not task.waiting and not any(live.task is task for live in self._live.values()):
-            self._tasks.remove(task)
+        if not task.waiting and not task.live:
+            self._tasks.pop(task, None)
 
     def _completion(self, task: Task, sample: int, row: Row | None, ending: Ending) -> Completion:
         now, seed = self._loop.clock.now(), self._job.sampling.seed

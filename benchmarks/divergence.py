@@ -21,7 +21,8 @@ import bass_kernels as ops
 from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.engine.batch import Row, noise_key
+from bass_cli.engine.batch import Change, Row
+from bass_cli.engine.laws import noise_key
 from bass_cli.io.prompts import check_prompts, open_source, read_prompts
 from bass_cli.model.runner import Runner
 from bass_cli.plan import make_plan
@@ -66,7 +67,7 @@ def contest(decoder, tokens, pair, sample, key, args):
     the nucleus, as a probability."""
     runner = Runner(decoder, rows=1, span=4, lag=1)
     runner.open("x", tokens)
-    runner.attach(0, "x")
+    runner.follow(Change((), (), (((0,), "x"),)))
     with torch.inference_mode():
         place = torch.tensor([[len(tokens) - 1]], device=decoder.device)
         logits = runner.forward(

@@ -213,7 +213,7 @@ def main():
                 flush=True,
             )
         if args.split:
-            profile = cProfile.Profile()
+            profile = cProfile.Profile(time.process_time)
             split(profile, measure(args, rows, tokenizer, profile), args.split)
 
 

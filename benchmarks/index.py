@@ -19,7 +19,7 @@ import torch
 from lookup import show
 
 from bass_cli.drafting.ngram import LookupDrafter
-from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.batch import Batch, Change, Row
 
 _VOCABULARY, _PROMPT, _NEW = 50_000, 1000, 2
 
@@ -47,7 +47,7 @@ def measure(args, tokens):
     tracemalloc.start()
     drafter.open("0", prompt)
     batch.admit(*rows)
-    drafter.attach(0, "0", args.rows)
+    drafter.follow(Change((), (), ((tuple(range(args.rows)), "0"),)))
     for row, text in zip(rows, wanted, strict=True):
         row.tokens += text[:tokens]
     drafter.learn(batch)

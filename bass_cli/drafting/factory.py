@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.drafting.model_drafter import ModelDrafter
 from bass_cli.drafting.ngram import LookupDrafter
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.model.runner import Runner
 
@@ -30,13 +30,7 @@ class NoDrafter:
     def close(self, key: str) -> None:
         pass
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        pass
-
-    def detach(self, row: int) -> None:
-        pass
-
-    def move(self, source: int, target: int, length: int) -> None:
+    def follow(self, change: Change) -> None:
         pass
 
     def propose(self, batch: Batch, length: int) -> Proposal:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.drafting.sampling import propose_maximal, propose_scored, propose_shared
-from bass_cli.engine.batch import Batch, Laws
+from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.engine.laws import Laws
 from bass_cli.model.runner import Runner
 
 
@@ -29,9 +31,8 @@ class ModelDrafter:
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
-        self._fed: list[
-            int
-        ] = []  # by row: how many positions the cache holds, the last round's wrong drafts included
+        # By row: how many positions the cache holds, the last round's wrong drafts included.
+        self._fed = numpy.zeros(runner.rows, dtype=numpy.int64)
 
     def prepare_prompts(self) -> None:
         self._runner.prepare_prompts()
@@ -52,29 +53,23 @@ class ModelDrafter:
     def close(self, key: str) -> None:
         self._runner.close(key)
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        self._runner.attach(row, key, count)
-        assert row == len(self._fed)
-        self._fed += [self._runner.cache.base(row)] * count
-
-    def detach(self, row: int) -> None:
-        self._runner.detach(row)
-        if row == len(self._fed) - 1:
-            self._fed.pop()
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self._runner.move(source, target, length)
-        self._fed[target] = self._fed.pop()
+    def follow(self, change: Change) -> None:
+        self._runner.follow(change)
+        for source, target, _ in change.moved:
+            self._fed[target] = self._fed[source]
+        for places, _ in change.begun:
+            self._fed[list(places)] = self._runner.cache.base(places[0])
 
     def expect(self, batch: Batch, length: int) -> int:
-        ends = [len(row.tokens) for row in batch.hosts]
+        ends = batch.known()
+        fed = self._fed[: len(ends)]
         # Beyond a row's end were wrong drafts: from now on tokens stand there that the cache
         # lacks, drafting or not.
-        self._fed = [min(fed, end - 1) for fed, end in zip(self._fed, ends, strict=True)]
+        fed[:] = numpy.minimum(fed, ends - 1)
         if length == 0:
             return 0
-        missing = max(end - fed for end, fed in zip(ends, self._fed, strict=True)) - 2
-        self._fed = [end + length - 1 for end in ends]
+        missing = int((ends - fed).max()) - 2
+        fed[:] = ends + length - 1
         return max(missing, 0)
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
@@ -117,7 +112,7 @@ class ModelDrafter:
                     break
             tokens, positions = chosen[-1][:, None], places[step][:, None]
         if len(chosen) < length:  # `expect` took all of them for fed
-            self._fed = [fed - (length - len(chosen)) for fed in self._fed]
+            self._fed -= length - len(chosen)
         return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
 
     def _choose(

@@ -19,7 +19,7 @@ import torch
 from bass_cli.config.draft_spec import SOURCES
 from bass_cli.drafting.ngram_index import SIZES, Index, follow
 from bass_cli.drafting.ngram_trust import Trust
-from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.batch import Batch, Change, Row
 from bass_cli.engine.contracts import InTime, Proposal
 
 
@@ -63,7 +63,7 @@ class LookupDrafter:
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)
         self._prompts: dict[str, Index] = {}
-        self._samples: list[_Sample] = []  # by row
+        self._samples: dict[int, _Sample] = {}  # by row
         self._trust = Trust()
 
     def open(
@@ -82,27 +82,23 @@ class LookupDrafter:
     def close(self, key: str) -> None:
         del self._prompts[key]
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        assert row == len(self._samples)
-        shared = self._prompts[key]
-        for _ in range(count):
-            if "siblings" in self._sources:
-                self._samples.append(_Sample((shared,), shared))
-            elif "own" in self._sources:
-                own = Index()
-                self._samples.append(_Sample((own, shared), own))
-            else:
-                self._samples.append(_Sample((shared,), None))
+    def follow(self, change: Change) -> None:
+        for place in change.ended:
+            sample = self._samples.pop(place)
+            if sample.row is not None:
+                sample.catch_up(sample.row)
+        for source, target, _ in change.moved:
+            self._samples[target] = self._samples.pop(source)
+        for places, key in change.begun:
+            self._samples |= {place: self._begin(self._prompts[key]) for place in places}
 
-    def detach(self, row: int) -> None:
-        sample = self._samples[row]
-        if sample.row is not None:
-            sample.catch_up(sample.row)
-        if row == len(self._samples) - 1:
-            self._samples.pop()
-
-    def move(self, source: int, target: int, length: int) -> None:
-        self._samples[target] = self._samples.pop()
+    def _begin(self, shared: Index) -> _Sample:
+        if "siblings" in self._sources:
+            return _Sample((shared,), shared)
+        if "own" in self._sources:
+            own = Index()
+            return _Sample((own, shared), own)
+        return _Sample((shared,), None)
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         """Up to `length` tokens for every live row. Those beyond a row's count are no more than
@@ -125,14 +121,16 @@ class LookupDrafter:
 
     def learn(self, batch: Batch) -> None:
         """Of all rows, before any of them is looked up: samples see each other's."""
-        for sample, row in zip(self._samples, batch.hosts, strict=True):
+        for place, row in enumerate(batch.hosts):
+            sample = self._samples[place]
             self._judge(sample.guesses, row)
             sample.catch_up(row)
 
     def look_up(self, batch: Batch, length: int) -> list[Guess]:
         """A guess for every live row, in what was learnt so far."""
         found, worth, tail, enough = [], self._trust.worth, SIZES[0], self._enough
-        for sample, row in zip(self._samples, batch.hosts, strict=True):
+        for place, row in enumerate(batch.hosts):
+            sample = self._samples[place]
             tokens, matched = follow(sample.indexes, row.tokens[-tail:], length, enough=enough)
             count = min(worth(matched), max(row.room - 1, 0)) if tokens else 0
             guess = Guess(len(row.tokens), tokens, matched, count)

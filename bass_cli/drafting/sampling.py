@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Laws
+from bass_cli.engine.laws import Laws
 
 
 def propose_shared(logits: Tensor, laws: Laws, places: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from bass_cli.engine.batch import Row
+import numpy
+
 from bass_cli.engine.graphs import Running
+from bass_cli.engine.ledger import Integers, Row
 
 # gaps of which the least counts: the others held an admission, a stop string, a line to write
 _RECENT = 8
@@ -18,12 +20,14 @@ _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty
 
 
 class Flight(NamedTuple):
-    """A round that was launched: with these rows, `width` drafts each (and maybe more `places`),
+    """A round that was launched: with these rows (of the batch as it was after so many `changes`),
+    `width` drafts each (and maybe more `places`),
     of which `meant` were the host's (None: all are the device's), `began` and `asking` as for
     Round.seconds; what went into `capturing`; whether nothing was captured or ran uncaptured
     (`steady`)."""
 
     rows: tuple[Row, ...]
+    changes: int
     width: int
     places: int
     meant: tuple[int, ...] | None
@@ -33,6 +37,17 @@ class Flight(NamedTuple):
     looked: bool
     capturing: float
     steady: bool
+
+    def live(self, table: Integers, changes: int) -> tuple[Flight, Integers, Integers]:
+        """The same with only those of its rows that are live after so many changes; the places
+        where they are now, and their lines of the table that it brought."""
+        if changes == self.changes:
+            return self, numpy.arange(len(self.rows)), table[: len(self.rows)]
+        places = numpy.array([row.place for row in self.rows])  # -1: nowhere
+        (lines,) = (places >= 0).nonzero()
+        rows = tuple(self.rows[line] for line in lines.tolist())
+        meant = None if self.meant is None else tuple(self.meant[line] for line in lines)
+        return self._replace(rows=rows, meant=meant), places[lines], table[lines]
 
 
 class Worth:
@@ -48,8 +63,8 @@ class Worth:
         """The device had nothing to do for so long between two rounds."""
         self._gaps.append(seconds)
 
-    def row_ended(self) -> None:
-        self._ended += 1
+    def rows_ended(self, count: int) -> None:
+        self._ended += count
 
     def landed(self, seconds: float, rows: int) -> None:
         """A round of so many rows took so long."""

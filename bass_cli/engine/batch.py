@@ -1,99 +1,33 @@
 """The live rows: their tokens, lengths, sampling parameters and noise keys on the device, and what
 the host knows.
 
-Rows are dense: 0 to len(batch) - 1 are live; a row that ends is replaced by the last one. Not
-here: keys and values (model/kv_cache.py), when a row ends (scheduler.py).
+Rows are dense: 0 to len(batch) - 1 are live; those that end are replaced by new ones or by the
+last ones. Not here: keys and values (model/kv_cache.py), when a row ends (scheduler.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-import bass_kernels as ops
 from bass_cli.engine.graphs import WIDTHS, cover
+from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
+from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
+from bass_cli.model.kv_cache import Change, sent
+
+__all__ = ["Batch", "Change", "Row", "beyond"]
 
 
 def beyond(longest: int) -> int:
     """Places that a row may take behind its limit with drafts of up to `longest`: its last round
     may go beyond that, and a round that was launched meanwhile further."""
     return 2 * (cover(longest) + 1)
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One sample as it grows: what the host knows of it. `tokens` holds the prompt and what was
-    generated; its last token is pending (the target has not seen it). `limit`: how many tokens
-    it may generate. `top_k` 0 and `top_p` 1 truncate nothing; `temperature` 0 is greedy.
-    `broken`: how many tokens it had generated when the target's logits were not sound
-    (bass_kernels/sampling.py); its tokens after them mean nothing, and it must be retired."""
-
-    key: str  # the prompt's id
-    sample: int
-    seed: int
-    tokens: list[int]
-    limit: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    prompt_length: int = field(init=False)
-    log_probabilities: list[float] = field(default_factory=list)
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    broken: int | None = None
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.tokens)
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def room(self) -> int:
-        """How many more tokens it may generate."""
-        return self.limit - self.generated
-
-
-def noise_key(seed: int, prompt: str, sample: int) -> tuple[int, int]:
-    """The 64-bit key of a row's noise, as two unsigned 32-bit words: BLAKE2b of (seed, prompt
-    id, sample)."""
-    digest = hashlib.blake2b(f"{seed}\x00{sample}\x00{prompt}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
-
-
-class Laws:
-    """The sampling parameters of B rows as tensors: temperature, top_p [B] float32, top_k [B],
-    keys [B, 2] int64."""
-
-    __slots__ = ("keys", "temperature", "top_k", "top_p")
-
-    def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor):
-        self.temperature, self.top_k, self.top_p, self.keys = temperature, top_k, top_p, keys
-
-    def repeat(self, times: int) -> Laws:
-        """Each row's parameters `times` times in a row."""
-        if times == 1:
-            return self
-        return Laws(
-            *(
-                t.repeat_interleave(times, 0)
-                for t in (self.temperature, self.top_k, self.top_p, self.keys)
-            )
-        )
-
-    def at(self, temperature: float | None) -> Laws:
-        """The same at another temperature, where it is not 0."""
-        if temperature is None:
-            return self
-        changed = torch.where(self.temperature > 0, temperature, 0.0)
-        return Laws(changed, self.top_k, self.top_p, self.keys)
 
 
 class Batch:
@@ -109,19 +43,15 @@ class Batch:
     def __init__(self, *, rows: int, context: int, device: torch.device):
         self.capacity, self.device = rows, device
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
-        # A row's numbers stand together, so that one operation sets or moves all of one type.
-        # _alive: 1 for live rows.
-        self._dummy = (
-            torch.tensor([1, 0, 0], device=device),
-            torch.tensor([0.0, 1.0], device=device),
-        )
-        self._integers = self._dummy[0][:, None].repeat(1, rows)
-        self._floats = self._dummy[1][:, None].repeat(1, rows)
-        self._keys = torch.zeros(rows, 2, dtype=torch.int64, device=device)
-        self.lengths, self._alive, self._top_k = self._integers
-        self._temperature, self._top_p = self._floats
+        self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
+        # What only the host changes is set by one copy of all of it, whatever has changed.
+        self._host = Columns(rows)
+        self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
+        self._alive, self._laws = laws_of(self._fixed, rows)
+        self.ledger = Ledger(rows)
         self.hosts: list[Row] = []
         self.version = 0
+        self.changes = 0  # how often other rows became live
         self._padded: int | None = None
 
     def __len__(self) -> int:
@@ -147,50 +77,129 @@ class Batch:
 
     def ends(self, further: int) -> list[int] | None:
         """Each live row's length plus `further`, from the host; None while padded."""
-        return (
-            None if self._padded is not None else [len(row.tokens) + further for row in self.hosts]
-        )
+        if self._padded is not None:
+            return None
+        ends: list[int] = (self._live(LENGTH) + further).tolist()
+        return ends
 
     def rooms(self) -> list[int]:
         """How many more tokens each live row may generate."""
-        return [row.limit + row.prompt_length - len(row.tokens) for row in self.hosts]
+        rooms: list[int] = (self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).tolist()
+        return rooms
+
+    def generated(self) -> NDArray[numpy.int64]:
+        """How many tokens each live row has generated, as far as the host knows."""
+        return self._live(LENGTH) - self._live(PROMPT)
+
+    def known(self) -> NDArray[numpy.int64]:
+        """Each live row's length, as far as the host knows."""
+        return self._live(LENGTH)
+
+    def _live(self, column: int) -> NDArray[numpy.int64]:
+        return self.ledger.numbers[: len(self.hosts), column]
 
     @property
     def laws(self) -> Laws:
-        rows = self.rows
-        return Laws(
-            self._temperature[:rows], self._top_k[:rows], self._top_p[:rows], self._keys[:rows]
-        )
+        return self._laws.first(self.rows)
 
-    def admit(self, *rows: Row) -> range:
-        """Make `rows` live; returns their indexes. One copy to the device, which the host does
-        not wait for."""
-        first = len(self.hosts)
-        index = range(first, first + len(rows))
-        assert index.stop <= self.capacity
-        self._widen(max(len(row.tokens) + row.limit for row in rows) + beyond(WIDTHS[-1]))
-        texts = [row.tokens for row in rows]
-        texts = (
-            texts[:1] if all(text == texts[0] for text in texts) else texts
-        )  # a prompt's rows share one line
-        longest = max(map(len, texts))
-        lines = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-        integers, floats, keys, tokens = _sent(
-            (
-                _integers_of(rows).flatten(),
-                _floats_of(rows).flatten().view(torch.int64),
-                _keys_of(rows).flatten(),
-                lines.flatten(),
-            ),
-            self.device,
+    def exchange(self, ended: Sequence[int], rows: Sequence[Row], *, unseen: int = 0) -> Change:
+        """End the rows at `ended` and make `rows` live: they take the places of those, and only
+        where they are fewer, the last rows do. One copy to the device, which the host does not
+        wait for. `unseen`: tokens that the device may be ahead of the host."""
+        leaving, old = sorted(ended), len(self.hosts)
+        count = old - len(leaving) + len(rows)
+        assert count <= self.capacity
+        places = [*leaving, *range(old, count)][: len(rows)]
+        holes = [place for place in leaving[len(rows) :] if place < count]
+        gone = set(leaving)
+        sources = [place for place in range(count, old) if place not in gone]
+        for place in leaving:
+            self.hosts[place].leave()
+        lengths = self.ledger.numbers[sources, LENGTH] + unseen
+        self._write(places, rows, sources, holes, count)
+        self._send(places, rows, sources, holes, slice(count, max(count, old)))
+        self.changes += 1
+        begun = (
+            (tuple(place for place, _ in group), key)
+            for key, group in itertools.groupby(
+                zip(places, rows, strict=True), key=lambda one: one[1].key
+            )
         )
-        here = slice(first, index.stop)
-        self._integers[:, here] = integers.view(3, -1)
-        self._floats[:, here] = floats.view(torch.float32).view(2, -1)
-        self._keys[here] = keys.view(-1, 2)
-        self.tokens[here, :longest] = tokens.view(-1, longest)
-        self.hosts += rows
-        return index
+        moved = zip(sources, holes, lengths.tolist(), strict=True)
+        return Change(tuple(leaving), tuple(moved), tuple(begun))
+
+    def _write(
+        self,
+        places: list[int],
+        rows: Sequence[Row],
+        sources: list[int],
+        holes: list[int],
+        count: int,
+    ) -> None:
+        """An exchange, in what the host knows."""
+        hosts, ledger = self.hosts, self.ledger
+        ledger.move(sources, holes)
+        self._host.move(sources, holes)
+        changed = [*zip(holes, (hosts[source] for source in sources), strict=True)]
+        changed += zip(places, rows, strict=True)
+        old = len(hosts)
+        del hosts[count:]
+        hosts += rows[len(rows) - max(count - old, 0) :]
+        for place, row in changed:
+            hosts[place] = row
+        if ledger.widen(max((row.limit for row in rows), default=0)):
+            changed = [*enumerate(hosts)]
+        for place, row in changed:
+            row.write_to(ledger, place)
+        self._host.clear(slice(count, max(count, old)))
+        for place, row in zip(places, rows, strict=True):
+            self._host.set(
+                place,
+                temperature=row.temperature,
+                top_k=row.top_k,
+                top_p=row.top_p,
+                key=noise_key(row.seed, row.key, row.sample),
+            )
+
+    def _send(
+        self,
+        places: list[int],
+        rows: Sequence[Row],
+        sources: list[int],
+        holes: list[int],
+        dummies: slice,
+    ) -> None:
+        """The same on the device."""
+        texts: list[list[int]] = []  # the rows of a prompt share one
+        which = []
+        for row in rows:
+            if not texts or row.tokens != texts[-1]:
+                texts.append(row.tokens)
+            which.append(len(texts) - 1)
+        lines = numpy.zeros((len(texts), max(map(len, texts), default=0)), dtype=numpy.int64)
+        for line, text in zip(lines, texts, strict=True):
+            line[: len(text)] = text
+        if rows:
+            longest = max(row.length + row.limit for row in rows)
+            self._widen(longest + beyond(WIDTHS[-1]))
+        indexes = (sources, holes, places, which, [row.length for row in rows])
+        parts = [
+            self._host.whole,
+            *(numpy.array(part, dtype=numpy.int64) for part in indexes),
+            lines.ravel(),
+        ]
+        whole = sent(numpy.concatenate(parts), self.device)
+        fixed, *numbers, flat = whole.split([len(part) for part in parts])
+        self._fixed.copy_(fixed)
+        if sources:
+            old, new = numbers[:2]
+            self.lengths[new] = self.lengths[old]
+            self.tokens[new] = self.tokens[old]
+        self.lengths[dummies] = 1
+        if rows:
+            new, text, lengths = numbers[2:]
+            self.lengths[new] = lengths
+            self.tokens[new, : lines.shape[1]] = flat.view(lines.shape)[text]
 
     def _widen(self, context: int) -> None:
         """See to it that rows of up to `context` tokens have place."""
@@ -199,18 +208,6 @@ class Batch:
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
             self.version += 1
-
-    def retire(self, index: int) -> int | None:
-        """End row `index`. The last row takes its place: its former index is returned if it
-        moved."""
-        last = len(self.hosts) - 1
-        row = self.hosts.pop()
-        if index != last:
-            self.hosts[index] = row
-            for column in (self._integers.t(), self._floats.t(), self._keys, self.tokens):
-                column[index] = column[last]
-        self._integers[:, last], self._floats[:, last] = self._dummy
-        return last if index != last else None
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
         """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a
@@ -243,29 +240,3 @@ class Batch:
             positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
         )
         return self.tokens[:rows].gather(1, positions), positions
-
-
-def _integers_of(rows: Sequence[Row]) -> Tensor:
-    """[3, N] int64: the columns lengths, alive, top_k."""
-    return torch.tensor(
-        [[len(row.tokens) for row in rows], [1] * len(rows), [row.top_k for row in rows]]
-    )
-
-
-def _floats_of(rows: Sequence[Row]) -> Tensor:
-    """[2, N] float32: the columns temperature, top_p."""
-    warm = [row.temperature if row.temperature >= ops.COLDEST else 0.0 for row in rows]
-    return torch.tensor([warm, [row.top_p for row in rows]], dtype=torch.float32)
-
-
-def _keys_of(rows: Sequence[Row]) -> Tensor:
-    """[N, 2] int64."""
-    return torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
-
-
-def _sent(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """These int64 vectors on the device, by one copy from pinned memory that nobody waits for."""
-    whole = torch.cat(tuple(parts))
-    if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    return whole.split([len(part) for part in parts])

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Change
 
 InTime = Callable[[int], bool]
 
@@ -122,14 +122,8 @@ class FollowsRows(Protocol):
     @property
     def version(self) -> int: ...
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        """Rows `row` to `row` + `count` - 1 of the batch begin with this prompt."""
-
-    def detach(self, row: int) -> None:
-        """Row `row` ends."""
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Row `source`, `length` tokens long, becomes row `target`."""
+    def follow(self, change: Change) -> None:
+        """Rows of the batch have ended, moved and begun."""
 
 
 class Target(FollowsRows, Protocol):

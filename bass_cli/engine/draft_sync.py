@@ -59,7 +59,7 @@ class CatchingUp:
         seen to take any time."""
         if not self._missed or not self._unit:
             return 0.0
-        own = max(row.generated for row in self._batch.hosts)  # of a prompt nothing is missing
+        own = int(self._batch.generated().max())  # of a prompt nothing is missing
         return self._unit * self._passes(min(self._missed, own))
 
     def function(self, count: int) -> Callable[[], None]:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from bass_cli.engine.batch import Batch, noise_key
+from bass_cli.engine.batch import Batch, Change
+from bass_cli.engine.laws import noise_key
 
 
 class Imposed:
@@ -27,25 +28,23 @@ class Imposed:
         self.version = 0
         self._widen()
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        """These rows begin: their luck is that of their noise key."""
+    def follow(self, change: Change) -> None:
+        """Rows that begin have the luck of their noise keys."""
         self._widen()
-        for index in range(row, row + count):
-            self._turn = self._turn + 1 if index else 0
-            host = self._batch.hosts[index]
+        for source, target, _ in change.moved:
+            self._stands[target] = self._stands[source]
+        begun = [(place, key) for places, key in change.begun for place in places]
+        if len(begun) == len(self._batch):
+            self._turn = 0
+        for place, key in begun:
+            host = self._batch.hosts[place]
             first, second = noise_key(host.seed, key, host.sample)
             luck = torch.rand(
                 self._stands.shape[1],
                 generator=torch.Generator().manual_seed(first << 31 | second >> 1),
             )
-            self._stands[index] = luck < self.rates[self._turn % len(self.rates)]
-
-    def detach(self, row: int) -> None:
-        """The row ends."""
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Row `source` becomes row `target`."""
-        self._stands[target] = self._stands[source]
+            self._stands[place] = luck < self.rates[self._turn % len(self.rates)]
+            self._turn += 1
 
     def accepted(self, places: Tensor) -> Tensor:
         """How many drafts stand, [B] int64. places [B, k]: their positions."""

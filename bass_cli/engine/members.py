@@ -5,7 +5,6 @@ Not here: rounds (step.py), when a row comes or goes (scheduler.py).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from bass_cli.engine.batch import Batch, Row
@@ -66,19 +65,8 @@ class Members:
         self._target.close(key)
         self._drafter.close(key)
 
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Make rows of open prompts live. Cheapest if a prompt's rows come together."""
-        for key, group in itertools.groupby(rows, key=lambda row: row.key):
-            index = self._batch.admit(*group)
-            for follower in self._followers:
-                follower.attach(index.start, key, len(index))
-
-    def retire(self, index: int, unseen: int) -> None:
-        """End row `index`; the last row takes its place. `unseen`: tokens that the device may be
-        ahead of the host."""
-        moved = self._batch.retire(index)
+    def exchange(self, ended: Sequence[int], rows: Sequence[Row], *, unseen: int) -> None:
+        """Batch.exchange; the rows' prompts must be open."""
+        change = self._batch.exchange(ended, rows, unseen=unseen)
         for follower in self._followers:
-            follower.detach(index)
-            if moved is not None:
-                length = len(self._batch.hosts[index].tokens) + unseen
-                follower.move(moved, index, length)
+            follower.follow(change)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
+
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.captured import Captured
 from bass_cli.engine.contracts import NO_MORE, Drafter, Foresees, Lengths, Outlook
@@ -120,15 +122,15 @@ class NextRound:
         return Asked(width, offered, self._clock.now() - began, looked)
 
     def _outlook(self, rooms: list[int]) -> Outlook:
-        left = sum(min(room, self.backlog.typical) for room in rooms) + self.backlog.tokens
-        hosts, captured = self._batch.hosts, self._captured
+        left = float(numpy.minimum(rooms, self.backlog.typical).sum()) + self.backlog.tokens
+        captured = self._captured
         entries = captured.entries() if captured else ()
         return Outlook(
             left / len(rooms),
             entries,
             self._catching.seconds(),
-            sum(len(row.tokens) for row in hosts) / len(hosts),
-            tuple(hosts),
+            float(self._batch.known().mean()),
+            tuple(self._batch.hosts),
             tuple(rooms),
             captured.colds() if captured and any(entries) else (),
             stops=self._stops,

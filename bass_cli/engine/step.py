@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -35,7 +36,6 @@ from bass_cli.engine.imposed import Imposed
 from bass_cli.engine.members import Members
 from bass_cli.engine.next_round import NextRound
 from bass_cli.engine.offers import Asked
-from bass_cli.engine.packed import pack, unpack
 from bass_cli.engine.stopping import Stopping
 
 _ALL = 2**31 - 1  # more drafts than any round has
@@ -143,17 +143,21 @@ class Loop:
         self._members.close(key)
 
     @torch.inference_mode()
-    def admit(self, *rows: Row) -> None:
-        """Make rows of open prompts live. Cheapest if a prompt's rows come together."""
-        self._members.admit(rows)
+    def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
+        """End the rows at `ended` and make `rows`, of open prompts, live. Cheapest if a prompt's
+        rows come together, and all that changes between two rounds at once."""
+        unseen = 0 if self._flight is None else self._flight.width + 1
+        self._members.exchange(ended, rows, unseen=unseen)
         self._next.changed()
+        self._worth.rows_ended(len(ended))
 
-    @torch.inference_mode()
-    def retire(self, index: int) -> None:
-        """End row `index`; the last row takes its place."""
-        self._members.retire(index, 0 if self._flight is None else self._flight.width + 1)
-        self._next.changed()
-        self._worth.row_ended()
+    def admit(self, *rows: Row) -> None:
+        """Make rows of open prompts live."""
+        self.exchange((), rows)
+
+    def retire(self, *ended: int) -> None:
+        """End the rows at these places; the last rows take them."""
+        self.exchange(ended, ())
 
     @torch.inference_mode()
     def round(
@@ -170,7 +174,7 @@ class Loop:
         if self._captured is not None:
             self._captured.renew(self._members.version)
         (flight, self._flight), late = (self._flight, None), False
-        if flight is None or not set(flight.rows) & set(self.batch.hosts):
+        if flight is None or not any(row.place >= 0 for row in flight.rows):
             flight = self._launch(self._next.take(deadline), deadline)
             if self._landed is not None:
                 self._worth.waited(flight.began - self._landed)
@@ -204,7 +208,7 @@ class Loop:
     def _launch(self, asked: Asked, deadline: float | None, *, behind: bool = False) -> Flight:
         """Begin a round; `behind` another one that is not over. Without graphs it is over when
         this returns."""
-        captured, offered, rows = self._captured, asked.offered, tuple(self.batch.hosts)
+        captured, offered, batch = self._captured, asked.offered, self.batch
         if captured is None:
             running, places, began = self._run(asked.width, offered)
         else:
@@ -217,12 +221,12 @@ class Loop:
             self._look_at(wish.width if self.exact else _ALL)
             began = captured.start()
             running = captured.launch(wish, step)
-        width = min(places, self._most)
-        meant = (
-            None if offered is None else tuple(min(count, width) for count in offered.counts or ())
-        )
+        width, meant = min(places, self._most), None
+        if offered is not None:
+            meant = tuple(min(count, width) for count in offered.counts or ())
         return Flight(
-            rows,
+            tuple(batch.hosts),
+            batch.changes,
             width,
             places,
             meant,
@@ -239,25 +243,24 @@ class Loop:
         live. `late`: it has been over for a while, so nobody knows what it took."""
         packed = flight.running.wait()
         assert packed is not None
-        rows, meant, now = flight.rows, flight.meant, self.clock.now()
-        if rows != tuple(self.batch.hosts):
-            live = set(self.batch.hosts)
-            places = [place for place, row in enumerate(rows) if row in live]
-            packed, rows = packed[places], tuple(rows[place] for place in places)
-            meant = None if meant is None else tuple(meant[place] for place in places)
-        kept = unpack(packed, rows, width=flight.places, meant=meant or (flight.width,) * len(rows))
+        now, rows = self.clock.now(), len(flight.rows)
+        flight, places, table = flight.live(packed.numpy(), self.batch.changes)
+        meant = flight.width if flight.meant is None else numpy.array(flight.meant)
+        kept = tuple(
+            self.batch.ledger.take(table, places, width=flight.places, meant=meant).tolist()
+        )
         began = flight.began if self._landed is None else max(flight.began, self._landed)
         seconds = flight.asking + now - began - flight.capturing
         self._landed = now
-        self._worth.landed(seconds, len(flight.rows))
+        self._worth.landed(seconds, rows)
         done = Round(
             flight.width,
             kept,
             seconds,
             flight.steady and not late,
-            meant,
+            flight.meant,
             flight.asking if flight.looked else 0.0,
-            rows,
+            flight.rows,
             flight.capturing,
         )
         if done.steady:
@@ -335,7 +338,7 @@ class Loop:
 
     def _verify(self, proposal: Proposal, most: Tensor | None = None) -> Tensor:
         """verify.check; what the host needs to know of it."""
-        return pack(
+        return verify.pack(
             verify.check(
                 proposal,
                 self.target,

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.batch import Batch, Laws
+from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal, Target, Verdict
 from bass_cli.engine.imposed import Imposed
+from bass_cli.engine.laws import Laws
 
 
 def check(
@@ -33,6 +34,14 @@ def check(
     )
     batch.commit(verdict.block, verdict.accepted)
     return verdict
+
+
+def pack(verdict: Verdict) -> Tensor:
+    """What the host needs to know of a round, as one table that is copied at once: [B, 2k + 3]
+    int64, how many drafts were accepted; the block of k + 1 tokens, valid up to and including
+    that place; and the bits of their log-probabilities."""
+    scores = verdict.scores.view(torch.int32).long()
+    return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
 
 
 def judge(

@@ -7,6 +7,9 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy
+from numpy.typing import NDArray
+
 from bass_cli.model.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
@@ -46,6 +49,11 @@ class Continuation:
                     return shorter + _CUT
         return text
 
+    def alone(self, id_: int) -> str | None:
+        """What this id adds to any text; None if that depends on the ids around it."""
+        text = self._after([id_])
+        return None if not self._before or _CUT in text or self._is_byte(id_) else text
+
     def _after(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([*self._before, *ids])[self._width :]
 
@@ -67,6 +75,34 @@ class Stop(NamedTuple):
 
     text: str
     tokens: int
+
+
+class StopTokens:
+    """Which ids may complete a stop string, whatever stands before them: those whose own text has
+    one in it, or begins with the end of one. A row needs to be looked at only when it got such an
+    id. Learnt as ids are met; `text`: of any prompt."""
+
+    def __init__(self, text: Continuation, stops: Sequence[str]):
+        self._text, self._stops = text, tuple(stops)
+        self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
+        self._known = numpy.zeros(0, dtype=numpy.int8)  # by id: 0 nobody knows, 1 no, 2 yes
+
+    def among(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.bool_]:
+        """By id whether it may."""
+        missing = int(ids.max(initial=0)) + 1 - len(self._known)
+        if missing > 0:
+            self._known = numpy.pad(self._known, (0, missing + len(self._known)))
+        if (new := ids[self._known[ids] == 0]).size:
+            for id_ in numpy.unique(new).tolist():
+                self._known[id_] = 1 + self._may(id_)
+        found: NDArray[numpy.bool_] = self._known[ids] == 2
+        return found
+
+    def _may(self, id_: int) -> bool:
+        text = self._text.alone(id_)
+        return (
+            text is None or text.startswith(self._ends) or any(stop in text for stop in self._stops)
+        )
 
 
 class StopDetector:

@@ -8,11 +8,13 @@ are fed (runner.py), attention (kernels).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bass_cli.model.prefix_groups import TeamTable
@@ -25,6 +27,24 @@ ARENA = {
 }  # positions that the prompt store starts with; it doubles as needed
 # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 _TEAMED = 1024
+_MOVED = 2**26  # bytes of keys and values that move at once, for which there is a copy meanwhile
+
+
+class Change(NamedTuple):
+    """Rows that come and go at once. The rows at `ended` are over; then row `source` of each
+    (source, target, length) in `moved`, which has so many tokens, becomes row `target`; then the
+    places of each (places, key) in `begun` are rows of that prompt."""
+
+    ended: tuple[int, ...]
+    moved: tuple[tuple[int, int, int], ...]
+    begun: tuple[tuple[tuple[int, ...], str], ...]
+
+
+def sent(array: NDArray[numpy.int64], device: torch.device) -> Tensor:
+    """Numbers of the host's on the device, from pinned memory: the host waits for nothing that
+    runs there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +130,7 @@ class KVCache:
             2, rows, dtype=torch.int64, device=device
         )  # together, so that one operation sets both
         self._base, self._start = self._places
+        self._host = numpy.zeros((2, rows), dtype=numpy.int64)
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
@@ -137,44 +158,59 @@ class KVCache:
         span.open = False
         self._collect(span)
 
-    def attach(self, row: int, span: Span, count: int = 1) -> None:
-        """Rows `row` to `row` + `count` - 1 begin: their own slot 0 is position span.length."""
-        assert not any(self._of_row[row : row + count])
-        assert span.open
-        span.rows.update(range(row, row + count))
-        self._of_row[row : row + count] = [span] * count
-        self._base[row : row + count] = span.length
-        self._start[row : row + count] = span.start
+    def exchange(
+        self,
+        *,
+        ended: Sequence[int] = (),
+        moved: Sequence[tuple[int, int, int]] = (),
+        begun: Iterable[tuple[Sequence[int], Span]] = (),
+    ) -> None:
+        """Rows end; then of each (source, target, used) row `source` with its first `used` own
+        slots becomes row `target`, which must be free and is no other's source; then rows begin,
+        whose own slot 0 is position span.length. The device is told by one copy of all."""
+        for row in ended:
+            self._span_of(row).rows.discard(row)
+            self._collect(self._span_of(row))
+            self._of_row[row] = None
+        self._host[:, ended] = 0
+        self._move(moved)
+        for rows, span in begun:
+            assert span.open
+            assert not any(self._of_row[row] for row in rows)
+            span.rows.update(rows)
+            for row in rows:
+                self._of_row[row] = span
+            self._host[:, rows] = [[span.length], [span.start]]
+        self._places.copy_(sent(self._host, self._places.device))
         self._regroup()
 
-    def detach(self, row: int) -> None:
-        """Row `row` ends."""
+    def _move(self, moved: Sequence[tuple[int, int, int]]) -> None:
+        if not moved:
+            return
+        for source, target, _ in moved:
+            assert self._of_row[target] is None
+            span = self._of_row[target] = self._span_of(source)
+            span.rows ^= {source, target}
+            self._of_row[source] = None
+        sources, targets, useds = zip(*moved, strict=True)
+        self._host[:, targets] = self._host[:, sources]
+        self._host[:, sources] = 0
+        used = max(useds)
+        one = self._own[:, :, 0, :, :used]
+        at_once = max(_MOVED // max(one.numel() * one.element_size(), 1), 1)
+        for part in range(0, len(moved), at_once):
+            places = numpy.array((sources, targets))[:, part : part + at_once]
+            old, new = sent(places, self._own.device)
+            self._own[:, :, new, :, :used] = self._own[:, :, old, :, :used]
+
+    def _span_of(self, row: int) -> Span:
         span = self._of_row[row]
         assert span is not None
-        self._of_row[row] = None
-        self._places[:, row] = 0
-        span.rows.discard(row)
-        self._regroup()
-        self._collect(span)
-
-    def move(self, source: int, target: int, used: int) -> None:
-        """Row `source` with its first `used` own slots becomes row `target`, which must be free."""
-        span = self._of_row[source]
-        assert span is not None
-        assert self._of_row[target] is None
-        self._own[:, :, target, :, :used] = self._own[:, :, source, :, :used]
-        span.rows.discard(source)
-        span.rows.add(target)
-        self._of_row[source], self._of_row[target] = None, span
-        self._places[:, target] = self._places[:, source]
-        self._places[:, source] = 0
-        self._regroup()
+        return span
 
     def base(self, row: int) -> int:
         """The position of the row's own slot 0."""
-        span = self._of_row[row]
-        assert span is not None
-        return span.length
+        return self._span_of(row).length
 
     def bases(self, rows: int) -> Tensor:
         """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""

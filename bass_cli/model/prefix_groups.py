@@ -57,7 +57,8 @@ class TeamTable:
                 entries += [-1] * (-len(rows) % size)
             table[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
             table[len(entries) :] = -1
-        self._flat.copy_(self._host)
+        host = self._host.pin_memory() if self._flat.is_cuda else self._host
+        self._flat.copy_(host, non_blocking=True)  # the host waits for no round
 
     def of(self, rows: int) -> Teams:
         """The tables for a pass of rows 0 to `rows` - 1, which must be all that there are."""

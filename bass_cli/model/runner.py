@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bass_cli.model.capture import Recorder, recorder
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import KVCache, Span
+from bass_cli.model.kv_cache import Change, KVCache, Span
 from bass_cli.model.prefill import SIZES, PromptGraphs, padded
 
 _CHUNK = SIZES[-1]  # prompt tokens a pass
@@ -82,16 +82,15 @@ class Runner:
         """No further row will attach to this prompt."""
         self.cache.close(self._prompts.pop(key))
 
-    def attach(self, row: int, key: str, count: int = 1) -> None:
-        """Rows `row` to `row` + `count` - 1 begin with this prompt."""
-        self.cache.attach(row, self._prompts[key], count)
-
-    def detach(self, row: int) -> None:
-        self.cache.detach(row)
-
-    def move(self, source: int, target: int, length: int) -> None:
-        """Row `source`, `length` tokens long, becomes row `target`."""
-        self.cache.move(source, target, max(length - self.cache.base(source), 0))
+    @torch.inference_mode()
+    def follow(self, change: Change) -> None:
+        """Rows have ended, moved and begun."""
+        base = self.cache.base
+        self.cache.exchange(
+            ended=change.ended,
+            moved=[(old, new, max(length - base(old), 0)) for old, new, length in change.moved],
+            begun=[(places, self._prompts[key]) for places, key in change.begun],
+        )
 
     @property
     def version(self) -> int:

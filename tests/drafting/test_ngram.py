@@ -94,14 +94,11 @@ class Desk:
             self.admit(Row("p", sample, 0, list(prompt), 40))
 
     def admit(self, row):
-        self.drafter.attach(self.batch.admit(row).start, row.key)
+        self.drafter.follow(self.batch.exchange([], [row]))
         self.live.append(row)
 
     def retire(self, index):
-        moved = self.batch.retire(index)
-        self.drafter.detach(index)
-        if moved is not None:
-            self.drafter.move(moved, index, len(self.batch.hosts[index].tokens))
+        self.drafter.follow(self.batch.exchange([index], []))
 
     def found(self, length=3):
         """By live row, the tokens that were found, without what only fills a row up."""
@@ -120,28 +117,28 @@ class Desk:
 )
 def test_each_source_is_seen_and_no_other(sources, due):
     desk = Desk([sources], prompt=(2, 9, 3, 4), reference=(9, 30, 31), rows=2)
-    desk.live[0].tokens += [9, 20]
+    desk.live[0].tokens.extend([9, 20])
     desk.found()
     for row in desk.live:
-        row.tokens += [9]
+        row.tokens.extend([9])
     assert [found[:2] for found in desk.found(length=len(due[1]) or 1)] == due
 
 
 def test_a_prompts_end_goes_before_every_samples_own_tokens():
     desk = Desk(["siblings"], prompt=(1, 2), rows=2)
-    desk.live[0].tokens += [7]
+    desk.live[0].tokens.extend([7])
     assert desk.found() == [[], [7]]
 
 
 def test_a_sample_that_has_ended_is_still_seen_and_so_are_rows_that_moved():
     desk = Desk(rows=3)
-    desk.live[0].tokens += [5, 6]
+    desk.live[0].tokens.extend([5, 6])
     desk.found()
-    desk.live[0].tokens += [7, 8]  # its last round
-    desk.live[2].tokens += [3, 4, 3]
+    desk.live[0].tokens.extend([7, 8])  # its last round
+    desk.live[2].tokens.extend([3, 4, 3])
     desk.retire(0)
     assert desk.batch.hosts == [desk.live[2], desk.live[1]]
-    desk.live[1].tokens += [6]
+    desk.live[1].tokens.extend([6])
     assert desk.found() == [[4, 3], [7, 8]]
     desk.admit(Row("p", 3, 0, [1, 2], 40))
     assert desk.found()[2] == [6, 7, 8], "the newest that came after the prompt"
@@ -166,13 +163,13 @@ def test_the_index_takes_in_each_token_once():
     desk = Desk(prompt=tuple(range(50)), rows=4)
     for _ in range(5):
         for row in desk.live:
-            row.tokens += [1, 2]
+            row.tokens.extend([1, 2])
         desk.found()
     index = desk.drafter._prompts["p"]
     assert index._known == [50] + [60] * 4
     index.after = ()  # a write would fail
     desk.drafter._samples[0].catch_up(desk.live[0])
-    desk.live[0].tokens += [1]
+    desk.live[0].tokens.extend([1])
     with pytest.raises(ValueError, match="zip"):
         desk.drafter._samples[0].catch_up(desk.live[0])
 
@@ -196,7 +193,7 @@ def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
     desk = Desk(prompt=(1, 2, 3, 4, 1), rows=1)
     before = desk.drafter._trust.chance(2)
     assert desk.found() == [[2, 3, 4]]
-    desk.live[0].tokens += [2, 3, 9]
+    desk.live[0].tokens.extend([2, 3, 9])
     desk.found()
     assert desk.drafter._trust.chance(2) > before
     assert desk.drafter._trust.chance(3) < Trust().chance(3)
@@ -205,10 +202,10 @@ def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
 def test_rows_stop_drafting_at_different_places_of_one_round():
     """Row 0 has a long match, row 1 a short one, row 2 none; a row with no room drafts nothing."""
     desk = Desk(["own"], prompt=(1, 2), rows=4)
-    desk.live[0].tokens += [3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9]
-    desk.live[1].tokens += [5, 6, 6]
-    desk.live[3].tokens += [3, 3, 3, 3]
-    desk.live[3].limit = 5
+    desk.live[0].tokens.extend([3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7, 8, 9])
+    desk.live[1].tokens.extend([5, 6, 6])
+    desk.live[3].tokens.extend([3, 3, 3, 3])
+    desk.live[3].limit = 1
     desk.drafter.learn(desk.batch)
     offered = desk.drafter.propose(desk.batch, 6)
     assert offered.tokens.tolist()[:3] == [[3, 4, 5, 6, 7, 8], [6, 6, 6, 6, 6, 6], [2] * 6]

@@ -84,8 +84,8 @@ def test_a_round_says_which_rows_it_was_of(pair):
             loop.open(row.key, row.tokens)
         loop.admit(row)
     assert loop.round(ahead=True).rows == tuple(live[:3])
-    loop.retire(0)
-    loop.admit(live[3])
+    loop.exchange([0], [live[3]])  # takes the place of the one that the flight still has there
+    assert loop.batch.hosts == [live[3], live[1], live[2]]
     counts = [row.generated for row in live]
     done = loop.round(ahead=True)
     assert done.rows == (live[1], live[2])
@@ -153,7 +153,7 @@ def test_it_pays_unless_rows_end_all_the_time():
         worth.landed(0.005, rows=8)
     assert worth.pays(waiting=True)
     for _ in range(200):
-        worth.row_ended()
+        worth.rows_ended(1)
         worth.landed(0.005, rows=4)
     assert not worth.pays(waiting=True), (
         "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
@@ -220,3 +220,24 @@ def test_a_cpu_launches_nothing_ahead(pair):
     assert drive(loop, rows(), ahead=True) == plain(target, rows())
     assert loop._flight is None
     assert torch.equal(loop.batch.lengths, torch.ones_like(loop.batch.lengths))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_that_end_move_and_begin_at_once_under_a_round(pair, ahead):
+    """All of a batch's rows but the last ones end in one round, some are refilled, and a row that
+    has just moved ends in the next: the tokens of all stay plain decoding's."""
+    target, draft = pair
+    limits = (3, 9, 3, 4, 30, 12, 5, 5, 14, 6, 20, 4)
+
+    def fresh():
+        return [
+            Row(str(i % 3), i, 2, [5, 6 + i % 3, 7][: 1 + i % 3], limit, temperature=0.7)
+            for i, limit in enumerate(limits)
+        ]
+
+    due = plain(target, fresh())
+    for drafter in (draft, "none"):
+        loop = captured(target, drafter, batch=6, lengths=Settled())
+        flights = ready(loop)
+        assert drive(loop, fresh(), ahead=ahead) == due
+        assert not ahead or flights.behind > 3

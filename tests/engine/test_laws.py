@@ -14,7 +14,8 @@ import pytest
 import torch
 from toys import Guess, Markov, Reactive, drive, loop_for
 
-from bass_cli.engine.batch import Row, noise_key
+from bass_cli.engine.batch import Change, Row
+from bass_cli.engine.laws import noise_key
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 
@@ -122,20 +123,22 @@ def admit_all(loop, rows):
     """What Loop.admit does for each row, for very many rows at once."""
     batch, widest = loop.batch, max(len(row.tokens) for row in rows)
     batch.hosts.extend(rows)
+    batch.ledger.widen(LENGTH)
     batch.tokens[:, :widest] = torch.tensor(
         [row.tokens + [0] * (widest - len(row.tokens)) for row in rows]
     )
     batch.lengths[:] = torch.tensor([len(row.tokens) for row in rows])
     batch._alive[:] = 1
-    batch._temperature[:] = torch.tensor([row.temperature for row in rows])
-    batch._top_k[:] = torch.tensor([row.top_k for row in rows])
-    batch._top_p[:] = torch.tensor([row.top_p for row in rows])
-    batch._keys[:] = torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
+    batch._laws.temperature[:] = torch.tensor([row.temperature for row in rows])
+    batch._laws.top_k[:] = torch.tensor([row.top_k for row in rows])
+    batch._laws.top_p[:] = torch.tensor([row.top_p for row in rows])
+    batch._laws.keys[:] = torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
     for row in rows:
         if row.sample == 0:
             loop.drafter.open(row.key, row.tokens, [3, 1, 0, 2, 4, 1])
     for index, row in enumerate(rows):
-        loop.drafter.attach(index, row.key)
+        row.write_to(batch.ledger, index)
+    loop.drafter.follow(Change((), (), tuple(((i,), row.key) for i, row in enumerate(rows))))
 
 
 @pytest.mark.parametrize(

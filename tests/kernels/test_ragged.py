@@ -243,7 +243,7 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
         store[0].copy_(randn(*store[0].shape, seed=i))
     spans = [cache.reserve(length) for length in (40, 70, 10)]
     for row, which in enumerate((0, 1, 0, 0, 1, 2)):
-        cache.attach(row, spans[which])
+        cache.exchange(begun=[([row], spans[which])])
     q, places = (
         randn(6, 1, 3, 16, seed=9),
         torch.tensor([[9], [0], [5], [3], [11], [7]], device=DEVICE),
@@ -262,8 +262,8 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
             wanted,
             torch.float32,
         )
-        cache.detach(0)
-        cache.move(rows - 1, 0, 12)
+        cache.exchange(ended=[0])
+        cache.exchange(moved=[(rows - 1, 0, 12)])
 
 
 def test_tables_of_teams():

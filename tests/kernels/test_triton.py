@@ -301,6 +301,7 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     from checkpoints import write_checkpoint
 
     from bass_cli.model.decoder import Decoder
+    from bass_cli.model.kv_cache import Change
     from bass_cli.model.runner import Runner
     from bass_cli.model.weights import load, open_checkpoint
 
@@ -316,7 +317,7 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
             runner._graphs = None
         for row, length in enumerate((1, 9, 23)):
             runner.open(str(row), [5 + i % 7 for i in range(length)])
-            runner.attach(row, str(row))
+            runner.follow(Change((), (), (((row,), str(row)),)))
         tokens, places = (
             torch.arange(12, device=DEVICE).view(3, 4),
             torch.tensor([[0], [8], [22]], device=DEVICE),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece
@@ -18,7 +19,7 @@ from toys import Guess, Markov, loop_for
 
 from bass_cli.io.completion import Completion
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.continuation import Continuation, Stop, StopDetector
+from bass_cli.model.continuation import Continuation, Stop, StopDetector, StopTokens
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.scheduler import Conductor
 
@@ -110,8 +111,32 @@ def test_stops_are_those_of_the_text_after_the_prompt(
         ids = [id_ for run in rng.choices(runs, k=rng.randint(1, 12)) for id_ in run]
         wanted = by_definition(after, ids, stops)
         assert in_blocks(after, ids, stops, rng) == wanted
+        assert where_suspected(after, ids, stops, rng) == wanted
         found += wanted is not None
     assert found > 10
+
+
+def where_suspected(
+    after: Continuation, ids: list[int], stops: list[str], rng: random.Random
+) -> Stop | None:
+    """Looked at only when a block has an id that may complete a stop string."""
+    tokens, detector, seen, at = StopTokens(after, stops), StopDetector(after, stops), 0, 0
+    while at < len(ids):
+        at, first = min(at + rng.randint(1, 6), len(ids)), at
+        if tokens.among(numpy.array(ids[first:at])).any():
+            found = detector.feed(ids[seen:at])
+            seen = at
+            if found is not None:
+                return found
+    return None
+
+
+def test_few_ids_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the cat sat there\n    if x return\n")[1:]
+    after = Continuation(tokenizer, tokenizer.encode("def f(x):\n"))
+    suspects = StopTokens(after, [" sat"]).among(numpy.array(ids))
+    assert any(suspects)
+    assert suspects.mean() < 0.5
 
 
 def test_a_stop_string_in_a_long_run_of_bytes(tokenizer: Tokenizer) -> None:

@@ -1,14 +1,16 @@
 """The store's book-keeping: spans shared, freed, grown into; rows that move; the batch's rows in
 step with it."""
 
+import numpy
 import pytest
 import torch
 from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bass_cli.drafting.factory import make_drafter
-from bass_cli.engine.batch import Batch, Row, noise_key
+from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
+from bass_cli.engine.laws import noise_key
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.kv_cache import KVCache
@@ -63,12 +65,12 @@ def test_a_growing_store_keeps_what_it_holds():
 def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
     cache = store()
     span = cache.reserve(10)
-    cache.attach(0, span)
-    cache.attach(1, span)
+    cache.exchange(begun=[([0], span)])
+    cache.exchange(begun=[([1], span)])
     cache.close(span)
-    cache.detach(1)
+    cache.exchange(ended=[1])
     assert cache.reserve(10).start == 10
-    cache.detach(0)
+    cache.exchange(ended=[0])
     assert cache.reserve(10).start == 0
 
 
@@ -76,10 +78,10 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
     cache = store()
     spans = [cache.reserve(5), cache.reserve(3)]
     for row, which in enumerate((0, 1, 0, 0)):
-        cache.attach(row, spans[which])
+        cache.exchange(begun=[([row], spans[which])])
     cache.own_keys[1][3, :, :2] = 9
-    cache.detach(1)
-    cache.move(3, 1, 2)
+    cache.exchange(ended=[1])
+    cache.exchange(moved=[(3, 1, 2)])
     step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
     assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
     assert step.segments.base.tolist() == [5, 5, 5]
@@ -103,14 +105,14 @@ class Copies(TorchDispatchMode):
 def test_a_row_moves_in_one_copy_and_its_views_are_plain_tensors():
     cache = store(rows=3, span=6)
     for row in (0, 2):
-        cache.attach(row, cache.reserve(4 + row))
+        cache.exchange(begun=[([row], cache.reserve(4 + row))])
     before = [torch.randn(3, 2, 6, 4) for _ in range(4)]
     for layer, value in zip((*cache.own_keys, *cache.own_values), before, strict=True):
         assert layer.is_contiguous()
         assert layer.shape == (3, 2, 6, 4)
         layer.copy_(value)
     with Copies() as copies:
-        cache.move(2, 1, 5)
+        cache.exchange(moved=[(2, 1, 5)])
     assert copies.count == 1
     for layer, old in zip((*cache.own_keys, *cache.own_values), before, strict=True):
         assert layer[1, :, :5].equal(old[2, :, :5])
@@ -130,26 +132,26 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
     monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 128)
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
-    cache.attach(0, long)
+    cache.exchange(begun=[([0], long)])
     assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.teams is None
     version = cache.version
-    cache.attach(1, other)
-    cache.attach(2, long)
+    cache.exchange(begun=[([1], other)])
+    cache.exchange(begun=[([2], long)])
     assert cache.version == version + 1  # from now on passes are launched with teams
     tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.teams
     for row, span in enumerate((short, short, other, long, long), 3):
-        cache.attach(row, span)
+        cache.exchange(begun=[([row], span)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
-    cache.detach(0)
-    cache.move(7, 0, 2)
+    cache.exchange(ended=[0])
+    cache.exchange(moved=[(7, 0, 2)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
-    cache.detach(5)
-    cache.move(6, 5, 2)
+    cache.exchange(ended=[5])
+    cache.exchange(moved=[(6, 5, 2)])
     assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
     with pytest.raises(AssertionError, match="all rows"):
         teams_of(cache, 5)
     for row in range(6):
-        cache.detach(row)
+        cache.exchange(ended=[row])
     assert cache.version == version + 1
     assert (
         tables.member.tolist() == [0] * 8
@@ -159,7 +161,7 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
 
 def test_a_row_that_outgrows_its_span_is_our_own_mistake():
     cache = store(span=4)
-    cache.attach(0, cache.reserve(2))
+    cache.exchange(begun=[([0], cache.reserve(2))])
     cache.decode(torch.tensor([[5]]), [6])
     with pytest.raises(AssertionError, match="own slots"):
         cache.decode(torch.tensor([[6]]), [7])
@@ -172,15 +174,15 @@ def test_a_batch_stays_dense_and_every_column_follows_its_row():
         for i in range(3)
     ]
     for row in rows:
-        batch.admit(row)
-    assert batch.retire(0) == 2
+        batch.exchange([], [row])
+    assert batch.exchange([0], []).moved == ((2, 0, 3),)
     assert batch.hosts == [rows[2], rows[1]]
     assert batch.lengths[:2].tolist() == [3, 2]
     assert batch.laws.temperature.tolist() == [1.0, 0.5]
     assert batch.laws.top_k.tolist() == [2, 1]
     assert batch.laws.keys[0].tolist() == list(noise_key(5, "2", 2))
     assert batch.tokens[0, :3].tolist() == [2, 2, 2]
-    assert batch.retire(1) is None
+    assert batch.exchange([1], []).moved == ()
 
 
 def admitted_together_and_one_by_one(groups):
@@ -223,13 +225,13 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
         )
 
     (one, ours), (other, theirs) = admitted_together_and_one_by_one(groups)
-    for name in ("lengths", "_alive", "_top_k", "_temperature", "_top_p", "_keys"):
+    for name in ("lengths", "_fixed"):
         assert getattr(one.batch, name).equal(getattr(other.batch, name)), name
     for index, row in enumerate(one.batch.hosts):
         assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
         assert one.batch.laws.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
-    assert one.batch._top_k.tolist() == [3, 0, 0, 7, 0, 0]
-    assert one.batch._top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
+    assert one.batch._laws.top_k.tolist() == [3, 0, 0, 7, 0, 0]
+    assert one.batch._laws.top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
     assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
     for mine, due in zip(ours, theirs, strict=True):
         assert mine.cache._places.equal(due.cache._places)
@@ -237,34 +239,104 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
             due.cache.base(row) for row in range(5)
         ]
     assert ours[1].cache._base.tolist() == [2, 2, 0, 10, 10, 0]
-    assert one.drafter._fed == other.drafter._fed == [2, 2, 0, 10, 10]
+    assert one.drafter._fed.tolist() == other.drafter._fed.tolist() == [2, 2, 0, 10, 10, 0]
 
 
-def test_admitting_and_ending_rows_takes_few_operations():
-    """Each is a launch on a GPU: as many for eight rows of a prompt as for one."""
+def test_rows_that_come_and_go_take_few_operations():
+    """Each is a launch on a GPU: as many for eight rows as for one, whatever they do."""
 
-    def admit(count):
-        batch, cache = Batch(rows=8, context=64, device=torch.device("cpu")), store(rows=8)
-        rows = [Row("p", i, 0, [1, 2, 3], 9) for i in range(count)]
+    def operations(ended, begun):
+        batch, cache = Batch(rows=16, context=64, device=torch.device("cpu")), store(rows=16)
+        rows = [Row("p", i, 0, [1, 2, 3], 9) for i in range(16)]
         span = cache.reserve(2)
 
-        def all_of_them():
-            cache.attach(0, span, len(batch.admit(*rows)))
+        def change(ended, rows):
+            found = batch.exchange(ended, rows)
+            cache.exchange(
+                ended=found.ended,
+                moved=[(old, new, 3) for old, new, _ in found.moved],
+                begun=[(places, span) for places, _ in found.begun],
+            )
+            return found
 
-        return batch, cache, count_operations(all_of_them)
+        change([], rows[:8])
+        return count_operations(lambda: change(ended, rows[8 : 8 + begun]))
 
-    batch, cache, many = admit(8)
-    assert many == admit(1)[2] < 20
-    ended = count_operations(lambda: (batch.retire(7), cache.detach(7)))
-    assert ended <= 4
-    moved = count_operations(lambda: (batch.retire(0), cache.detach(0), cache.move(6, 0, 3)))
-    assert moved <= 10
+    assert operations([], 8) == operations([], 1) < 20
+    assert operations([5, 6, 7], 0) == operations([7], 0) <= 4
+    assert operations([0, 1, 2, 4], 0) == operations([0], 0) <= 16
+    assert operations([0, 3, 5, 7], 4) == operations([3], 1) < 20
+    assert operations([0, 3, 5], 1) <= 30
+
+
+def test_new_rows_take_the_places_of_those_that_ended_and_only_then_the_last_ones_do():
+    batch = Batch(rows=6, context=32, device=torch.device("cpu"))
+    rows = [Row(str(i), i, 5, [i] * (i + 1), 20, temperature=1 + i / 2) for i in range(12)]
+    for ended, begun, moved, due in (
+        ((), range(6), (), [0, 1, 2, 3, 4, 5]),
+        ((3, 1), (6, 7), (), [0, 6, 2, 7, 4, 5]),
+        ((0, 5), (8,), (), [8, 6, 2, 7, 4]),
+        ((0, 1, 4), (9,), ((3, 1, 8),), [9, 7, 2]),
+        ((0, 1), (), ((2, 0, 3),), [2]),
+        ((0,), (10, 11), (), [10, 11]),
+    ):
+        change = batch.exchange(ended, [rows[i] for i in begun])
+        assert change.moved == moved
+        assert batch.hosts == [rows[i] for i in due]
+        assert [row.place for row in batch.hosts] == list(range(len(due)))
+        assert batch.lengths.tolist() == [i + 1 for i in due] + [1] * (6 - len(due))
+        assert batch.laws.temperature.tolist() == [1 + i / 2 for i in due]
+        assert batch._alive.tolist() == [1] * len(due) + [0] * (6 - len(due))
+        for place, row in enumerate(batch.hosts):
+            assert batch.tokens[place, : row.length].tolist() == row.tokens
+            assert batch.laws.keys[place].tolist() == list(noise_key(5, row.key, row.sample))
+        assert all(rows[i].place == -1 for i in range(12) if i not in due)
+
+
+def test_what_a_row_gained_stays_its_own_wherever_it_moves():
+    """Some rows end and others move between rounds; a row that has left is complete, and one that
+    took its place begins with nothing."""
+    batch = Batch(rows=3, context=32, device=torch.device("cpu"))
+    rows = [Row(str(i), 0, 0, [i], 9) for i in range(5)]
+
+    def take(*gained):
+        block = numpy.array([[*tokens, *[99] * (3 - len(tokens))] for tokens in gained])
+        counts = numpy.array([[len(tokens) - 1] for tokens in gained])
+        scores = (-block).astype(numpy.float32).view(numpy.int32)
+        table = numpy.concatenate((counts, block, scores), axis=1)
+        batch.ledger.take(table, numpy.arange(len(gained)), width=2, meant=2)
+
+    batch.exchange([], rows[:3])
+    take([10], [11, 12, 13], [14, 15])
+    batch.exchange([0], [])
+    take([16, 17], [18])
+    batch.exchange([0], [rows[3], rows[4]])
+    take([20], [21], [22, 23, 24])
+    assert [row.tokens for row in rows] == [
+        [0, 10],
+        [1, 11, 12, 13, 18, 21],
+        [2, 14, 15, 16, 17],
+        [3, 20],
+        [4, 22, 23, 24],
+    ]
+    for row in rows:
+        assert row.log_probabilities == [-token for token in row.tokens[1:]]
+    assert [(row.rounds, row.drafted, row.accepted) for row in rows] == [
+        (1, 2, 0),
+        (3, 6, 2),
+        (2, 4, 2),
+        (1, 2, 0),
+        (1, 2, 2),
+    ]
+    rows[4].cut(1)
+    assert rows[4].tokens == [4, 22]
+    assert (rows[4].accepted, rows[4].room, rows[4].log_probabilities) == (1, 8, [-22.0])
 
 
 def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
     batch = Batch(rows=2, context=16, device=torch.device("cpu"))
     for i, tokens in enumerate(([1, 2, 3], [4])):
-        batch.admit(Row(str(i), 0, 0, tokens, 10))
+        batch.exchange([], [Row(str(i), 0, 0, tokens, 10)])
     batch.commit(torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([0, 2]))
     assert batch.lengths.tolist() == [4, 4]
     tokens, positions = batch.last(2)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.kv_cache import Change
 from bass_cli.model.runner import Runner
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import load, locate, open_checkpoint
@@ -58,7 +59,7 @@ def ragged(decoder: Decoder, texts: list[list[int]]) -> list[Tensor]:
     runner = Runner(decoder, rows=len(texts), span=sum(WIDTHS), lag=1)
     for row, (text, size) in enumerate(zip(texts, PROMPTS, strict=True)):
         runner.open(str(row), text[:size])
-        runner.attach(row, str(row))
+        runner.follow(Change((), (), (((row,), str(row)),)))
     got: list[list[Tensor]] = [[] for _ in texts]
     starts = torch.tensor([size - 1 for size in PROMPTS])
     for width in WIDTHS:
@@ -155,7 +156,7 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     rows = [list(prompt) for prompt in prompts]
     for row, prompt in enumerate(prompts):
         runner.open(str(row), prompt)
-        runner.attach(row, str(row))
+        runner.follow(Change((), (), (((row,), str(row)),)))
     for _ in range(count):
         ends = [len(row) for row in rows]
         tokens = torch.tensor([[row[-1]] for row in rows])

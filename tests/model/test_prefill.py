@@ -16,6 +16,7 @@ from bass_cli.model import kv_cache as cache
 from bass_cli.model import prefill as prompts
 from bass_cli.model import runner as runner_module
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.kv_cache import Change
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
 
@@ -95,7 +96,7 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
             for runner in (eager, graphed):
                 for row, tokens in enumerate(given):
                     runner.open(str(row), tokens)
-                    runner.attach(row, str(row))
+                    runner.follow(Change((), (), (((row,), str(row)),)))
                     runner.close(str(row))
                 found.append(
                     torch.stack(
@@ -103,7 +104,7 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
                     )
                 )
                 for row in reversed(range(3)):
-                    runner.cache.detach(row)
+                    runner.cache.exchange(ended=[row])
             torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert graphed._graphs.captures == 3
 
@@ -117,10 +118,10 @@ def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders
         found = []
         for runner in (eager, graphed):
             runner.open("x", text(length))
-            runner.attach(0, "x")
+            runner.follow(Change((), (), (((0,), "x"),)))
             runner.close("x") if length == 10 else None
             found.append(logits_of(runner, 0, text(length), 1))
-            runner.cache.detach(0)
+            runner.cache.exchange(ended=[0])
             if length != 10:  # some stay, so that there is less and less place
                 runner._prompts[str(len(runner._prompts))] = runner._prompts.pop("x")
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
@@ -132,7 +133,7 @@ def test_one_token_more_than_the_largest_pass(decoders):
     eager, graphed = runners(decoders("qwen2"), 1)
     for runner in (eager, graphed):
         runner.open("x", text(514))
-        runner.attach(0, "x")
+        runner.follow(Change((), (), (((0,), "x"),)))
     torch.testing.assert_close(
         *(logits_of(runner, 0, text(514), 1) for runner in (graphed, eager)), atol=1e-4, rtol=1e-4
     )

@@ -21,11 +21,11 @@ class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position
     modulo P. It has the interface of a Runner, for target (lag 1) and draft (lag 2)."""
 
-    version, rows, device = 0, 64, torch.device("cpu")
+    version, rows, device = 0, 1 << 16, torch.device("cpu")
 
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
-        self._bases, self._prompts = [], {}
+        self._bases, self._prompts = {}, {}
 
     def open(self, key, tokens, in_time=None):
         self._prompts[key] = max(len(tokens) - self.lag, 0)
@@ -34,21 +34,19 @@ class Markov:
     def close(self, key):
         pass
 
-    def attach(self, row, key, count=1):
-        self._bases += [self._prompts[key]] * count
-
-    def detach(self, row):
-        if row == len(self._bases) - 1:
-            self._bases.pop()
-
-    def move(self, source, target, length):
-        self._bases[target] = self._bases.pop()
+    def follow(self, change):
+        for row in change.ended:
+            del self._bases[row]
+        for source, target, _ in change.moved:
+            self._bases[target] = self._bases.pop(source)
+        for places, key in change.begun:
+            self._bases |= dict.fromkeys(places, self._prompts[key])
 
     def base(self, row):
         return self._bases[row]
 
     def bases(self, rows):
-        return torch.tensor((self._bases + [0] * rows)[:rows])  # dummies are at base 0
+        return torch.tensor([self._bases.get(row, 0) for row in range(rows)])  # 0: dummies
 
     def forward(self, tokens, positions, ends, *, last=None):
         logits = self.table[positions % len(self.table), tokens.clamp(max=self.table.shape[1] - 1)]
@@ -70,7 +68,7 @@ class Guess:
     def open(self, *_):
         return True
 
-    close = attach = detach = move = open
+    close = follow = open
 
     def propose(self, batch, length):
         last, _ = batch.last(1)
@@ -97,24 +95,25 @@ class Reactive:
 def drive(loop, rows, *, on_round=None, ahead=False):
     """Run Rows (of prompts identified by their key) to their limits; returns {(key, sample):
     generated tokens}."""
-    waiting, opened, out = list(rows), set(), {}
-    while waiting or len(loop.batch):
-        while waiting and len(loop.batch) < loop.batch.capacity:
-            row = waiting.pop(0)
+    waiting, opened, out, ended = list(rows), set(), {}, []
+    while waiting or len(loop.batch) > len(ended):
+        room = loop.batch.capacity - len(loop.batch) + len(ended)
+        new, waiting = waiting[:room], waiting[room:]
+        for row in new:
             if row.key not in opened:
                 opened.add(row.key)
                 loop.open(row.key, row.tokens)
-            loop.admit(row)
-            if all(other.key != row.key for other in waiting):
-                loop.close(row.key)
+        loop.exchange(ended, new)
+        for key in {row.key for row in new} - {row.key for row in waiting}:
+            loop.close(key)
         done = loop.round(ahead=ahead)
+        hosts = loop.batch.hosts
         if on_round:
-            on_round(done, loop.batch.hosts)
-        for index in reversed(range(len(loop.batch))):
-            row = loop.batch.hosts[index]
-            if row.room <= 0:
-                out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
-                loop.retire(index)
+            on_round(done, hosts)
+        ended = [place for place, row in enumerate(hosts) if row.room <= 0]
+        for row in (hosts[place] for place in ended):
+            out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
+    loop.exchange(ended, [])
     return out
 
 
