@@ -24,7 +24,7 @@ from bass_cli.model.weights import load
 from bass_cli.plan import Plan, longest_draft
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
-_READING = {
+READING = {
     "cpu": "reading the first prompts",
     "cuda": "compiling kernels, reading the first prompts",
 }
@@ -84,16 +84,12 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     )
 
 
-def ready_loop(plan: Plan, loop: Loop | None, on_phase: Callable[[str], None]) -> Loop:
-    """The loop that is given, or a new one, warmed up where there is a budget; `on_phase` is
-    told what is being done."""
-    if loop is None:
-        on_phase("loading the weights")
-        loop = build(plan)
-        if plan.job.budget is not None:
-            on_phase(WARMING[plan.device.type])
-            warm_up(loop, plan)
-    on_phase(_READING[plan.device.type])  # until the first round is over
+def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> Loop:
+    """A new loop over these models, warmed up where there is a budget; `on_phase` is told so."""
+    loop = build(plan, models)
+    if plan.job.budget is not None:
+        on_phase(WARMING[plan.device.type])
+        warm_up(loop, plan)
     return loop
 
 

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -37,23 +38,48 @@ _SCORES = {
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
 
 
+class Each(NamedTuple):
+    """Bytes of one more row, or of one more new token of a row: in the `cache` of its keys and
+    values, and of `buffers` beside it."""
+
+    cache: int
+    buffers: int
+
+
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a job takes: `weights`, `fixed` beside them, `row` for every row, `token` for
-    every new token of a row (as many as `context` leaves room for), `prompt` for every prompt
-    but the first that has rows at once."""
+    """Bytes that a job takes: `weights`; `graphs`, with kernels and libraries; `buffers` of a pass
+    over a prompt; `prompts`, the store with one prompt in it, and `prompt` for every other that
+    has rows at once; what every `row` takes, and every new `token` of a row (as many as `context`
+    leaves room for)."""
 
     weights: int
-    fixed: int
-    row: int
-    token: int
+    graphs: int
+    buffers: int
+    prompts: int
     prompt: int
+    row: Each
+    token: Each
     context: int
 
+    def parts(self, rows: int, new_tokens: int, *, prompts: float = 1) -> dict[str, int]:
+        """What `rows` rows of `prompts` prompts take, each of which may generate `new_tokens`, by
+        what it is for."""
+        tokens = min(new_tokens, self.context - 1)
+        cache, buffers = (
+            rows * (row + token * tokens) for row, token in zip(self.row, self.token, strict=True)
+        )
+        return {
+            "weights": self.weights,
+            "prompts": self.prompts + math.ceil((prompts - 1) * self.prompt),
+            "cache": cache,
+            "buffers": self.buffers + buffers,
+            "graphs": self.graphs,
+        }
+
     def bytes(self, rows: int, new_tokens: int, *, prompts: float = 1) -> int:
-        """What `rows` rows of `prompts` prompts take, each of which may generate `new_tokens`."""
-        each = self.row + self.token * min(new_tokens, self.context - 1)
-        return self.weights + self.fixed + rows * each + int((prompts - 1) * self.prompt)
+        """The sum of the parts."""
+        return sum(self.parts(rows, new_tokens, prompts=prompts).values())
 
     def most_rows(self, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
         """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if
@@ -66,7 +92,9 @@ class Footprint:
     def most_tokens(self, rows: int, free: int) -> int:
         """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are
         none."""
-        return max(min((free - self.bytes(rows, 0)) // (rows * self.token), self.context - 1), 0)
+        return max(
+            min((free - self.bytes(rows, 0)) // (rows * sum(self.token)), self.context - 1), 0
+        )
 
 
 def footprint(
@@ -89,25 +117,23 @@ def footprint(
     )
     prompt_tokens = min(prompt_tokens, target.context)
     scores = max(_SCORES[kind] * spec.heads for spec in models)
-    wide = max(
-        4 * (4 * spec.inner + 8 * spec.width) for spec in models
-    )  # float32 values between a layer's products
+    # float32 values between a layer's products
+    wide = max(4 * (4 * spec.inner + 8 * spec.width) for spec in models)
     logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
-    token = position + 2 * _INTEGER + places * scores
-    arena = ARENA[kind]
-    passes = min(_CHUNK, max(prompt_tokens, 1)) * (wide + scores * prompt_tokens)
+    token = Each(position, 2 * _INTEGER + places * scores)
+    beside = beyond(longest) + _SLACK  # positions of a row beside those of its new tokens
+    work = logits + places * (wide + scores * prompt_tokens) + _INTEGER * ARENA[kind]
     return Footprint(
         weights=sum(
             _weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32)
             for spec in models
         ),
-        fixed=_LIBRARIES[kind] + position * max(arena, prompt_tokens) + passes,
-        row=logits
-        + places * (wide + scores * prompt_tokens)
-        + _INTEGER * arena
-        + (beyond(longest) + _SLACK) * token,
-        token=token,
+        graphs=_LIBRARIES[kind],
+        buffers=min(_CHUNK, max(prompt_tokens, 1)) * (wide + scores * prompt_tokens),
+        prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
+        row=Each(beside * token.cache, work + beside * token.buffers),
+        token=token,
         context=target.context,
     )
 

@@ -71,7 +71,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job, longest_prompt=checked.longest)
+    plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
     manifest = describe(
         plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
     )
@@ -174,6 +174,7 @@ def write_samples(
                 count=None if count is None else count - whole,
                 on_round=on_round,
                 on_phase=screen.phase,
+                on_note=screen.note,
                 loop=None if loop is None else loop(),
             ):
                 writer.write(shape(completion))
@@ -269,7 +270,7 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
         results |= {"draft": job.pair.draft, "draft_files": plan.draft and plan.draft.fingerprint()}
-        results |= {"batch_size": plan.batch_size, "draft_length": speculation["length"]}
+        results |= {"batch_size": plan.rows, "draft_length": speculation["length"]}
         results |= {
             "max": speculation["max"],
             "draft_temperature": speculation["draft_temperature"],

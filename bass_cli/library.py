@@ -31,6 +31,7 @@ def generate(
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
+    on_note: Callable[[str], None] = _LOG.warning,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt, each as soon as it ends; of which prompt and number it
@@ -48,7 +49,8 @@ def generate(
 
     job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`:
     how many prompts there are, if that is known. `on_round` sees every round, `on_phase` the
-    name of what is done before rounds are. `loop`: an empty one to use instead of a new one.
+    name of what is done before rounds are, `on_note` what the user should know: that memory ran
+    out, and fewer rows go on. `loop`: an empty one to use instead of a new one.
     """
     from bass_cli import scheduler
 
@@ -59,7 +61,7 @@ def generate(
             prompts = whole = list(prompts_of(prompts, column=job.prompt_column))
             checked = check(whole)
             count, longest = checked.count, checked.longest
-        plan = _plan_of(job, longest)
+        plan = _plan_of(job, longest, count)
     else:
         plan = job
     return scheduler.generate(
@@ -69,14 +71,15 @@ def generate(
         count=count,
         on_round=on_round,
         on_phase=on_phase,
+        on_note=on_note,
         loop=loop,
     )
 
 
-def _plan_of(job: Job, longest: str) -> Plan:
+def _plan_of(job: Job, longest: str, count: int | None) -> Plan:
     from bass_cli.plan import make_plan
 
-    plan = make_plan(job, longest_prompt=longest)
+    plan = make_plan(job, longest_prompt=longest, prompts=count)
     for note in plan.notes:
         _LOG.info(note)
     return plan

@@ -7,11 +7,13 @@ is found here.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +30,8 @@ from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_SMALL, _LARGE = 8, 32  # rows that --batch-size auto keeps busy at least, on a CPU and on a GPU
+# The most rows that --batch-size auto takes: docs/LOG.md has what more of them gain, and cost.
+_MOST = {"cpu": 64, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,10 @@ class Plan:
     """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model
     may propose. `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out.
     `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
-    it is there. `notes`: what the user should know. `footprint`: what it takes of memory;
-    `most_rows`: as many as fit into what is free; `options`: those that set rows and new tokens."""
+    it is there. `notes`: what the user should know. `footprint`: what it takes of memory, of
+    which `free` bytes are there; `most_rows`: as many as fit into that, with every prompt as long
+    as the longest; `prompts`: how many there are (None: nobody knows); `options`: those that set
+    rows and new tokens."""
 
     job: Job
     target: Checkpoint
@@ -47,11 +52,13 @@ class Plan:
     skipped: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    footprint: Footprint
+    free: int
+    most_rows: int
     profile: Path | None = None
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
-    footprint: Footprint | None = None
-    most_rows: int = sys.maxsize
+    prompts: int | None = None
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
 
     @property
@@ -60,23 +67,33 @@ class Plan:
         return frozenset(self.target.eos_ids or self.tokenizer.eos_ids)
 
     @property
+    def samples(self) -> int | None:
+        """How many are drawn in all, if that is known."""
+        prompts = self.job.limit if self.prompts is None else self.prompts
+        return None if prompts is None else prompts * (1 if self.job.draws_one else self.job.n)
+
+    @property
     def rows(self) -> int:
-        """How many rows the batch keeps busy. With a budget it is one prompt's samples: latency
-        is what counts then."""
+        """How many rows the batch keeps busy."""
+        return self._rows(self.most_rows)
+
+    @property
+    def wished(self) -> int:
+        """How many it would, if there were memory for all that it likes."""
+        return self._rows(sys.maxsize)
+
+    def _rows(self, most: int) -> int:
+        """Up to `most`: what was asked for; with a budget one prompt's samples, since latency is
+        what counts then. Otherwise the job is done soonest in as few turns of its rows as there
+        can be, for a round of all of them takes less than two of half of them, with drafts too;
+        and in turns of one size, so that the last one has no empty rows."""
         if isinstance(self.job.batch_size, int):
-            return self.job.batch_size
-        return min(self._wished, self.most_rows)
-
-    @property
-    def batch_size(self) -> int | str:
-        """What decides the rows: the job's --batch-size, or, where that is auto and memory
-        allows fewer, their number."""
-        return self.job.batch_size if self.rows >= self._wished else self.rows
-
-    @property
-    def _wished(self) -> int:
-        least = _LARGE if self.device.type == "cuda" else _SMALL
-        return self.job.n if self.job.budget else max(self.job.n, least)
+            return min(self.job.batch_size, most)
+        if self.job.budget is not None:
+            return min(self.job.n, most)
+        most = min(most, _MOST[self.device.type])
+        samples = self.samples or most
+        return math.ceil(samples / math.ceil(samples / most))
 
     @property
     def span(self) -> int:
@@ -89,10 +106,30 @@ class Plan:
     @property
     def need(self) -> Need:
         """The memory that its rows and new tokens ask for."""
-        assert self.footprint is not None
         return Need(
             self.footprint, self.rows, self.job.sampling.max_new_tokens, self.device, self.options
         )
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the memory that it takes, by what for, with as many prompts at once as its
+        rows have."""
+        prompts = max(self.rows / (1 if self.job.draws_one else self.job.n), 1)
+        return self.footprint.parts(self.rows, self.job.sampling.max_new_tokens, prompts=prompts)
+
+    @property
+    def why(self) -> str:
+        """What decides the rows."""
+        if isinstance(self.job.batch_size, int):
+            return "as --batch-size says"
+        if self.rows < self.wished:
+            return f"more might not fit into the {gigabytes(self.free)} that can be had here"
+        if self.job.budget is not None:
+            return "the samples of one prompt, since there is a budget"
+        if self.samples is None:
+            return "the most on this kind of device; a job of fewer samples draws all at once"
+        turns = math.ceil(self.samples / self.rows)
+        return "all samples at once" if turns == 1 else f"{self.samples} samples in {turns} turns"
 
     def identity(self) -> dict[str, Any]:
         """What the results depend on beside the job, and the versions they came from: for the
@@ -124,88 +161,139 @@ def make_plan(
     job: Job,
     *,
     longest_prompt: str = "",
+    prompts: int | None = None,
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens"),
 ) -> Plan:
     """Check all that can be checked without weights. UserError for a mistake, MachineError for
-    what is missing here. `longest_prompt`: its text, if it is known; `options`: see Plan."""
+    what is missing here. `longest_prompt`: its text, if it is known; `prompts`, `options`: see
+    Plan."""
     device = device_of(job.device)
-    pair, folder = job.pair, job.pair.folder
-    target_path = locate(pair.target, folder=folder)
+    files = _open(job)
+    dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
+    profile, surface = _costs(job, files, device, dtype, notes.append)
+    tokens = _tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
+    found = _footprint(job, files, tokens, device=device, dtype=dtype)
+    free = usable(free_memory(device))
+    asked = job.batch_size if isinstance(job.batch_size, int) else 1
+    fitting = found.most_rows(
+        job.sampling.max_new_tokens, free, samples=1 if job.draws_one else job.n
+    )
+    plan = Plan(
+        job,
+        **files._asdict(),
+        device=device,
+        dtype=dtype,
+        footprint=found,
+        free=free,
+        most_rows=max(fitting, asked),  # these are held against the memory next
+        profile=profile,
+        surface=surface,
+        prompts=prompts,
+        options=options,
+    )
+    plan.need.check()
+    if plan.rows < plan.wished:
+        notes.append(f"{plan.rows} rows at a time, not {plan.wished}: {plan.why}")
+    return replace(plan, notes=tuple(notes))
+
+
+class _Files(NamedTuple):
+    """What of a Plan comes from the files of its models."""
+
+    target: Checkpoint
+    tokenizer: Tokenizer
+    draft: Checkpoint | None
+    draft_vocab: int
+    skipped: frozenset[int]
+
+
+def _open(job: Job) -> _Files:
+    """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
+    other, or the job."""
+    pair = job.pair
+    target_path = locate(pair.target, folder=pair.folder)
     target = open_checkpoint(target_path)
-    draft, draft_path = None, None
-    model = parse_draft(pair.draft).model
+    model = parse_draft(pair.draft).model or ""
+    draft_path = None
     if model and not model.startswith("skip:"):
-        draft_path = locate(model, folder=folder)
-        draft = open_checkpoint(draft_path)
-    skipped = _skipped(model or "", target.spec.layers)
+        draft_path = locate(model, folder=pair.folder)
+    draft = None if draft_path is None else open_checkpoint(draft_path)
+    skipped = _skipped(model, target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
         raise UserError(
             f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
             "no meaning"
         )
     tokenizer = Tokenizer.load(
-        locate(pair.tokenizer, folder=folder) if pair.tokenizer else target_path
+        locate(pair.tokenizer, folder=pair.folder) if pair.tokenizer else target_path
     )
-    vocab = min(tokenizer.size, target.spec.vocab)
-    draft_vocab = vocab
+    draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None:
         other = Tokenizer.load(draft_path)
         check_same_vocabulary(tokenizer, other)
-        draft_vocab = min(vocab, other.size, draft.spec.vocab)
+        draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
     if job.chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {pair.target} has no chat template")
-    dtype, notes = _dtype(job.dtype, device), list[str]()
+    return _Files(target, tokenizer, draft, draft_vocab, skipped)
+
+
+def _contradictions(job: Job) -> Iterator[str]:
+    """What of a job is not done as it was asked."""
     if (
         job.budget
         and job.speculation.coupling == "maximal"
         and isinstance(job.batch_size, int)
         and job.batch_size > job.n
     ):
-        notes.append(
+        yield (
             f"--batch-size {job.batch_size}: with a budget and maximal coupling prompts run one "
-            "at a time, in "
-            f"{job.n} rows"
+            f"at a time, in {job.n} rows"
         )
-    profile, surface = None, None
+
+
+def _costs(
+    job: Job, files: _Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
+) -> tuple[Path | None, Surface | None]:
+    """The file for what rounds cost, and what it holds; UserError where that is needed and not
+    there."""
+    pair, profile, surface = job.pair, None, None
     if pair.draft != "none":
-        drafting = pair.draft if draft is None else draft.fingerprint()
         profile = store.path_of(
-            target=target.fingerprint(),
-            draft=drafting,
+            target=files.target.fingerprint(),
+            draft=pair.draft if files.draft is None else files.draft.fingerprint(),
             device=device,
             dtype=dtype,
             threads=job.threads,
         )
-        surface = store.load_surface(profile, notes.append)
+        surface = store.load_surface(profile, note)
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(
             f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
-            "device yet; "
-            "make one with bass profile and the same --pair (or --model) and --draft, or use auto "
-            "or bass"
+            "device yet; make one with bass profile and the same --pair (or --model) and --draft, "
+            "or use auto or bass"
         )
-    plan = Plan(
-        job,
-        target,
-        tokenizer,
-        draft,
-        draft_vocab,
-        skipped,
-        device,
-        dtype,
-        profile,
-        surface,
-        tuple(notes),
-        options=options,
+    return profile, surface
+
+
+def _footprint(
+    job: Job, files: _Files, prompt_tokens: int, *, device: torch.device, dtype: torch.dtype
+) -> Footprint:
+    spec = files.target.spec
+    return footprint(
+        spec,
+        None if files.draft is None else files.draft.spec,
+        dtype=dtype,
+        device=device,
+        longest=longest_draft(job),
+        kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
+        prompt_tokens=prompt_tokens,
     )
-    return _fitted(plan, _tokens_of(longest_prompt, tokenizer, target.spec.context))
 
 
 def _tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
     """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
-    text = prompt.encode(
-        errors="replace"
-    ).decode()  # only its length counts; what cannot be read fails later
+    # only its length counts; what cannot be read fails later
+    text = prompt.encode(errors="replace").decode()
     try:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
     except UserError:  # too long to be tokenised
@@ -218,33 +306,6 @@ def longest_draft(job: Job) -> int:
         return 0
     length = job.speculation.length
     return length if isinstance(length, int) else job.speculation.max
-
-
-def _fitted(plan: Plan, prompt_tokens: int) -> Plan:
-    """The plan with as many rows as there is memory for; MachineError if those that were asked
-    for, or a single one, are too many."""
-    job, spec = plan.job, plan.target.spec
-    found = footprint(
-        spec,
-        None if plan.draft is None else plan.draft.spec,
-        dtype=plan.dtype,
-        device=plan.device,
-        longest=longest_draft(job),
-        kept_layers=spec.layers - len(plan.skipped) if plan.skipped else 0,
-        prompt_tokens=prompt_tokens,
-    )
-    free = usable(free_memory(plan.device))
-    most = found.most_rows(job.sampling.max_new_tokens, free, samples=job.n)
-    fitted = replace(plan, footprint=found, most_rows=max(most, 1))
-    fitted.need.check()
-    if job.batch_size == "auto" and fitted.rows < fitted._wished:
-        note = (
-            f"{fitted.rows} rows at a time, not {fitted._wished}: more might not fit into the "
-            f"{gigabytes(free)} of "
-            "memory that can be had here"
-        )
-        fitted = replace(fitted, notes=(*plan.notes, note))
-    return fitted
 
 
 def device_of(wanted: str) -> torch.device:

@@ -12,7 +12,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 
-from bass_cli.build import ready_loop
+from bass_cli.build import READING, Models, load_models, ready_loop
 from bass_cli.config.job import Job
 from bass_cli.endings import Ending, Sample, Watch, completed
 from bass_cli.engine.batch import Row
@@ -26,6 +26,8 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.store import keep_learnt
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
+from bass_cli.system.host import give_back_memory, is_refused_memory
+from bass_cli.unfinished import Unfinished
 
 
 def generate(
@@ -36,6 +38,7 @@ def generate(
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
+    on_note: Callable[[str], None] = lambda note: None,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`,
@@ -48,33 +51,79 @@ def generate(
     make the first prompts slow is done before the first clock starts; `on_phase` is told what is
     done before rounds are. A prompt that cannot run yields one Completion with finish_reason
     "error", and so does every sample that meets logits which are not finite.
+
+    Where memory runs out, half the rows go on, and `on_note` is told so: what was under way is
+    drawn again, and becomes the same, since its seed fixes it. Not under maximal coupling, where
+    samples depend on the rows, nor on a `loop` that others hold: then, and where a single row is
+    too much, it is a MachineError.
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
-        whole = {
-            (id_, 0)
-            for id_, taken in Counter(id_ for id_, _ in done).items()
-            if taken == plan.job.n
-        }
+        taken = Counter(id_ for id_, _ in done)
+        whole = {(id_, 0) for id_, samples in taken.items() if samples == plan.job.n}
         drawn = generate(
-            once, prompts, done=whole, count=count, on_round=on_round, on_phase=on_phase, loop=loop
+            once,
+            prompts,
+            done=whole,
+            count=count,
+            on_round=on_round,
+            on_phase=on_phase,
+            on_note=on_note,
+            loop=loop,
         )
         yield from _with_copies(drawn, plan.job.n, done)
         return
-    with plan.need.explained():
-        loop = ready_loop(plan, loop, on_phase)
-        try:
-            yield from Conductor(
-                plan.job,
-                plan.tokenizer,
-                loop,
-                context=plan.target.spec.context,
-                eos_ids=plan.eos_ids,
-                count=count,
-                on_round=on_round,
-            ).run(prompts, done)
-        finally:
-            keep_learnt(plan.profile, loop.lengths)
+    work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None
+    if loop is None:
+        on_phase("loading the weights")
+        with plan.need.explained():
+            models = load_models(plan)
+    while True:
+        with plan.need.explained():
+            try:
+                yield from _attempt(plan, work, models, loop, on_round, on_phase)
+                return
+            except Exception as error:
+                fixed = models is None or plan.job.speculation.coupling == "maximal"
+                if fixed or plan.rows == 1 or work.reading or not is_refused_memory(error):
+                    raise
+        give_back_memory(plan.device)
+        fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
+        on_note(
+            f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
+            "what was under way"
+        )
+        plan = fewer
+
+
+def _attempt(
+    plan: Plan,
+    work: Unfinished,
+    models: Models | None,
+    loop: Loop | None,
+    on_round: Callable[[Round], None] | None,
+    on_phase: Callable[[str], None],
+) -> Iterator[Completion]:
+    """What is unfinished, by one loop: the one that is given, or a new one over `models`."""
+    if loop is None:
+        assert models is not None
+        loop = ready_loop(plan, models, on_phase)
+    on_phase(READING[plan.device.type])  # until the first round is over
+    conductor = Conductor(
+        plan.job,
+        plan.tokenizer,
+        loop,
+        context=plan.target.spec.context,
+        eos_ids=plan.eos_ids,
+        count=work.count,
+        on_round=on_round,
+    )
+    try:
+        for completion in conductor.run(work.prompts(), work.done):
+            work.end(completion)
+            yield completion
+    finally:
+        keep_learnt(plan.profile, loop.lengths)
 
 
 def _with_copies(
@@ -83,9 +132,7 @@ def _with_copies(
     """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
     failure stays one line."""
     for completion in drawn:
-        if (
-            completion.finish_reason == "error" and not completion.prompt_tokens
-        ):  # of the prompt, not of its sample
+        if completion.is_of_prompt:
             yield completion
             continue
         for sample in range(n):

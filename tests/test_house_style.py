@@ -21,7 +21,6 @@ LONG = {
     "products.py",
     "ragged_kernel.py",
     "rejection.py",
-    "plan.py",
     "ragged.py",
 }
 SLOW = {

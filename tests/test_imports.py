@@ -18,7 +18,7 @@ engine
 drafting | lengths
 profiling
 footprint plan
-build intake endings scheduler library generation
+build intake endings unfinished scheduler library generation
 bench | eval
 cli __main__
 """

@@ -3,8 +3,11 @@ allocations that fail later."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +22,16 @@ from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.step import Loop
 from bass_cli.errors import MachineError
-from bass_cli.footprint import Footprint, Need, footprint
+from bass_cli.footprint import Each, Footprint, Need, footprint
+from bass_cli.generation import describe
+from bass_cli.io.completion import Completion
+from bass_cli.io.prompts import Prompt
+from bass_cli.library import generate
 from bass_cli.model.decoder import Norm, Rope, Spec
+from bass_cli.model.runner import Runner
 from bass_cli.plan import make_plan
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
+from bass_cli.unfinished import Unfinished
 
 CPU = torch.device("cpu")
 CONTEXT = 256
@@ -129,7 +138,16 @@ def test_refused_memory_is_told_from_other_errors() -> None:
 
 
 def test_the_largest_settings_fit_and_one_more_does_not() -> None:
-    print_ = Footprint(weights=1000, fixed=100, row=30, token=7, prompt=50, context=64)
+    print_ = Footprint(
+        weights=1000,
+        graphs=60,
+        buffers=30,
+        prompts=10,
+        prompt=50,
+        row=Each(20, 10),
+        token=Each(4, 3),
+        context=64,
+    )
     for free in (1100, 1136, 1137, 1200, 5000):
         for tokens in (1, 10, 63, 10**9):
             rows = print_.most_rows(tokens, free)
@@ -140,6 +158,13 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
             assert tokens == 0 or print_.bytes(rows, tokens) <= free
             assert tokens == 63 or print_.bytes(rows, tokens + 1) > free
     assert print_.bytes(2, 10**9) == print_.bytes(2, 63), "the context bounds what a row generates"
+    assert print_.parts(3, 5, prompts=2) == {
+        "weights": 1000,
+        "prompts": 60,
+        "cache": 3 * (20 + 5 * 4),
+        "buffers": 30 + 3 * (10 + 5 * 3),
+        "graphs": 60,
+    }
     shared = print_.most_rows(10, 5000, samples=2)
     assert (
         print_.bytes(shared, 10, prompts=1 + shared / 2)
@@ -167,7 +192,6 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
             update={"speculation": Speculation(length=4 if draft != "none" else 0)}
         )
         plan = make_plan(wish)
-        assert plan.footprint is not None
         return plan.footprint.bytes(rows, tokens), _held(build(plan))
 
     sizes = {(rows, tokens): both(rows, tokens) for rows in (2, 5) for tokens in (10, 60)}
@@ -202,7 +226,6 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
     monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
     longest = "the cat number 0 sat"
     found = make_plan(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
-    assert found is not None
     free(monkeypatch, int(found.bytes(6, 100) / 0.95) + 1000)
     for batch_size, new_tokens in ((100000, 100), (6, 10**8)):
         result = bass(*FLAGS, "--batch-size", str(batch_size), "--max-new-tokens", str(new_tokens))
@@ -232,15 +255,14 @@ def test_a_batch_of_its_own_choice_follows_the_plan(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = make_plan(job(n=20)).footprint
-    assert found is not None
-    free(monkeypatch, int(found.bytes(12, 256) / 0.95) + 1000)
+    free(monkeypatch, int(found.bytes(12, 256, prompts=12 / 20) / 0.95) + 1000)
     plan = make_plan(job(n=20))
-    assert (plan.rows, plan.batch_size) == (12, 12)
-    assert any("12 rows at a time, not 20" in note for note in plan.notes)
+    assert plan.rows == plan.most_rows == 12
+    assert any("12 rows at a time, not 64" in note for note in plan.notes)
     assert 1 <= make_plan(job(n=20), longest_prompt="the cat sat on the mat " * 40).rows < 12, (
         "prompts take memory too"
     )
-    assert make_plan(job(n=5, max_new_tokens=8)).batch_size == "auto"
+    assert make_plan(job(n=5, max_new_tokens=8), prompts=1).notes == ()
     free(monkeypatch, int(found.bytes(3, 30) / 0.95) + 1000)
     result = bass(*FLAGS, "--n", "9", "--limit", "1", "--max-new-tokens", "30")
     assert (result.exit_code, "rows at a time, not 9" in result.stderr) == (0, True)
@@ -248,6 +270,42 @@ def test_a_batch_of_its_own_choice_follows_the_plan(
     free(monkeypatch, 1000)
     with pytest.raises(MachineError, match=r"the weights take .* use a smaller model"):
         make_plan(job())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize(("fields", "prompts", "due"), [
+    ({"n": 2}, 164, {"cpu": 55, "cuda": 328}),
+    ({"n": 16}, 164, {"cpu": 64, "cuda": 875}),
+    ({"n": 1}, None, {"cpu": 64, "cuda": 1024}),
+    ({"n": 1, "limit": 6}, None, {"cpu": 6, "cuda": 6}),
+    ({"n": 3}, 3, {"cpu": 9, "cuda": 9}),
+    ({"n": 2000}, 1, {"cpu": 63, "cuda": 1000}),
+    ({"n": 20, "temperature": 0.0}, 4, {"cpu": 4, "cuda": 4}),
+    ({"n": 20, "budget": 2.0}, 164, {"cpu": 20, "cuda": 20}),
+    ({"n": 3, "batch_size": 17}, 2, {"cpu": 17, "cuda": 17}),
+])  # fmt: skip
+def test_a_job_takes_as_few_turns_as_there_can_be(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fields: dict[str, Any],
+    prompts: int | None,
+    due: dict[str, int],
+) -> None:
+    """All samples of a small job at once; of a large one as many as pay, and no turn smaller than
+    the others."""
+    free(monkeypatch, 1 << 50)
+    plan = make_plan(job(max_new_tokens=20, **fields), prompts=prompts)
+    plan = dataclasses.replace(plan, device=torch.device(kind))
+    assert plan.rows == plan.wished == due[kind]
+
+
+def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
+    """There samples depend on how many share a batch."""
+    for coupling, due in (("maximal", 9), ("shared", None)):
+        wish = job(n=3).model_copy(update={"speculation": Speculation(coupling=coupling)})
+        manifest = describe(make_plan(wish, prompts=3), {})
+        assert manifest["results"].get("batch_size") == due
 
 
 @pytest.mark.parametrize("error", [
@@ -274,10 +332,11 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     monkeypatch.setattr(Loop, "round", short)
     result = bass(*FLAGS, "--n", "4", "--batch-size", "4", *tokens, "--overwrite")
     assert (result.exit_code, result.stdout) == (3, "")
+    assert "memory ran out with 4 rows; going on with 2" in result.stderr
+    assert "memory ran out with 2 rows; going on with 1" in result.stderr
     assert (
-        "memory ran out with 4 rows of up to 40 new tokens each; the largest that can be expected "
-        "to fit: "
-        "--batch-size 2, or --max-new-tokens 20" in result.stderr
+        "memory ran out with a row of up to 40 new tokens; the largest that can be expected to "
+        "fit: --max-new-tokens 20" in result.stderr
     )
     kept = written.read_bytes()
     assert kept.count(b"\n") >= 2
@@ -285,6 +344,87 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     assert bass(*FLAGS, "--n", "4", "--batch-size", "2", *tokens).exit_code == 0
     assert written.read_bytes().startswith(kept)
     assert sorted(_samples(written)) == due
+
+
+def _steal(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+    """Memory is refused in the middle of these passes of a model over its rows."""
+    forward, count = Runner.forward, itertools.count(1)
+
+    def short(self: Runner, *given: Any, **named: Any) -> Any:
+        if next(count) in calls:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        return forward(self, *given, **named)
+
+    monkeypatch.setattr(Runner, "forward", short)
+
+
+@pytest.mark.parametrize(("flags", "calls"), [
+    ((), (3, 20)), (("--draft", "lookup"), (1, 2)), (("--batch-size", "8"), (30, 31)),
+    (("--temperature", "0", "--batch-size", "4"), (4, 9)),
+], ids=str)  # fmt: skip
+def test_a_job_that_runs_out_of_memory_twice_ends_with_the_same_lines(
+    place: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], calls: tuple[int, int]
+) -> None:
+    flags = ("--n", "4", "--max-new-tokens", "24", *flags)
+    assert bass(*FLAGS, *flags).exit_code == 0
+    due, written = sorted(_samples(place / "o.jsonl")), place / "o.jsonl"
+    totals = json.loads((place / "o.jsonl.manifest.json").read_text())["totals"]
+    _steal(monkeypatch, *calls)
+    result = bass(*FLAGS, *flags, "--overwrite")
+    assert (result.exit_code, result.stderr.count("memory ran out with")) == (0, 2)
+    assert sorted(_samples(written)) == due
+    found = json.loads((place / "o.jsonl.manifest.json").read_text())["totals"]
+    assert {key: found[key] for key in ("samples", "tokens", "finish_reasons")} == {
+        key: totals[key] for key in ("samples", "tokens", "finish_reasons")
+    }
+
+
+def test_under_maximal_coupling_refused_memory_ends_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer rows would be other samples."""
+    _steal(monkeypatch, 3)
+    result = bass(*FLAGS, "--n", "4", "--coupling", "maximal", "--batch-size", "4")
+    assert (result.exit_code, "going on" in result.stderr) == (3, False)
+    assert "memory ran out with 4 rows of up to 255 new tokens each" in result.stderr
+
+
+def test_a_job_that_begins_again_owes_what_it_has_not_given() -> None:
+    given = [
+        Prompt(id=str(i), text="a", messages=None, meta={}, reference=None, place="")
+        for i in range(4)
+    ]
+
+    def over(id_: str, sample: int) -> Completion:
+        return dataclasses.replace(
+            Completion.failed(id_, "", seed=0, meta={}), sample=sample, prompt_tokens=1
+        )
+
+    work = Unfinished(iter(given), {("0", 0), ("0", 1), ("1", 0)}, n=2, count=4)
+    first = work.prompts()
+    assert [next(first).id for _ in range(3)] == ["0", "1", "2"]
+    work.end(over("2", 1))
+    assert ([prompt.id for prompt in work.prompts()], work.count) == (["1", "2", "3"], 3)
+    assert {(id_, sample) for id_, sample in work.done if id_ in "123"} == {("1", 0), ("2", 1)}
+    work.end(over("1", 1))
+    work.end(Completion.failed("3", "too long", seed=0, meta={}))
+    assert ([prompt.id for prompt in work.prompts()], work.count) == (["2"], 1)
+
+
+def test_prompts_that_cannot_be_read_are_no_reason_to_begin_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source that failed has nothing more to give: the job would end with lines missing."""
+
+    def source() -> Iterator[str]:
+        yield "the cat sat"
+        raise MemoryError
+
+    noted: list[str] = []
+    wish = job(n=1, max_new_tokens=4, batch_size=3)
+    with pytest.raises(MachineError, match="memory ran out"):
+        list(generate(source(), wish, on_note=noted.append))
+    assert noted == []
 
 
 def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(
@@ -349,7 +489,7 @@ def test_a_large_model_is_planned_as_its_sizes_say() -> None:
     )
     found = footprint(spec, None, dtype=torch.bfloat16, device=torch.device("cuda"), longest=16)
     assert found.weights == pytest.approx(16.06e9, rel=0.001)
-    assert found.token == pytest.approx(131072, rel=0.001)
+    assert found.token.cache == 131072
     need = Need(found, 64, 10**9, torch.device("cuda"))
     assert found.bytes(need.rows, need.new_tokens) == pytest.approx(
         64 * 131072 * 131072 + 16.06e9, rel=0.02

@@ -100,7 +100,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)
-    plan = make_plan(job, longest_prompt=checked.longest)
+    plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
     document = jobs.measure(
         plan,
         list(read_prompts(source, column=job.prompt_column, limit=job.limit)),

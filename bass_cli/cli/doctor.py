@@ -37,6 +37,8 @@ from bass_cli.system.threads import settle
 if TYPE_CHECKING:
     import torch
 
+    from bass_cli.plan import Plan
+
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _PATIENCE = 3.0  # seconds that the hub has for an answer
@@ -273,33 +275,43 @@ def _chosen(args: DoctorArgs) -> Pair | None:
 
 
 def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
-    """A pair, and, where all of it is here, how many rows there is memory for, by its
-    checkpoints' headers."""
+    """A pair, and, where all of it is here, the memory plan of a job with it, by its checkpoints'
+    headers."""
     from bass_cli.plan import make_plan
 
     found = _describe_pair(pair, memory)
     here, ready = found["here"], found["ready"]
-    rows: dict[str, Any] = {}
+    planned: dict[str, Any] = {}
     if ready:
         try:
             plan = make_plan(make_job(pair, JobArgs()))
         except UserError as error:
             here, ready = str(error), False
         else:
-            assert plan.footprint is not None
             found["weights"] = gigabytes(plan.footprint.weights)
-            rows = {
-                "pair_rows": f"up to {plan.most_rows} at once, of "
-                f"{plan.job.sampling.max_new_tokens} new tokens each"
-            }
+            planned = _memory_plan(plan)
     return {
         "pair": pair.name,
         "pair_target": pair.target,
         "pair_draft": pair.draft,
         "pair_weights": found["weights"],
-        **rows,
+        **planned,
         "pair_here": here,
         "pair_ready": ready,
+    }
+
+
+def _memory_plan(plan: Plan) -> dict[str, Any]:
+    """The rows of a job of many samples, why so many, and the memory that they take."""
+    parts, tokens = plan.parts, plan.job.sampling.max_new_tokens
+    needed = sum(parts.values())
+    listed = ", ".join(f"{part} {gigabytes(count)}" for part, count in parts.items())
+    return {
+        "pair_rows": f"{plan.rows} at once, of {tokens} new tokens each: {plan.why}",
+        "pair_most_rows": f"{plan.most_rows}, by memory alone",
+        "pair_memory": f"{listed}; {gigabytes(needed)} of the {gigabytes(plan.free)} that a plan "
+        "may count on",
+        "pair_memory_bytes": {**parts, "needed": needed, "free": plan.free},
     }
 
 

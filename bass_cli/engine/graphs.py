@@ -17,7 +17,7 @@ from torch import Tensor
 from bass_cli.model.capture import capture
 from bass_kernels import has_triton
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
 LONGEST = 64  # the longest draft length that a job may ask for
 

@@ -119,7 +119,12 @@ class Evaluation:
         self._screen.phase(
             "checking the models", live=False
         )  # the hub's client shows what it fetches
-        plan = make_plan(self.job, longest_prompt=self.longest_prompt(), options=options)
+        plan = make_plan(
+            self.job,
+            longest_prompt=self.longest_prompt(),
+            prompts=len(self.problems),
+            options=options,
+        )
         tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
         return plan
 

@@ -42,6 +42,11 @@ class Completion:
             prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
         )
 
+    @property
+    def is_of_prompt(self) -> bool:
+        """Whether it is the one line of a prompt that could not be run, not a sample."""
+        return self.finish_reason == "error" and not self.prompt_tokens
+
     def copied(self, sample: int) -> Completion:
         """The same for another sample number: equal in all but the work, which was done once."""
         return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)

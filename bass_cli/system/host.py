@@ -7,6 +7,7 @@ what `bass doctor` shows (cli/doctor.py).
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -136,9 +137,24 @@ def held_memory(device: torch.device) -> int:
         return 0
 
 
+def give_back_memory(device: torch.device) -> None:
+    """Let go of what nobody needs any more on a device: what points at itself in a circle, and
+    what torch keeps for later."""
+    gc.collect()
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def is_refused_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory was asked for and not given, on whatever device."""
+    """Whether an exception says that memory was asked for and not given, on whatever device, or
+    is what became of that: the capture of a graph that it broke off fails in its own words."""
     if isinstance(error, MemoryError):
+        return True
+    before = None if error.__suppress_context__ else error.__context__
+    if isinstance(error, RuntimeError) and before is not None and is_refused_memory(before):
         return True
     return isinstance(error, (RuntimeError, OSError)) and any(
         words in str(error).lower() for words in _REFUSALS

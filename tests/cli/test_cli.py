@@ -355,7 +355,7 @@ def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> Non
     ]
     assert cli(*base).exit_code == 0
     for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
-                       "batch_size": ["--batch-size", "2"]}.items():  # fmt: skip
+                       "batch_size": ["--batch-size", "3"]}.items():  # fmt: skip
         result = cli(*base, *flags)
         assert result.exit_code == 2
         assert f"\n  {key}: " in result.stderr

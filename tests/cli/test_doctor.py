@@ -52,6 +52,14 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair"], facts["pair_ready"], facts["pair_here"]) == ("mine", True, "ready")
     assert "of 256 new tokens each" in facts["pair_rows"]
+    counts = facts["pair_memory_bytes"]
+    assert (
+        sum(count for part, count in counts.items() if part not in ("needed", "free"))
+        == (counts["needed"])
+    )
+    assert set(counts) >= {"weights", "prompts", "cache", "buffers", "graphs"}
+    assert 0 < counts["weights"] < counts["needed"] <= counts["free"]
+    assert "pair memory" in cli("doctor", "--pair", file).stdout
     same = json.loads(cli("doctor", "--model", str(place / "model"), "--json").stdout)
     assert [same[key] for key in ("pair", "pair_draft", "pair_ready")] == ["model", "lookup", True]
     assert "of 256 new tokens each" in same["pair_rows"]

@@ -5,6 +5,7 @@ import collections
 import copy
 import functools
 import gc
+import itertools
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from test_exactness import rows
 from toys import SPAN, Reactive, drive
 
 import bass_kernels as ops
+from bass_cli.config.job import Job, Sampling, load_pair
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.library import generate
 from bass_cli.model import prefill as prompts
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
@@ -493,3 +496,59 @@ def test_a_kernel_that_does_not_fit_leaves_captured_rounds_to_plain_torch(decode
     loop = loop_for(target, draft, batch=3, lengths=Fixed(3), graphs=True)
     assert drive(loop, rows()) == due
     assert loop.graphs.captures > 0
+
+
+class Thief:
+    """Takes the device's memory while passes number `calls` of any model over its rows begin, and
+    gives it back when something was refused. While a graph is captured nothing can be taken: there
+    more is asked for than there is."""
+
+    def __init__(self, monkeypatch, calls):
+        self.refused, forward, count = 0, Runner.forward, itertools.count(1)
+
+        def short(runner, *given, **named):
+            if next(count) not in calls:
+                return forward(runner, *given, **named)
+            taken, asked = None, 1 << 50
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info()[0]
+                asked = 1 << 28
+                taken = torch.empty(max(free - asked // 2, 1), dtype=torch.uint8, device=CUDA)
+            with pytest.raises(torch.OutOfMemoryError) as found:
+                torch.empty(asked, dtype=torch.uint8, device=CUDA)
+            self.refused += 1
+            del taken
+            raise found.value
+
+        monkeypatch.setattr(Runner, "forward", short)
+
+
+@pytest.mark.parametrize("calls", [(3, 10), (1, 2), (7, 8)], ids=str)
+def test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines(
+    pair_folder, monkeypatch, calls
+):
+    """In uncaptured rounds and in captures alike: rows are halved, and the samples that were
+    under way are drawn again."""
+    pair_folder(prompts=5)
+    job = Job(
+        pair=load_pair("pair.yaml"),
+        n=6,
+        sampling=Sampling(max_new_tokens=40),
+        device="cuda",
+        dtype="fp32",
+        token_ids=True,
+    )
+    texts = [f"the cat number {i} sat" for i in range(5)]
+
+    def lines(note=lambda text: None):
+        drawn = list(generate(texts, job, on_note=note))
+        found = {(one.id, one.sample): (one.token_ids, one.finish_reason) for one in drawn}
+        assert len(found) == len(drawn) == 30
+        return found
+
+    due, notes = lines(), []
+    thief = Thief(monkeypatch, calls)
+    assert lines(notes.append) == due
+    assert thief.refused == len(notes) == 2
+    assert ["with 30 rows" in notes[0], "with 15 rows" in notes[1]] == [True, True]

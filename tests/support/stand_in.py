@@ -37,8 +37,7 @@ def make_plan(job: Any, **_: Any) -> Any:
         notes=(),
         surface=None,
         draft=None,
-        batch_size=job.batch_size,
-        rows=2,
+        rows=2 if job.batch_size == "auto" else job.batch_size,
         tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
     )
 
@@ -51,6 +50,7 @@ def run_stand_in(
     count: int | None = None,
     on_round: Any = None,
     on_phase: Any = None,
+    on_note: Any = None,
     loop: Any = None,
 ) -> Iterator[Completion]:
     """One sample after the other, its text fixed by the seed; FAIL and SLOW in a prompt do as
