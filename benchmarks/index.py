@@ -19,7 +19,7 @@ import torch
 from lookup import show
 
 from bass_cli.drafting.ngram import LookupDrafter
-from bass_cli.engine.batch import Batch, Change, Row
+from bass_cli.engine.batch import Batch, Row
 
 _VOCABULARY, _PROMPT, _NEW = 50_000, 1000, 2
 
@@ -46,8 +46,8 @@ def measure(args, tokens):
     rows = [Row("0", i, 0, list(prompt), tokens + _NEW * args.rounds + 1) for i in range(args.rows)]
     tracemalloc.start()
     drafter.open("0", prompt)
-    batch.admit(*rows)
-    drafter.follow(Change((), (), ((tuple(range(args.rows)), "0"),)))
+    change = batch.exchange([], rows)
+    drafter.follow(change)
     for row, text in zip(rows, wanted, strict=True):
         row.tokens += text[:tokens]
     drafter.learn(batch)
