@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
@@ -61,16 +62,8 @@ def generate(
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
         taken = Counter(id_ for id_, _ in done)
         whole = {(id_, 0) for id_, samples in taken.items() if samples == plan.job.n}
-        drawn = generate(
-            once,
-            prompts,
-            done=whole,
-            count=count,
-            on_round=on_round,
-            on_phase=on_phase,
-            on_note=on_note,
-            loop=loop,
-        )
+        draw = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_note=on_note)
+        drawn = draw(once, prompts, done=whole, count=count, loop=loop)
         yield from _with_copies(drawn, plan.job.n, done)
         return
     work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None

@@ -49,7 +49,7 @@ def measure(args, tokens):
     change = batch.exchange([], rows)
     drafter.follow(change)
     for row, text in zip(rows, wanted, strict=True):
-        row.tokens += text[:tokens]
+        row.tokens.extend(text[:tokens])
     drafter.learn(batch)
     memory = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
@@ -57,7 +57,7 @@ def measure(args, tokens):
     for number in range(args.rounds):
         first = tokens + _NEW * number
         for row, text in zip(rows, wanted, strict=True):
-            row.tokens += text[first : first + _NEW]
+            row.tokens.extend(text[first : first + _NEW])
         began = time.perf_counter()
         drafter.learn(batch)
         learnt = time.perf_counter()
