@@ -80,13 +80,18 @@ def generate(
                 fixed = models is None or plan.job.speculation.coupling == "maximal"
                 if fixed or plan.rows == 1 or work.reading or not is_refused_memory(error):
                     raise
-        give_back_memory(plan.device)
-        fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
-        on_note(
-            f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
-            "what was under way"
-        )
-        plan = fewer
+        plan = _halved(plan, on_note)
+
+
+def _halved(plan: Plan, on_note: Callable[[str], None]) -> Plan:
+    """The plan with half the rows, after what the last attempt held has been let go of."""
+    give_back_memory(plan.device)
+    fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
+    on_note(
+        f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
+        "what was under way"
+    )
+    return fewer
 
 
 def _attempt(
