@@ -29,7 +29,6 @@ from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
 from bass_kernels import (
     choice,
-    drawing,
     launch,
     mixing,
     pointwise,
@@ -37,7 +36,6 @@ from bass_kernels import (
     ragged,
     ragged_kernel,
     rejection,
-    residual,
     skinny,
     truncation,
 )
@@ -274,14 +272,12 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
 def forget_kernels():
     for module in (
         choice,
-        drawing,
         mixing,
         pointwise,
         products,
         ragged,
         ragged_kernel,
         rejection,
-        residual,
         skinny,
         truncation,
     ):
