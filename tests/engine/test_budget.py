@@ -11,7 +11,7 @@ from toys import Guess, Markov, loop_for
 
 from bass_cli.config.job import Speculation
 from bass_cli.drafting.factory import make_drafter
-from bass_cli.engine import step as loop_module
+from bass_cli.engine import members
 from bass_cli.engine.deadline import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
@@ -284,7 +284,7 @@ def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, m
     """200 tokens in passes of 4, each 40 ms, and 0.5 s: two prompts with too many, and one that
     has time enough."""
     work = Launched()
-    monkeypatch.setattr(loop_module, "synchronise", work.wait)
+    monkeypatch.setattr(members, "synchronise", work.wait)
     target, runner = (
         Launching(work, prefill=0.01 if slow == model else 1e-4, lag=lag)
         for model, lag in (("target", 1), ("draft", 2))
@@ -303,7 +303,7 @@ def test_a_deadline_stops_the_prefill_of_a_device_that_is_not_waited_for(slow, m
 
 def test_without_a_deadline_nobody_waits_for_a_prefill(monkeypatch):
     work = Launched()
-    monkeypatch.setattr(loop_module, "synchronise", lambda device: pytest.fail("the host waited"))
+    monkeypatch.setattr(members, "synchronise", lambda device: pytest.fail("the host waited"))
     loop = loop_for(Launching(work), "none", rows=3)
     assert loop.open("p", [1] * 100)
     assert work.busy > work.now + 0.09

@@ -133,13 +133,13 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *tasks: Any) -> Non
         return known[name]
 
     modules: dict[str, dict[str, Any]] = {
-        "tasks": {"Answer": Answer, "load_task": load_task},
-        "sandbox": {"Limits": Limits, "Sandbox": Sandbox},
+        "eval.tasks": {"Answer": Answer, "load_task": load_task},
+        "sandbox.programs": {"Limits": Limits, "Sandbox": Sandbox},
     }
     for name, contents in modules.items():
         module = types.ModuleType(name)
         vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, f"bass_cli.eval.{name}", module)
+        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", module)
     Sandbox.ran, Sandbox.opened, Sandbox.running, Sandbox.patience = [], 0, 0, float("inf")
     monkeypatch.chdir(tmp_path)
 

@@ -21,7 +21,7 @@ class Markov:
     """A model whose logits depend on the token fed and its position: table [P, V, V], position
     modulo P. It has the interface of a Runner, for target (lag 1) and draft (lag 2)."""
 
-    version, rows, device = 0, 1 << 16, torch.device("cpu")
+    version, rows, device = 0, 1 << 18, torch.device("cpu")
 
     def __init__(self, table, lag):
         self.table, self.lag, self.cache = table, lag, self
