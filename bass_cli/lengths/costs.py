@@ -1,15 +1,13 @@
-"""What a round will take, as everything that has to know it asks: a surface, and how far it is off.
+"""What a round will take, as a controller knows it: from a profile that is scaled to what rounds
+really take, or learnt from nothing while a job runs.
 
-A round is a plain pass, the drafts' places in that pass, and the draft's own steps. The surface
-has all three; rounds say by which factor each of them is off. Not here: the surface
-(round_cost.py), what follows from it (goodput.py).
+Not here: the grid itself (round_cost.py), what is decided from it (goodput.py).
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy
 from numpy.typing import NDArray
@@ -18,131 +16,188 @@ from bass_cli.lengths.round_cost import Surface, make_surface
 
 Array = NDArray[numpy.float64]
 
-_TRUST = {
-    True: 0.15,
-    False: 0.7,
-}  # how far off a part of a measured or another surface may be (logs)
-_ANYTHING = 100.0  # the variance of what a pass takes where nothing was ever measured
-_TOGETHER = 0.1  # and all of them together: a busy or throttled device
-_NOISE = 0.03  # of one round's seconds
-_DRIFT = 0.004  # what each part may change from one round to the next
-_SURPRISE = (
-    3.0  # standard deviations from which on a round says that something was wrong or has changed
-)
-_SHARE = (
-    0.25  # of its square is laid to all parts alike, as much to chance: one stumble is not believed
-)
-_STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
+_MEMORY = 0.05  # weight of a round in the moving scale of a profile
+_OWN = 0.1  # the same for what one draft length is off by itself
+_LEAST_OWN, _MOST_OWN = 0.7, 1.4
+_STUMBLE = 2.0  # how far a single round may be off and still count whole
+_FORGET = 0.97  # what a round later an observation still weighs when costs are learnt
 _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
-# In passes, where nobody measured: a row's token takes 0.4 % of a pass, a draft a fifth of one.
-_GUESS = make_surface(
-    (1, 257),
-    (0, 64),
-    verify=[[1.004, 1.26], [2.028, 67.82]],
-    draft=[[0.0, 12.8], [0.0, 12.8]],
-    measured=False,
-)
 
 
-class RoundCost:
-    """Seconds of rounds for the `choices` of draft lengths (rising, from 0).
+class Costs(Protocol):
+    """Seconds of rounds by draft length, for the `choices` they were made for (rising, from 0).
+    `free`: the host has the drafts, none is made in a round."""
 
-    The logarithms of the three factors are followed by a Kalman filter, so that one sum tells of
-    its parts. Without a `surface` nothing is known before the first round. `frozen`: nothing moves,
-    for maximal coupling.
-    """
+    free: bool
 
-    def __init__(self, choices: Sequence[int], surface: Surface | None, *, frozen: bool = False):
-        self._choices, self._frozen = numpy.array(choices), frozen
-        self.known = surface is not None
-        self._surface = surface or _GUESS
-        self._factors, trust = numpy.ones(3), _TRUST[self._surface.measured]
-        self._doubt: Array = (
-            trust**2 * numpy.eye(3) + _TOGETHER**2
-        )  # covariance of their logarithms
-        if not self.known:
-            self._doubt += _ANYTHING
-        self._parts: dict[
-            int, tuple[Array, Array]
-        ] = {}  # by rows: at the surface's context; a token more
-        self._inferred = 0.0  # by how much plain moved since it was seen last (log)
-        self._met: Counter[int] = Counter()  # rounds by rows
+    @property
+    def known(self) -> bool:
+        """Whether there is anything to predict from."""
 
-    def line(self, rows: int, context: float | None = None, *, free: bool = False) -> Array:
-        """Seconds of rounds with each choice's drafts in `rows` rows of this context, [choices].
+    def line(self, rows: int, context: float | None = None) -> Array:
+        """Seconds of a round of each choice's drafts for each of `rows` rows of this context,
+        [choices]. This is asked before every round, so it may take some microseconds only."""
 
-        `free`: the host has the drafts, none is made in a round. This is asked before every round,
-        so it may take some microseconds only.
-        """
-        found: Array = self._scaled(rows, context, free).sum(0)
-        return found
-
-    def learn(
-        self, rows: int, width: int, seconds: float, context: float | None, *, free: bool = False
-    ) -> None:
+    def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         """A round took so long."""
+
+
+class Profiled:
+    """A surface, and a moving scale of seen over predicted, so that a stale profile or a
+    throttled device is followed: one for all rounds, and a small one for each draft length.
+    `frozen`: neither moves; rounds' times then decide nothing."""
+
+    known, free = True, False
+
+    def __init__(self, surface: Surface, choices: Sequence[int], *, frozen: bool = False):
+        self._surface, self._choices, self._frozen = surface, tuple(choices), frozen
+        self._scale, self._own = 1.0, numpy.ones(len(choices))
+        self._lines: dict[
+            int, tuple[Array, Array]
+        ] = {}  # by rows: seconds at the surface's context, and by token of it
+
+    def line(self, rows: int, context: float | None = None) -> Array:
+        return self._scale * self._own * self._unscaled(rows, context)
+
+    def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         if self._frozen:
             return
-        self._met[rows] += 1
-        place = int(abs(self._choices - width).argmin())
-        parts = self._scaled(rows, context, free)[:, place]
-        due = float(parts.sum())
-        off, noise, shares = math.log(seconds / due), _NOISE**2, parts / due
-        seen = self._doubt @ shares
-        if self.known:
-            off = min(max(off, -_STUMBLE), _STUMBLE)
-            if off * off > _SURPRISE**2 * (shares @ seen + noise):
-                noise = _SHARE * off * off
-                self._doubt = self._doubt + noise
-                seen = self._doubt @ shares
-        gain = seen / (shares @ seen + noise)
-        self._factors = self._factors * numpy.exp(gain * off)
-        self._inferred = self._inferred + float(gain[0]) * off if width else 0.0
-        self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFT**2 * (numpy.eye(3) + 1)
-        self.known = True
+        place = nearest(self._choices, width)
+        due = self._scale * float(self._own[place] * self._unscaled(rows, context)[place])
+        off = min(max(seconds / due, 1 / _STUMBLE), _STUMBLE)
+        self._scale *= off**_MEMORY
+        self._own[place] = min(max(float(self._own[place]) * off**_OWN, _LEAST_OWN), _MOST_OWN)
 
-    def tells(self, rows: int, place: int, context: float | None = None) -> float:
-        """How much a plain round would tell of what a round of this choice takes in plain ones.
-
-        As a share: a standard deviation, or what drafting rounds alone have made of plain ones. 0
-        where nothing may be learnt.
-        """
-        if self._frozen:
-            return 0.0
-        parts = self._scaled(rows, context, False)[:, place]
-        apart = parts / parts.sum() - (1.0, 0.0, 0.0)
-        plain = self._doubt[0]
-        unsure = abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
-        return max(unsure, abs(self._inferred))
-
-    def surface(self, *, acceptance: float) -> Surface | None:
-        """What was learnt, for the row counts met often; None if nothing is worth keeping."""
-        often = sorted(rows for rows, times in self._met.items() if times >= _ENOUGH)
-        if self._surface.measured or not often:
-            return None
-        parts = [self._scaled(rows, None, False) for rows in often]
-        return make_surface(
-            often,
-            self._choices.tolist(),
-            verify=[(plain + places).tolist() for plain, places, _ in parts],
-            draft=[draft.tolist() for _, _, draft in parts],
-            acceptance=acceptance,
-            measured=False,
+    def _unscaled(self, rows: int, context: float | None) -> Array:
+        if rows not in self._lines:
+            surface, base = self._surface, self._surface.context
+            here, there = (
+                numpy.array([surface.seconds(rows, k, c) for k in self._choices])
+                for c in (base, base + 1)
+            )
+            self._lines[rows] = here, there - here
+        here, slope = self._lines[rows]
+        return (
+            here
+            if context is None
+            else here + slope * max(context - self._surface.context, -self._surface.context / 2)
         )
 
-    def _scaled(self, rows: int, context: float | None, free: bool) -> Array:
-        """Seconds of the parts, [3, choices]."""
-        if rows not in self._parts:
-            here, there = (self._at(rows, self._surface.context + more) for more in (0, 1))
-            self._parts[rows] = here, there - here
-        here, slope = self._parts[rows]
-        if context is not None:
-            base = self._surface.context
-            here = here + slope * max(context - base, -base / 2)
-        return here * (self._factors * (1.0, 1.0, 0.0 if free else 1.0))[:, None]
 
-    def _at(self, rows: int, context: float) -> Array:
-        widths, surface = self._choices.tolist(), self._surface
-        verify = numpy.array([surface.verify_seconds(rows, k, context) for k in widths])
-        draft = numpy.array([surface.draft_seconds(rows, k, context) for k in widths])
-        return numpy.stack((0 * verify + verify[0], verify - verify[0], draft))
+def nearest(choices: Sequence[int], width: int) -> int:
+    """The place of the choice nearest to a width that was run."""
+    return min(range(len(choices)), key=lambda place: abs(choices[place] - width))
+
+
+class _Seen(NamedTuple):
+    seconds: float
+    times: int
+
+
+_GUESSED = (
+    1.0,
+    0.03,
+    0.8,
+)  # of the three weights, before anything was seen, in passes; the last: where a model drafts
+_DOUBT = 1e4  # how little that guess weighs against what is seen
+
+
+class Learned:
+    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with
+    forgetting. Where only one width was seen, a guess says what others cost: a fifth of a pass
+    for each draft unless they are `free`, and next to nothing for a row. `start`: what an
+    earlier job has learnt."""
+
+    def __init__(self, choices: Sequence[int], start: Surface | None = None) -> None:
+        self._choices, self.free = numpy.array(choices), False
+        self._weights = [0.0, 0.0, 0.0]
+        self._spread = [[_DOUBT if i == j else 0.0 for j in range(3)] for i in range(3)]
+        self._typical = self._unit = 0.0  # seconds of rounds: a moving average, the first one
+        self._seen: dict[tuple[int, int], _Seen] = {}
+        if start is not None:
+            for rows in start.rows:
+                for width in start.widths:
+                    self.learn(rows, width, start.seconds(rows, width))
+                self._seen[rows, 0] = _Seen(start.seconds(rows, 0), _ENOUGH)
+
+    @property
+    def known(self) -> bool:
+        """Whether any round was seen."""
+        return self._typical > 0
+
+    def line(self, rows: int, context: float | None = None) -> Array:
+        fixed, token, step = self._weights
+        found = (fixed + token * rows / 8) + self._choices * (token * rows / 8 + step / 4)
+        return numpy.maximum(found, max(self._typical / 10, 1e-9))
+
+    def predict(self, rows: int, width: int) -> float:
+        """Never less than a tenth of a typical round: a fit may be wrong far from what it has
+        seen."""
+        found = sum(w * f for w, f in zip(self._weights, _features(rows, width), strict=True))
+        return max(found, self._typical / 10, 1e-9)
+
+    def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
+        if self._typical:
+            seconds = min(
+                seconds, 4 * self.predict(rows, width) + self._typical
+            )  # a stumble of the machine
+        features = _features(rows, width)
+        if not self._typical:
+            self._unit = seconds
+            guessed = (*_GUESSED[:2], 0.0) if self.free else _GUESSED
+            share = seconds / sum(g * f for g, f in zip(guessed, features, strict=True))
+            self._weights = [share * g for g in guessed]
+        self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
+        x = tuple(
+            f * self._unit / seconds for f in features
+        )  # so that errors count relative to a round's seconds
+        ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
+        scale = _FORGET + sum(a * b for a, b in zip(x, ahead, strict=True))
+        wrong = self._unit - sum(w * f for w, f in zip(self._weights, x, strict=True))
+        self._weights = [w + a / scale * wrong for w, a in zip(self._weights, ahead, strict=True)]
+        forget = _FORGET if max(self._spread[i][i] for i in range(3)) < _DOUBT else 1.0
+        self._spread = [
+            [(self._spread[i][j] - ahead[i] * ahead[j] / scale) / forget for j in range(3)]
+            for i in range(3)
+        ]
+        before = self._seen.get((rows, width), _Seen(seconds, 0))
+        times = before.times + 1
+        self._seen[rows, width] = _Seen(
+            before.seconds + max(1 / times, _MEMORY) * (seconds - before.seconds), times
+        )
+
+    def surface(self, *, acceptance: float | None) -> Surface | None:
+        """What was learnt, on a grid of the row counts that were met often; None if there is
+        none. Lengths that were not met are the fit's."""
+        counts = {
+            rows: sum(seen.times for (r, _), seen in self._seen.items() if r == rows)
+            for rows, _ in self._seen
+        }
+        widths = self._choices.tolist()
+        often = sorted(rows for rows, times in counts.items() if times >= _ENOUGH)
+        if not often:
+            return None
+        drafting = max(self._weights[2], 0.0)
+        whole = [[self._best_guess(rows, width) for width in widths] for rows in often]
+        draft = [
+            [
+                min(drafting * width / 4, 0.9 * (seconds - line[0])) if width else 0.0
+                for width, seconds in zip(widths, line, strict=True)
+            ]
+            for line in ([max(s, line[0]) for s in line] for line in whole)
+        ]
+        verify = [
+            [seconds - part for seconds, part in zip(line, parts, strict=True)]
+            for line, parts in zip(whole, draft, strict=True)
+        ]
+        return make_surface(
+            often, widths, verify=verify, draft=draft, acceptance=acceptance, measured=False
+        )
+
+    def _best_guess(self, rows: int, width: int) -> float:
+        seen = self._seen.get((rows, width), _Seen(0.0, 0))
+        return seen.seconds if seen.times >= 3 else self.predict(rows, width)
+
+
+def _features(rows: int, width: int) -> tuple[float, float, float]:
+    return 1.0, rows * (width + 1) / 8, width / 4
