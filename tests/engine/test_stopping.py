@@ -109,7 +109,7 @@ def test_a_stopped_draft_counts_only_what_it_has_fed():
     drafter.expect(loop.batch, 6)
     proposal = drafter.propose_while(loop.batch, 6, lambda confidence: False)
     assert proposal.tokens.shape == (1, 1)
-    assert drafter._fed.tolist() == [3]
+    assert drafter._fed[: len(loop.batch)].tolist() == [3]
     with pytest.raises(AssertionError):
         make_drafter(
             "model", runner=Markov(target, 2), coupling="maximal", temperature=None
