@@ -29,10 +29,8 @@ READING = {
     "cuda": "compiling kernels, reading the first prompts",
 }
 _WARM_KEY = "\0"  # no prompt has such an id
-_WARM_PROMPTS = {
-    "cpu": (33,),
-    "cuda": (33, 128, 500),
-}  # tokens: kernels are compiled for several kinds of lengths
+# tokens: kernels are compiled for several kinds of lengths
+_WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}
 _WARM_ROUNDS = 3
 _CAPTURED = 16  # the longest draft length that is captured beforehand where the controller is free
 
@@ -111,9 +109,8 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
     longest = min(longest_draft(job), loop.drafter.longest)
-    longer = (
-        longest if loop.exact else min(longest, _CAPTURED)
-    )  # a free controller can do with less
+    # a free controller can do with less
+    longer = longest if loop.exact else min(longest, _CAPTURED)
     decoded = (0, min(longest, _CAPTURED))
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=decoded)

@@ -31,10 +31,8 @@ _INTEGER = 8  # bytes of a token id
 # a truncated law 16, and maximal coupling with a draft model 38 (measured); the kernels of a GPU
 # write a few numbers a row instead.
 _CHOOSING = {"cpu": 36, "cuda": 4}
-_SCORES = {
-    "cpu": 8,
-    "cuda": 0,
-}  # bytes a head, query and key: scores and their exponentials, where they are written down
+# bytes a head, query and key: scores and their exponentials, where they are written down
+_SCORES = {"cpu": 8, "cuda": 0}
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
 
 

@@ -280,7 +280,6 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
             and plan.surface.measured
             and speculation["length"] in _PROFILED
         ):
-            results |= {
-                "profile": plan.surface.digest()
-            }  # the draft lengths come from it, and reach the samples
+            # the draft lengths come from it, and reach the samples
+            results |= {"profile": plan.surface.digest()}
     return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}

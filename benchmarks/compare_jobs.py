@@ -52,7 +52,8 @@ JOBS = {
     "resumed": ("--n 2 --limit 3 --batch-size 3", "--n 4 --draft lookup"),
     "no token ids": ("--n 4 --draft-length 2 --batch-size auto",),
     "humaneval": (
-        "eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --token-ids --allow-code-execution --allow-weak-sandbox",
+        "eval humaneval --pair {pair} --limit 2 --n 2 --max-new-tokens 24 --token-ids "
+        "--allow-code-execution --allow-weak-sandbox",
     ),
 }
 
@@ -108,7 +109,7 @@ def write_inputs(folder):
 
 
 def write_prompts(folder):
-    """Prompts of 1 to some 300 tokens; one is asked as chat, one has a reference, one is too long."""
+    """Prompts of 1 to some 300 tokens; one is asked as chat, one a reference, one is too long."""
     code = "def add(first, second):\n    return first + second\n"
     prompts = [
         {"id": "short", "prompt": "a"},
@@ -223,7 +224,8 @@ def main():
             for dtype, job in asked
         ]
         print(
-            "| dtype | job | lines | equal | tokens | drafts kept | s old | s new |\n|---|---|---|---|---|---|---|---|"
+            "| dtype | job | lines | equal | tokens | drafts kept | s old | s new |\n"
+            "|---|---|---|---|---|---|---|---|"
         )
         for (dtype, job), both in zip(asked, started, strict=True):
             row = compare(*(one.result() for one in both))
@@ -231,13 +233,15 @@ def main():
             kept = f"{row['accepted'][1]} of {row['drafted'][1]}"
             old, new = row["seconds"]
             print(
-                f"| {dtype} | {job} | {row['lines']} | {row['equal']} | {row['tokens']} | {kept} | {old} | {new} |",
+                f"| {dtype} | {job} | {row['lines']} | {row['equal']} | {row['tokens']} "
+                f"| {kept} | {old} | {new} |",
                 flush=True,
             )
     for row in rows:
         if not row["same"]:
             print(
-                f"{row['dtype']} {row['job']}: {row['first_difference']}, exit codes {row['exit_codes']}"
+                f"{row['dtype']} {row['job']}: {row['first_difference']}, "
+                f"exit codes {row['exit_codes']}"
             )
     lines, equal = (
         sum(row[key] for row in rows if row["dtype"] == "fp32") for key in ("lines", "equal")

@@ -28,10 +28,8 @@ from bass_cli.profiling.measure import measure as profile
 from bass_cli.profiling.texts import joined
 
 WAYS = ("plain", "nothing known", "learnt before", "profile")
-_CONTEXT, _LIMIT = (
-    {"cuda": 400, "cpu": 128},
-    60.0,
-)  # tokens of a profile's prompts, seconds of its measuring
+# tokens of a profile's prompts, seconds of its measuring
+_CONTEXT, _LIMIT = ({"cuda": 400, "cpu": 128}, 60.0)
 
 
 def plan_for(args, rows, draft=None):

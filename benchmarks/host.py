@@ -177,7 +177,8 @@ def split(profile, found, most):
     for (file, line, name), (_, calls, own, whole, _) in rows:
         where = f"{Path(file).name}:{line} {name}" if line else name
         print(
-            f"    {1e6 * own / found['rounds']:8.1f} us a round  {1e6 * own / found['samples']:7.2f}"
+            f"    {1e6 * own / found['rounds']:8.1f} us a round  "
+            f"{1e6 * own / found['samples']:7.2f}"
             f" us a sample  {calls / found['rounds']:7.1f} calls a round"
             f"  {1e6 * whole / found['rounds']:8.1f} us with callees  {where}"
         )
@@ -207,7 +208,8 @@ def main():
         else:
             print(
                 f"{rows} rows, {args.draft_length} drafts: {found['us_a_round']:.0f} us a round "
-                f"without ends, {found['us_a_token']:.2f} us a token, {found['us_a_sample']:.0f} us "
+                f"without ends, {found['us_a_token']:.2f} us a token, "
+                f"{found['us_a_sample']:.0f} us "
                 f"for a sample's end and admission ({found['samples']} samples, "
                 f"{found['rounds']} rounds)",
                 flush=True,

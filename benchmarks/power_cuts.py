@@ -100,9 +100,8 @@ class Recorder:
 
     def write(self, descriptor, data):
         status = os.fstat(descriptor)
-        at = (
-            status.st_size
-        )  # such writes are appended here; what else is written goes through `Stream`
+        # such writes are appended here; what else is written goes through `Stream`
+        at = status.st_size
         count = self.real["write"](descriptor, data)
         if (number := self.number_of(status)) is not None:
             self.note("write", number, at, bytes(data[:count]))

@@ -41,9 +41,8 @@ def test_every_file_and_test_that_it_names_is_there():
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 def test_the_drafter_and_the_controller_work(coupling, tmp_path):
-    table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(
-        6
-    )  # that repeats itself
+    # that repeats itself
+    table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(6)
     drafter: Drafter = shown("RepeatDrafter", tmp_path)()
     lengths: Lengths = shown("Alternate", tmp_path)(limit=3)
     greedy = {"temperature": 0.0} if coupling == "maximal" else {}

@@ -14,14 +14,14 @@ FILES = sorted(
     for path in (ROOT / room).rglob("*.py")
     if path.stat().st_size
 )
-# Longer since lines end at 100 columns; to be redesigned.
+# Lines and longest function of what has outgrown the bounds since lines end at 100 columns: no more
+# than that, until it is redesigned (docs/LOG.md, kernels by op).
 LONG = {
-    "goodput.py",
-    "mixing.py",
-    "products.py",
-    "ragged_kernel.py",
-    "rejection.py",
-    "ragged.py",
+    "mixing.py": (396, 83),
+    "products.py": (409, 60),
+    "ragged.py": (350, 116),
+    "ragged_kernel.py": (391, 60),
+    "rejection.py": (428, 60),
 }
 SLOW = {
     "datasets",
@@ -38,7 +38,8 @@ SLOW = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= (500 if path.name in LONG else 350)
+    most_lines, longest = LONG.get(path.name, (350, 60))
+    assert len(text.splitlines()) <= most_lines
     tree = ast.parse(text)
     docstring = ast.get_docstring(tree)
     assert docstring, "a file opens with two to six lines: what it is, what it is not"
@@ -48,9 +49,7 @@ def test_files_are_short_and_say_what_they_are(path):
     ]
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions
                if not any("jit" in ast.dump(one) for one in node.decorator_list)}  # fmt: skip
-    assert {
-        name: length for name, length in lengths.items() if length > 60
-    } == {} or path.name in LONG
+    assert {name: length for name, length in lengths.items() if length > longest} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -58,6 +57,17 @@ def test_slow_packages_are_imported_where_they_are_used(path):
     assert {
         name for name in at_import(ast.parse(path.read_text(encoding="utf-8"))) if name in SLOW
     } == set()
+
+
+def test_lines_of_tests_end_at_124_columns():
+    """Where data stands in tables; everything else ends at 100 (ruff)."""
+    lines = [
+        (path.name, number)
+        for path in (ROOT / "tests").rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 124
+    ]
+    assert lines == []
 
 
 def test_every_file_that_is_named_is_there():

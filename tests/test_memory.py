@@ -454,9 +454,8 @@ def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(
 ) -> None:
     cache = store()
     cache.reserve(900)
-    each = (
-        cache.prompt_keys[0][:, :1].numel() * 4 * 4
-    )  # bytes of a position, keys and values of two layers
+    # bytes of a position, keys and values of two layers
+    each = cache.prompt_keys[0][:, :1].numel() * 4 * 4
     have = cache.positions
     monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * have)
     cache.reserve(500)

@@ -258,9 +258,8 @@ def _hub() -> str:
                 f"({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
             )
 
-    asking = threading.Thread(
-        target=ask, daemon=True
-    )  # looking up its name may take much longer than the client waits
+    # looking up its name may take much longer than the client waits
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_PATIENCE)
     return f"{constants.ENDPOINT} {found[-1]}"

@@ -92,9 +92,8 @@ class ModelDrafter:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
-        places = (
-            lengths + torch.arange(length, device=batch.device)[:, None]
-        )  # by step, so that each is contiguous
+        # by step, so that each is contiguous
+        places = lengths + torch.arange(length, device=batch.device)[:, None]
         tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
         chosen: list[Tensor] = []
         drawn_from: list[ops.Law] = []

@@ -218,9 +218,8 @@ class Batch:
         """
         rows, width = block.shape
         places = self.lengths[:rows, None] + torch.arange(width, device=self.device)
-        places = places.clamp(
-            max=self.tokens.shape[1] - 1
-        )  # only a row at its end goes there, and it ends now
+        # only a row at its end goes there, and it ends now
+        places = places.clamp(max=self.tokens.shape[1] - 1)
         self.tokens[:rows].scatter_(1, places, block)
         self.lengths[:rows] += (accepted + 1) * self._alive[:rows]
 

@@ -26,10 +26,8 @@ class Clock:
         self._rounds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_NEWEST))
         self._seconds: dict[int, float] = {}  # by draft length: the median of those rounds
         self._cut = 0  # rounds in a row that were cut short
-        self.passes = {
-            "target": Passes(),
-            "draft": Passes(),
-        }  # over prompts, by the model that reads them
+        # over prompts, by the model that reads them
+        self.passes = {"target": Passes(), "draft": Passes()}
 
     def forget(self) -> None:
         """Nothing was observed: what comes will be faster than what was."""

@@ -15,12 +15,8 @@ from bass_cli.engine.captured import Captured
 from bass_cli.engine.contracts import CatchesUp
 from bass_cli.engine.deadline import Clock
 
-_SIZES = (
-    2,
-    8,
-    32,
-    128,
-)  # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
+# tokens a row that are taken in at once: few graphs, and a few tokens more cost little
+_SIZES = (2, 8, 32, 128)
 # The first ones for any number of rows, longer ones in passes of at most so many tokens: on an
 # H200 a pass of 128 tokens of one row takes a draft of half a billion parameters 1.0 ms, as one
 # of 32 does.
@@ -41,13 +37,10 @@ class CatchingUp:
         self, batch: Batch, drafter: CatchesUp | None, clock: Clock, captured: Captured | None
     ):
         self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
-        self._behind = batch.tokens.new_zeros(
-            ()
-        )  # where a pass begins, tokens before each row's end
-        self._missed, self._unit = (
-            0,
-            0.0,
-        )  # tokens that some row may have got meanwhile; seconds of a pass
+        # where a pass begins, tokens before each row's end
+        self._behind = batch.tokens.new_zeros(())
+        # tokens that some row may have got meanwhile; seconds of a pass
+        self._missed, self._unit = (0, 0.0)
 
     def missed(self, tokens: int) -> None:
         """A round went by without the drafter's drafts, in which no row got more than so many

@@ -22,9 +22,8 @@ _STEP_LAUNCHES = (
 )
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
 Kind = Literal["round", "given", "catch up"]
-Fit = Literal[
-    "near", "wider", "same"
-]  # which draft lengths may serve another: any, longer ones, or none
+# which draft lengths may serve another: any, longer ones, or none
+Fit = Literal["near", "wider", "same"]
 
 
 class Shape(NamedTuple):
@@ -92,9 +91,8 @@ class Ladder:
         """Seconds that `step` is likely to take beyond those of a replay."""
         if step.how == "replay":
             return 0.0
-        kinds = (
-            ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)
-        )  # a plain pass tells of the former
+        # a plain pass tells of the former
+        kinds = ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)
         known = [self._unit[kind, step.how] for kind in kinds if (kind, step.how) in self._unit]
         return (known[0] if known else _SECONDS) * _launches(step.shape)
 

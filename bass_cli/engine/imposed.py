@@ -22,9 +22,8 @@ class Imposed:
 
     def __init__(self, rates: Sequence[float], batch: Batch):
         self.rates, self._batch, self._turn = tuple(rates), batch, 0
-        self._stands = torch.zeros(
-            batch.capacity, 0, dtype=torch.bool, device=batch.device
-        )  # by row and position
+        # by row and position
+        self._stands = torch.zeros(batch.capacity, 0, dtype=torch.bool, device=batch.device)
         self.version = 0
         self._widen()
 
@@ -48,9 +47,8 @@ class Imposed:
 
     def accepted(self, places: Tensor) -> Tensor:
         """How many drafts stand, [B] int64. places [B, k]: their positions."""
-        places = places.clamp(
-            max=self._stands.shape[1] - 1
-        )  # only what is beyond a row's end goes there
+        # only what is beyond a row's end goes there
+        places = places.clamp(max=self._stands.shape[1] - 1)
         return self._stands[: len(places)].gather(1, places).long().cumprod(-1).sum(-1)
 
     def _widen(self) -> None:

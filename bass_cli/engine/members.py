@@ -18,12 +18,7 @@ class Members:
     """The prompts and rows of one loop."""
 
     def __init__(
-        self,
-        batch: Batch,
-        target: Target,
-        drafter: Drafter,
-        imposed: Imposed | None,
-        clock: Clock,
+        self, batch: Batch, target: Target, drafter: Drafter, imposed: Imposed | None, clock: Clock
     ):
         self._batch, self._target, self._drafter, self._clock = batch, target, drafter, clock
         self._followers: tuple[FollowsRows, ...] = (target, drafter)

@@ -12,9 +12,8 @@ from bass_cli.io.prompts import open_source
 from bass_cli.io.readers import READERS, hub_records
 from bass_cli.io.reading import text, whole
 
-Fields = Mapping[
-    str, Callable[[Any], Any]
-]  # by name, what raises ValueError at a value of another type
+# by name, what raises ValueError at a value of another type
+Fields = Mapping[str, Callable[[Any], Any]]
 
 
 def read_problems(

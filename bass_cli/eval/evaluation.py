@@ -80,9 +80,8 @@ class Evaluation:
         self.task: Task = load_task(args.task, args.data)
         scoring.refuse_without_programs(self.task, args)
         self.job = self._job()
-        first = (
-            "" if self.job.limit is None else f"-first{self.job.limit}"
-        )  # a trial keeps out of the whole task's file
+        # a trial keeps out of the whole task's file
+        first = "" if self.job.limit is None else f"-first{self.job.limit}"
         self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
         if is_stream(self.out):
             raise UserError(
@@ -181,9 +180,8 @@ class Evaluation:
             verdicts=verdicts,
             overwrite=self._args.overwrite,
         )
-        self.scoring = self.scoring._replace(
-            rejudge=False
-        )  # other files of a sweep share these verdicts
+        # other files of a sweep share these verdicts
+        self.scoring = self.scoring._replace(rejudge=False)
         return found
 
     def report_path(self, out: str) -> str:

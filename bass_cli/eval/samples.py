@@ -266,9 +266,8 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
     unknown task_id."""
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
-        bare = row.task_id.removeprefix(
-            "Mbpp/"
-        )  # MBPP's own numbers, and as other tools write them
+        # MBPP's own numbers, and as other tools write them
+        bare = row.task_id.removeprefix("Mbpp/")
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
             name = row.task_id[:80]

@@ -57,9 +57,8 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
         evaluation.check_places(out)
     settle(evaluation.job.threads, screen.note)
 
-    plan = evaluation.plan(
-        options=("--n", "--max-new-tokens")
-    )  # the methods say how many of them are drawn at once
+    # the methods say how many of them are drawn at once
+    plan = evaluation.plan(options=("--n", "--max-new-tokens"))
     for note in plan.notes:  # once, not before every file
         screen.note(note)
     plan = dataclasses.replace(plan, notes=())

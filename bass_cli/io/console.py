@@ -140,9 +140,8 @@ class Screen:
     def summary(self, output: str) -> dict[str, Any]:
         """The figures of this run; rates are None where nothing was drafted."""
         seconds = self._now() - self._began
-        decoding = (
-            0.0 if self._decoding is None else self._now() - self._decoding
-        )  # loading alone is no decoding
+        # loading alone is no decoding
+        decoding = 0.0 if self._decoding is None else self._now() - self._decoding
         return {
             "output": output,
             "samples": self._samples,

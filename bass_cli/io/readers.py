@@ -20,12 +20,10 @@ from bass_cli.io.hub import refusal
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
 _PATIENCE = 20.0  # seconds in which a hub that can be reached has answered, whatever the line
-LONGEST_LINE = (
-    64 * 2**20
-)  # bytes: a million tokens take some 5 MB, and a line is in memory several times over
-_LONGEST_LIST = (
-    2**30
-)  # bytes of a .json file, which is in memory as a whole, and once more as values
+# bytes: a million tokens take some 5 MB, and a line is in memory several times over
+LONGEST_LINE = 64 * 2**20
+# bytes of a .json file, which is in memory as a whole, and once more as values
+_LONGEST_LIST = 2**30
 SPLITS = ("train", "validation", "test", "dev")
 
 

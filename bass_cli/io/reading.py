@@ -17,9 +17,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LARGEST = (
-    2**63 - 1
-)  # of a whole number: what a tensor and most other readers of such files can hold
+# of a whole number: what a tensor and most other readers of such files can hold
+LARGEST = 2**63 - 1
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
 

@@ -94,11 +94,8 @@ class _Seen(NamedTuple):
     times: int
 
 
-_GUESSED = (
-    1.0,
-    0.03,
-    0.8,
-)  # of the three weights, before anything was seen, in passes; the last: where a model drafts
+# of the three weights, before anything was seen, in passes; the last: where a model drafts
+_GUESSED = (1.0, 0.03, 0.8)
 _DOUBT = 1e4  # how little that guess weighs against what is seen
 
 
@@ -138,9 +135,8 @@ class Learned:
 
     def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         if self._typical:
-            seconds = min(
-                seconds, 4 * self.predict(rows, width) + self._typical
-            )  # a stumble of the machine
+            # a stumble of the machine
+            seconds = min(seconds, 4 * self.predict(rows, width) + self._typical)
         features = _features(rows, width)
         if not self._typical:
             self._unit = seconds
@@ -148,9 +144,8 @@ class Learned:
             share = seconds / sum(g * f for g, f in zip(guessed, features, strict=True))
             self._weights = [share * g for g in guessed]
         self._typical += 0.1 * (seconds - self._typical) if self._typical else seconds
-        x = tuple(
-            f * self._unit / seconds for f in features
-        )  # so that errors count relative to a round's seconds
+        # so that errors count relative to a round's seconds
+        x = tuple(f * self._unit / seconds for f in features)
         ahead = [sum(row[j] * x[j] for j in range(3)) for row in self._spread]
         scale = _FORGET + sum(a * b for a, b in zip(x, ahead, strict=True))
         wrong = self._unit - sum(w * f for w, f in zip(self._weights, x, strict=True))

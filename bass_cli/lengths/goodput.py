@@ -21,34 +21,12 @@ from bass_cli.lengths.losses import Losses
 from bass_cli.lengths.probing import Probing
 from bass_cli.lengths.round_cost import Surface
 
-_CHOICES = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    8,
-    10,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-)  # those that graphs are made for, and two more
-_LEAST, _MOST, _STRENGTH = (
-    0.5,
-    0.85,
-    5.0,
-)  # what a profile saw of other text is a guess, within these bounds
-_OPENING = (
-    2,
-    0,
-    1,
-)  # draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
+# those that graphs are made for, and two more
+_CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)
+# what a profile saw of other text is a guess, within these bounds
+_LEAST, _MOST, _STRENGTH = (0.5, 0.85, 5.0)
+# draft lengths of the first rounds, from which cost is learnt where that costs next to nothing
+_OPENING = (2, 0, 1)
 # the longest draft to begin with; then twice what was tried: few rounds tell little of long drafts
 _REACH = 8
 _TRIAL = 0.02  # share of the time that the first use of a length may take when it is only tried
@@ -118,10 +96,8 @@ class Goodput:
         self._ahead: _Choice | None = (
             None  # of the next round, if it was made while the last one ran
         )
-        self._paces, self._pace = (
-            self._places / 1.0,
-            0.0,
-        )  # seconds a token takes a row, by choice; the least of them
+        # seconds a token takes a row, by choice; the least of them
+        self._paces, self._pace = (self._places / 1.0, 0.0)
         self._last = 0  # the place of the last choice that was made for its goodput
         self._within = self._reach(_REACH)  # the first so many choices are thought of
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
@@ -188,10 +164,8 @@ class Goodput:
     def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
         """The length that pays, if only rows with so many drafts can keep them; now and then a
         short probe."""
-        most, outlook = (
-            max(counts),
-            self._seen(outlook)._replace(catch_up=0.0),
-        )  # the host's drafts need no catching up
+        # the host's drafts need no catching up
+        most, outlook = (max(counts), self._seen(outlook)._replace(catch_up=0.0))
         if self._opening or not self._costs.known:
             return most
         choices = self._costs.line(len(counts), outlook.context)

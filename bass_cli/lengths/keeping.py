@@ -20,10 +20,9 @@ _CHANGED = 3.5  # standard deviations between the two that mean a change
 _AFTER_CHANGE = 0.15  # what all that was known before it weighs then
 _STALE = 8.0  # trials that what was known counts as when a probe comes after many plain rounds
 _FIRM = 6.0  # survivors that the correction of a position must have seen to be half believed
-_EAGER, _EVERY = (
-    8,
-    4,
-)  # rounds at first after each of which corrections are computed, and then how often
+# rounds at first after each of which corrections are computed, and then how often
+_EAGER, _EVERY = (8, 4)
+# rates of which the powers are kept
 _GRID = numpy.array(
     [
         0.0,
@@ -53,7 +52,7 @@ _GRID = numpy.array(
         0.98,
         1.0,
     ]
-)  # rates of which the powers are kept
+)
 _EDGES = (_GRID[1:] + _GRID[:-1]) / 2
 
 
@@ -68,16 +67,12 @@ class Keeping:
         self._samples: Sequence[Hashable] = ()
         self._row_kept, self._row_trials = numpy.zeros(0), numpy.zeros(0)
         self._powers: Array = _GRID[:, None] ** numpy.arange(limit + 1)  # [rates, limit + 1]
-        self._seen, self._due = (
-            numpy.zeros(limit + 1),
-            numpy.zeros(limit + 1),
-        )  # survivors by position: so many, expected
-        self._chances = (
-            self._powers
-        )  # by rate, that a row keeps at least so many drafts, corrected: [rates, limit + 1]
-        self._rounds = 1.0 / self._chances.cumsum(
-            1
-        )  # rounds a token: one over what a round brings, the target's own too
+        # survivors by position: so many, expected
+        self._seen, self._due = (numpy.zeros(limit + 1), numpy.zeros(limit + 1))
+        # by rate, that a row keeps at least so many drafts, corrected: [rates, limit + 1]
+        self._chances = self._powers
+        # rounds a token: one over what a round brings, the target's own too
+        self._rounds = 1.0 / self._chances.cumsum(1)
         self._rates: Array | None = None  # the rows', while nothing has changed
         self._observed = 0
 
@@ -185,9 +180,8 @@ class Keeping:
         if len(trials) < 2:
             return numpy.full(len(trials), rate)
         total = float(trials.sum())
-        apart = (
-            self._row_kept - rate * trials
-        )  # of each row, trials times its distance from the pool
+        # of each row, trials times its distance from the pool
+        apart = self._row_kept - rate * trials
         noise = rate * (1 - rate) + 1e-6
         others = len(trials) - 1  # degrees of freedom
         spread = (
@@ -195,9 +189,8 @@ class Keeping:
         )
         if spread <= 0:
             return numpy.full(len(trials), rate)
-        between = spread / (
-            total - float(trials @ trials) / total + 1e-9
-        )  # in units of the noise of one trial
+        # in units of the noise of one trial
+        between = spread / (total - float(trials @ trials) / total + 1e-9)
         return numpy.clip(rate + apart * between / (trials * between + 1), 0.0, 1.0)
 
     def _count(self, kept: Array, drafts: Array) -> None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 _SEARCH, _MEMORY = 8, 24  # looks before a verdict, and how many the mean of what they win goes back
 _REST = (8, 512)  # rounds without a look: the first time, and at most
-_PRIOR, _FADE = (
-    4.0,
-    0.98,
-)  # looks that what is thought at first counts as; what a look weighs one look later
+# looks that what is thought at first counts as; what a look weighs one look later
+_PRIOR, _FADE = (4.0, 0.98)
 _RARE = 0.01  # share of the looks that is never thought less
 _CHEAP = 0.01  # share of a plain round that a look may take and never be given up
 _SPARED = 0.005  # share of the time below which no longer rest brings what looking costs
@@ -24,10 +22,8 @@ class Looking:
 
     def __init__(self) -> None:
         self._rest, self._resting, self._looks, self._gain = _REST[0], 0, 0, 0.0
-        self._worth, self._all = (
-            0.25 * _PRIOR,
-            _PRIOR,
-        )  # looks that found what is worth drafting, of all
+        # looks that found what is worth drafting, of all
+        self._worth, self._all = (0.25 * _PRIOR, _PRIOR)
 
     @property
     def due(self) -> bool:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 _REGRET = 0.012  # share of the time that drafting may have lost
 _AHEAD = 200  # rounds that are still to come, at most, of which that share may be lost already
-_GRACE = (
-    1.0,
-    3.0,
-)  # plain rounds that it may have lost besides, where next to nothing can be won, and at most
+# plain rounds that it may have lost besides, where next to nothing can be won, and at most
+_GRACE = (1.0, 3.0)
 _HOPE = 0.3  # what drafting must be expected to win for the most of that, in plain decoding's speed
 # of what was expected once, what a round later still counts if anything was won: bad stretches pass
 _FADE = 0.995

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-Recorder = Callable[
-    [Callable[[], None]], Callable[[], None]
-]  # from a warm function to what runs it again
+# from a warm function to what runs it again
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def capture(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:

@@ -27,9 +27,8 @@ from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.tensor_content import parts
 from bass_cli.model.tensor_files import DTYPES, Entry, read_safetensors, read_torch
 
-_CONFIG_BYTES = (
-    1 << 24
-)  # the most that a config may have; the largest index of shards has a few megabytes
+# the most that a config may have; the largest index of shards has a few megabytes
+_CONFIG_BYTES = 1 << 24
 _FACTORS = 1 << 16  # more rotary factors than any head has dimensions
 _NAMED = 5  # tensors that an error names
 # The single file of each format, else its index, else all that look like shards; the first

@@ -63,9 +63,8 @@ class Continuation:
     def _has_text(self, id_: int) -> bool:
         if self._is_byte(id_):
             return False
-        twice = self._tokenizer.decode(
-            [id_, id_]
-        )  # a lone space is dropped, the second of two is not
+        # a lone space is dropped, the second of two is not
+        twice = self._tokenizer.decode([id_, id_])
         return bool(twice) and _CUT not in twice
 
 
@@ -118,9 +117,8 @@ class StopDetector:
         assert stops
         assert all(stops)
         self._text, self._stops = text, tuple(stops)
-        self._needed = (
-            max(map(len, stops)) + _MARGIN
-        )  # characters that the tail must show of what came before
+        # characters that the tail must show of what came before
+        self._needed = max(map(len, stops)) + _MARGIN
         self._ids: list[int] = []
         self._tail = 0  # where the tail begins
 

@@ -21,10 +21,8 @@ from bass_cli.model.prefix_groups import TeamTable
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Segments
 
-ARENA = {
-    "cpu": 1024,
-    "cuda": 8192,
-}  # positions that the prompt store starts with; it doubles as needed
+# positions that the prompt store starts with; it doubles as needed
+ARENA = {"cpu": 1024, "cuda": 8192}
 # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 _TEAMED = 1024
 _MOVED = 2**26  # bytes of keys and values that move at once, for which there is a copy meanwhile
@@ -126,9 +124,8 @@ class KVCache:
         )
         self.span = span
         self.version = 0
-        self._places = torch.zeros(
-            2, rows, dtype=torch.int64, device=device
-        )  # together, so that one operation sets both
+        # together, so that one operation sets both
+        self._places = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self._base, self._start = self._places
         self._host = numpy.zeros((2, rows), dtype=numpy.int64)
         self._of_row: list[Span | None] = [None] * rows

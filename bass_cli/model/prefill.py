@@ -42,9 +42,8 @@ class PromptGraphs:
         self, run: Callable[[Tensor, Tensor], None], record: Recorder, device: torch.device
     ):
         self._run, self._record = run, record
-        self._input = torch.zeros(
-            2 + SIZES[-1], dtype=torch.int64, device=device
-        )  # the place, then the tokens
+        # the place, then the tokens
+        self._input = torch.zeros(2 + SIZES[-1], dtype=torch.int64, device=device)
         self._held: dict[int, Callable[[], None]] = {}
         self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
         self._wished: Counter[int] = Counter()

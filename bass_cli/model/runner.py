@@ -16,10 +16,8 @@ from bass_cli.model.kv_cache import Change, KVCache, Span
 from bass_cli.model.prefill import SIZES, PromptGraphs, padded
 
 _CHUNK = SIZES[-1]  # prompt tokens a pass
-_TIMED_CHUNK = {
-    "cpu": 64,
-    "cuda": 512,
-}  # the same where a deadline may stop it in between: about what a round takes
+# the same where a deadline may stop it in between: about what a round takes
+_TIMED_CHUNK = {"cpu": 64, "cuda": 512}
 
 
 class Runner:

@@ -54,10 +54,8 @@ class Template:
     def _ask(self, messages: Messages) -> tuple[bytes, str]:
         if self._child is None:
             pipe, pid = _start(self._render)
-            self._child = (
-                pipe,
-                weakref.finalize(self, _end, pipe, pid),
-            )  # a finalizer is called when the process ends too
+            # a finalizer is called when the process ends too
+            self._child = (pipe, weakref.finalize(self, _end, pipe, pid))
         pipe, end = self._child
         try:
             pipe.send_bytes(pickle.dumps(messages))

@@ -36,6 +36,7 @@ _PROBE = (
 )
 _CONTROL = 3  # the kind of a GGUF token that has no text
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
+# that transformers reads
 _FILES = (
     "tokenizer*",
     "vocab*",
@@ -45,16 +46,13 @@ _FILES = (
     "chat_template*",
     "*.model",
     *_NAMING,
-)  # that transformers reads
+)
 _MOST_BYTES = 1 << 27  # of one of them; the largest known, of 262,144 tokens, has a quarter of that
 _OTHER_TOKENIZER = (
     'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
 )
-_SPECIAL = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "pad_token": "padding",
-}  # transformers' name to GGUF's
+# transformers' name to GGUF's
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 
 
 class Tokenizer:

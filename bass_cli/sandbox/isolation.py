@@ -38,9 +38,8 @@ SYSTEM = (
     "/etc/nsswitch.conf",
 )
 NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
-DYNAMIC_USERS = range(
-    61184, 65520
-)  # what systemd sets aside for users that exist only while something runs
+# what systemd sets aside for users that exist only while something runs
+DYNAMIC_USERS = range(61184, 65520)
 NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
 ACCEPT = "--allow-weak-sandbox"
 

@@ -45,9 +45,8 @@ class Limits(NamedTuple):
     open_files: int = 64
     file_bytes: int = 16 << 20  # one file
     folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
-    output_bytes: int = (
-        64 << 10
-    )  # what is kept of standard output and error; the rest is read and dropped
+    # what is kept of standard output and error; the rest is read and dropped
+    output_bytes: int = 64 << 10
 
 
 DEFAULT_LIMITS = Limits()

@@ -33,9 +33,8 @@ _REFUSALS = (
     "bad_alloc",
     "not enough memory",
 )
-_UNLIMITED = (
-    1 << 60
-)  # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
+# bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
+_UNLIMITED = 1 << 60
 
 
 class HostMemory(NamedTuple):

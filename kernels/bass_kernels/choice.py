@@ -18,12 +18,8 @@ from .vocabulary import LOWEST, best_above, better, everything, law, mass_above,
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
-_LOOKS = (
-    0,
-    1,
-    2,
-    1,
-)  # everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
+# everything; the mass above the candidate; the best above it; its mass. The rest is _decide's
+_LOOKS = (0, 1, 2, 1)
 # of a chunk: best score, its token, its scaled logit, mass (above), peak, raw mass, count above
 _FIELDS = 8
 # and of a row: candidate, its scaled logit, the row's state, mass, peak, raw mass

@@ -234,9 +234,8 @@ def _mix(
     # one ahead is done.
     base = tl.load(base_ptr + row, cache_modifier=".cg").to(tl.int32)
     start = tl.load(start_ptr + row, cache_modifier=".cg")
-    old = tl.load(position_ptr + row * wide, cache_modifier=".cg").to(
-        tl.int32
-    )  # keys before it are in the cache
+    # keys before it are in the cache
+    old = tl.load(position_ptr + row * wide, cache_modifier=".cg").to(tl.int32)
     position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg").to(
         tl.int32
     )

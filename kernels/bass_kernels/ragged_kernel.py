@@ -6,9 +6,8 @@ launched, and on what: ragged.py.
 import triton
 import triton.language as tl
 
-_FIELD: tl.constexpr = tl.constexpr(
-    1 << 10
-)  # a row's counter: arrivals, pieces of its own, pieces of a team's
+# a row's counter: arrivals, pieces of its own, pieces of a team's
+_FIELD: tl.constexpr = tl.constexpr(1 << 10)
 
 
 @triton.jit
@@ -265,9 +264,8 @@ def attend(
                 )
                 + 1
             )
-            in_own = (
-                tl.cdiv(longest, BLOCK_N) + 1 - prompts
-            )  # one more: two segments may end in a block each
+            # one more: two segments may end in a block each
+            in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
         blocks = prompts + tl.where(in_team, 0, in_own)
         share = tl.maximum(
             tl.cdiv(blocks, tl.minimum(tl.maximum(blocks // many, least_splits), most_splits)), 1

@@ -26,14 +26,10 @@ _SMALL = 512  # tokens at a time beside 16 pivots
 # spread over chunks; the last one goes on by itself, one program a row, where more are needed
 _LOOKS = 4
 _FOUND = _PIVOTS + 4  # of a chunk: weights above the pivots; peak, its first token, mass, raw mass
-_SHIFTS = {
-    torch.float32: 0,
-    torch.float16: 13,
-    torch.bfloat16: 16,
-}  # bits of a float32 that the type leaves 0
-_COUNT, _COUNT_ON, _WEIGH, _MASS, _MASS_ON = (
-    tl.constexpr(phase) for phase in range(1, 6)
-)  # 0: the edges are found
+# bits of a float32 that the type leaves 0
+_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+# 0: the edges are found
+_COUNT, _COUNT_ON, _WEIGH, _MASS, _MASS_ON = (tl.constexpr(phase) for phase in range(1, 6))
 _LOWEST = tl.constexpr(-2139095041)  # order(-inf)
 
 

@@ -7,9 +7,8 @@ import triton.language as tl
 from .sampling import COLDEST, HOTTEST
 
 _COLDEST, _HOTTEST = tl.constexpr(COLDEST), tl.constexpr(HOTTEST)
-LOWEST = tl.constexpr(
-    -3.4028234663852886e38
-)  # the least float32 that is finite: a peak before any logit was seen
+# the least float32 that is finite: a peak before any logit was seen
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit

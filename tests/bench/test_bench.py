@@ -137,9 +137,8 @@ def test_the_floor_follows_the_rounds() -> None:
     assert found.work.bytes == 330
     with_draft = needs(RAGGED, target, Cost(40, 0, 1, 0, 0, (0,)), samples=1, ceilings=ceilings)
     assert with_draft.ends == pytest.approx((19.0, 38.0, 53.0))  # and 2, 2 and 1 steps of 40 bytes
-    slow = Ceilings(
-        1e9, 10.0, "known"
-    )  # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
+    # bound by arithmetic: 2 rows x 3 tokens x 110 x 2 operations at 10 a second
+    slow = Ceilings(1e9, 10.0, "known")
     assert needs(RAGGED, target, None, samples=1, ceilings=slow).ends[0] == pytest.approx(132.0)
     keys = Cost(0, 0, 1, 1, 0, (0,))
     apart = needs(RAGGED, keys, None, samples=1, ceilings=ceilings).work.bytes

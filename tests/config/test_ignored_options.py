@@ -100,9 +100,7 @@ def test_a_stop_string_is_unescaped_as_a_shell_user_expects(given: str, meant: s
 
 
 def test_the_manifest_has_the_real_stop_strings(
-    cli: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def stops(*flags: str) -> list[str]:
         assert cli("generate", "p.jsonl", "--out", "o.jsonl", "--overwrite", *flags).exit_code == 0

@@ -23,23 +23,8 @@ from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
 
 VOCAB = 16
-PAPERS = [
-    7,
-    9,
-    11,
-    13,
-    15,
-    17,
-    19,
-    21,
-    23,
-    25,
-    27,
-    29,
-    31,
-    32,
-    32,
-]  # while some row keeps everything
+# while some row keeps everything
+PAPERS = [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31, 32, 32]
 LINES = make_surface(
     (1, 4), (0, 32), verify=[[1.0, 1.0], [1.0, 1.0]], draft=[[0.0, 0.001], [0.0, 0.001]]
 )

@@ -144,9 +144,8 @@ def test_shared_acceptance_counts_the_equal_prefix():
 def test_maximal_acceptance_survives_a_residual_without_mass():
     """p == q: rounding may still reject; the draw then comes from p, never from nothing."""
     law = torch.tensor([0.0, 0.25, 0.75])
-    drafts = torch.tensor(
-        [[0]]
-    )  # a token that neither law can give: always rejected, and what a draw from nothing gives
+    # a token that neither law can give: always rejected, and what a draw from nothing gives
+    drafts = torch.tensor([[0]])
     accepted, following = ops.accept_maximal(
         drafts, law[None, None], law.expand(1, 2, 3), keys_for(1), torch.tensor([4])
     )

@@ -18,18 +18,12 @@ from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 from bass_cli.scheduler import Conductor
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # NaN in numpy: the interpreter's arithmetic
+# NaN in numpy: the interpreter's arithmetic
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF, NAN = math.inf, math.nan
-LAWS = [
-    (0.0, 0, 1.0),
-    (1.0, 0, 1.0),
-    (0.8, 0, 0.9),
-    (1.0, 5, 1.0),
-    (0.9, 4, 0.8),
-]  # temperature, top_k, top_p
+# temperature, top_k, top_p
+LAWS = [(0.0, 0, 1.0), (1.0, 0, 1.0), (0.8, 0, 0.9), (1.0, 5, 1.0), (0.9, 4, 0.8)]
 KINDS = ["reference"] + (["triton"] if ops.has_triton() else [])
 
 

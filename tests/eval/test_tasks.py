@@ -122,9 +122,8 @@ def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
     assert problem.task_id == "7"
     assert problem.prompt.startswith("Article: A long story.")
     assert task.rate(problem, "The cat sat.") == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
-    rated = task.rate(
-        problem, "sat the cats"
-    )  # stems: three words of three, "the cat" of two pairs, two in order
+    # stems: three words of three, "the cat" of two pairs, two in order
+    rated = task.rate(problem, "sat the cats")
     assert rated == {
         "rouge1": pytest.approx(1.0),
         "rouge2": pytest.approx(0.5),

@@ -249,10 +249,7 @@ def test_the_same_command_rebuilds_a_damaged_manifest(
                        "now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
 ])  # fmt: skip
 def test_another_command_is_refused_where_the_manifest_is_damaged(
-    cli: Any,
-    tmp_path: Path,
-    change: tuple[str, ...],
-    says: str | None,
+    cli: Any, tmp_path: Path, change: tuple[str, ...], says: str | None
 ) -> None:
     """By the lines; what they do not tell is known where the file system keeps attributes."""
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")

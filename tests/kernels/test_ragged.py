@@ -15,26 +15,10 @@ from bass_cli.model.prefix_groups import SIZES, TeamTable, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
-SPANS = [
-    (3, 70),
-    (3, 70),
-    (80, 111),
-    None,
-    (3, 70),
-    (80, 111),
-    (200, 40),
-    None,
-]  # a row's prompt: start, length
-USED = [
-    4,
-    90,
-    1,
-    77,
-    6,
-    30,
-    12,
-    0,
-]  # keys before the pass in a row's own span; the last row is a dummy
+# a row's prompt: start, length
+SPANS = [(3, 70), (3, 70), (80, 111), None, (3, 70), (80, 111), (200, 40), None]
+# keys before the pass in a row's own span; the last row is a dummy
+USED = [4, 90, 1, 77, 6, 30, 12, 0]
 SPAN, STORE = 150, 250
 
 

@@ -17,9 +17,8 @@ from bass_kernels import acceptance, noise, sampling
 pytest.importorskip("triton")
 from bass_kernels import rejection, truncation
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*encountered in log:RuntimeWarning"
-)  # the interpreter's, masked there
+# the interpreter's, masked there
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in log:RuntimeWarning")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

@@ -79,9 +79,8 @@ def test_what_a_safetensors_header_says_of_a_tensor(
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    header["lm_head.weight"] = (
-        header["model.embed_tokens.weight"] | changes
-    )  # a head of its own, whatever the config says
+    # a head of its own, whatever the config says
+    header["lm_head.weight"] = header["model.embed_tokens.weight"] | changes
     if fault != "shared offsets":
         del header["model.embed_tokens.weight"]
         header["model.embed_tokens.weight"] = header.pop("lm_head.weight")

@@ -13,11 +13,8 @@ import sys
 import time
 
 KILL, STOP = 9, 19 if sys.platform == "linux" else 17
-CHILDRENS_FAULTS, OWN_TIME, CHILDRENS_END = (
-    8,
-    11,
-    15,
-)  # fields of a process's stat, see `_stats`: user and system time each
+# fields of a process's stat, see `_stats`: user and system time each
+CHILDRENS_FAULTS, OWN_TIME, CHILDRENS_END = (8, 11, 15)
 
 
 def kill_descendants(process: int = 0) -> None:

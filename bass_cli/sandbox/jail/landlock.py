@@ -43,9 +43,8 @@ def restrict(readable: list[str], writable: list[str]) -> None:
         raise SetupError("landlock", "the kernel does not offer it")
     handled = handled_rights(offered)
     network, scopes = ALL_TCP * (offered >= NETWORK_SINCE), ALL_SCOPES * (offered >= SCOPES_SINCE)
-    size = 8 * (
-        1 + (offered >= NETWORK_SINCE) + (offered >= SCOPES_SINCE)
-    )  # an older kernel knows fewer fields
+    # an older kernel knows fewer fields
+    size = 8 * (1 + (offered >= NETWORK_SINCE) + (offered >= SCOPES_SINCE))
     try:
         rules = call(
             "syscall",
@@ -70,9 +69,8 @@ def _allow(rules: int, path: str, rights: int) -> None:
     except OSError:  # not there, or not to be seen: nothing to allow
         return
     rights &= -1 if os.path.isdir(path) else FILE_RIGHTS
-    rule = (ctypes.c_uint32 * 3)(
-        rights & 0xFFFFFFFF, rights >> 32, place
-    )  # packed: u64 rights, s32 descriptor
+    # packed: u64 rights, s32 descriptor
+    rule = (ctypes.c_uint32 * 3)(rights & 0xFFFFFFFF, rights >> 32, place)
     try:
         call("syscall", ADD_RULE, rules, 1, ctypes.byref(rule), 0)
     finally:

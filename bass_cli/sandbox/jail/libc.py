@@ -11,9 +11,8 @@ import os
 import sys
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
-LIBRARY = ctypes.CDLL(
-    None, use_errno=True
-)  # loaded already: this is only a handle, and a new one is slow to make
+# loaded already: this is only a handle, and a new one is slow to make
+LIBRARY = ctypes.CDLL(None, use_errno=True)
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-Program = (
-    str | tuple[str, str]
-)  # a text, or two, each whole by itself: the second, tests, runs in the module of the first
+# a text, or two, each whole by itself: the second, tests, runs in the module of the first
+Program = str | tuple[str, str]
 
 
 class Order(TypedDict):

@@ -82,9 +82,8 @@ def _confine(order: Order, layers: tuple[str, ...]) -> None:
     if "landlock" in layers:
         readable = [real for _, real in order["places"]] + list(DEVICES)
         shared = ["/tmp", "/dev/shm"] if "mount" in layers else []
-        own = (
-            ["/proc"] if {"mount", "pid"} <= set(layers) else []
-        )  # only a /proc that shows the program alone
+        # only a /proc that shows the program alone
+        own = ["/proc"] if {"mount", "pid"} <= set(layers) else []
         landlock.restrict(readable + own, [work, "/dev/null", *shared])
     if "seccomp" in layers:
         alone = None if "pid" in layers else os.getpid()

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 
     from .order import Order
 
-ORDERS, REPORTS = (
-    0,
-    1,
-)  # standard input stays open as long as the supervisor wants the program to run
+# standard input stays open as long as the supervisor wants the program to run
+ORDERS, REPORTS = (0, 1)
 CHUNK, TICK = 65536, 0.05
 STARVED = (
     0.05  # of its time: who waited longer for a processor may have been late because of others
@@ -170,9 +168,8 @@ def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
         poll.register(descriptor, select.POLLIN)
     poll.register(ORDERS, 0)
     cores = os.cpu_count() or 1
-    count_at = (
-        deadline - watch.order["seconds"] + watch.order["cpu_seconds"] / cores
-    )  # not before can all of it be used
+    # not before can all of it be used
+    count_at = deadline - watch.order["seconds"] + watch.order["cpu_seconds"] / cores
     while watch.verdict is None:
         now = time.monotonic()
         left = deadline - now
