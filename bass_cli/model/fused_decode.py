@@ -1,6 +1,6 @@
 """A decoder's layers for a few tokens on a GPU, in five launches a layer, where the family
-allows it (bass_kernels/products.py, bass_kernels/mixing.py). Not here: the same layers op by op,
-for any family and number of tokens (decoder.py).
+allows it (residual.py, products.py and mixing.py of bass_kernels). Not here: the same layers op by
+op, for any family and number of tokens (decoder.py).
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def run(
 ) -> Tensor:
     """The final norm's output [B, W, width] for tokens [B, W], whose keys and values are
     written. Positions must not lie before a row's own slot 0. frequencies [half]: of rope."""
-    from bass_kernels import mixing, products
+    from bass_kernels import mixing, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
     norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
     # before the chain of launches
     segments = step.segments._replace(positions=step.positions.contiguous())
-    stream, angles = products.begin(
+    stream, angles = residual.begin(
         tokens.flatten(),
         step.positions.flatten(),
         weights["embed.weight"],
@@ -96,7 +96,7 @@ def run(
         stream = products.add(
             inner, weights[at + "down.weight"], stream, norms[slot + 1], early=early
         )
-    return products.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
+    return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
 
 
 def _large(spec: Spec, layers: int) -> bool:

@@ -23,7 +23,7 @@ attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.choice")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
 process = by_device(sampling.process, "bass_kernels.truncation")
-draft_sample = by_device(acceptance.draft_sample, "bass_kernels.rejection")
+draft_sample = by_device(acceptance.draft_sample, "bass_kernels.drawing")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [

@@ -39,8 +39,9 @@ def _trait(parameter: Any, argument: Any) -> object:
 
 @contextlib.contextmanager
 def _nothing_launched() -> Iterator[None]:
-    # Triton may take a millisecond to find out that a kernel is being compiled already
-    seen = set()
+    seen = (
+        set()
+    )  # Triton may take a millisecond to find out that a kernel is being compiled already
 
     def compile_only(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         launch = kernel, tuple(map(_trait, kernel.params, arguments)), tuple(options.items())

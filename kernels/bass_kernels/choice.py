@@ -14,7 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import LOWEST, best_above, better, everything, law, mass_above, nobody, top_mass
+from .vocabulary import (
+    LOWEST,
+    address,
+    best_above,
+    better,
+    everything,
+    mass_above,
+    masses_found,
+    nobody,
+    settled,
+    top_mass,
+)
 
 _BLOCK = 1024
 _CHUNK = 4 * _BLOCK
@@ -108,9 +119,8 @@ def _look(
     if LOOK == 2:
         due = tl.load(state + 2) == 2
     if due:
-        temperature, divisor, key_0, key_1, position = law(
-            row, temperature_ptr, key_ptr, position_ptr
-        )
+        temperature, divisor = settled(temperature_ptr, row)
+        key_0, key_1, position = address(row, key_ptr, position_ptr)
         start, end = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
@@ -207,12 +217,7 @@ def _conclude(
     if LOOK == 0:
         peaks = tl.load(here + 4, mask=inside, other=LOWEST, cache_modifier=".cg")
         peak = tl.max(peaks, 0)
-        mass = tl.sum(
-            tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak),
-            0,
-        )
-        raws = tl.load(here + 5, mask=inside, other=0.0, cache_modifier=".cg")
-        raw_mass = tl.sum(raws * tl.exp((peaks - peak) * divisor), 0)
+        mass, raw_mass = masses_found(here + 3, here + 5, inside, peaks, peak, divisor)
         tl.store(state + 3, mass)
         tl.store(state + 4, peak)
         tl.store(state + 5, raw_mass)
@@ -261,9 +266,8 @@ def _decide(
     if now != 1:
         token, x = tl.load(state).to(tl.int32), tl.load(state + 1)
         mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
-        _temperature, divisor, key_0, key_1, position = law(
-            row, temperature_ptr, key_ptr, position_ptr
-        )
+        _temperature, divisor = settled(temperature_ptr, row)
+        key_0, key_1, position = address(row, key_ptr, position_ptr)
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)

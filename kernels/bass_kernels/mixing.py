@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from .launch import SPARE, after, card, counters, fitting, overlap, processors
 from .pointwise import finite
 from .reference import Segments
+from .softmax import fold, merge_splits
 
 _NEW = 16  # the most new tokens of a row
 
@@ -33,75 +34,65 @@ def mix(
     window: int = 0,
     splits: int | None = None,
     keys: int | None = None,
-    warps: int = 4,
     early: bool = False,
 ) -> Tensor:
     """Attention's output [B W, H D] for qkv [B W, (H + 2K) D] as a product leaves it and angles [2,
-    B W, half] of rope.
-
-    segments.positions [B, W], contiguous, must rise by one from place to place, or repeat where
-    the same token is fed again, and must not lie before the row's own slot 0. splits (of a row's
-    keys), keys (at a time), warps: for tuning.
+    B W, half] of rope. segments.positions [B, W], contiguous, must rise by one from place to place,
+    or repeat where the same token is fed again, and not lie before the row's own slot 0. splits of
+    a row's keys, and keys at a time: for tests.
     """
     rows, wide = segments.positions.shape
-    kv_heads, size = own[0].shape[1], own[0].shape[3]
+    _, kv_heads, _, size = own[0].shape
     units = rows * kv_heads
-    if splits is None:
-        splits = max(1, min(8, processors(qkv.device) // units))
+    splits = splits or max(1, min(8, processors(qkv.device) // units))
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
     keys, stages = loads(qkv, block_q, block_d) if keys is None else (keys, 3)
-    assert wide <= _NEW
+    shape = {"H": heads, "K": kv_heads, "D": size, "HALF": angles.shape[2], "NEW": _NEW}
+    tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
-    parts, peaks, arrived = out, out, out
-    if splits > 1:
-        parts = torch.empty(
-            units * splits * block_q * block_d, dtype=torch.float32, device=qkv.device
-        )
-        peaks = torch.empty(2 * units * splits * block_q, dtype=torch.float32, device=qkv.device)
-        arrived = counters(qkv.device, units)
-    q_norm, k_norm = norms if norms is not None else (qkv, qkv)
-    positions = segments.positions
-    assert positions.is_contiguous()  # a copy here would be written by the launch right ahead
+    assert wide <= _NEW
+    # a copy here would be written by the launch right ahead
+    assert segments.positions.is_contiguous()
     _mix[(units, splits)](
         qkv,
         angles,
-        q_norm,
-        k_norm,
+        *(norms or (qkv, qkv)),
         *own,
         *prompt,
-        positions,
+        segments.positions,
         segments.base,
         segments.start,
         out,
-        parts,
-        peaks,
-        arrived,
+        *_scratch(out, units, splits, block_q, block_d),
         wide,
         rows,
         window,
         eps,
         scale * 1.4426950408889634,
-        own[0].stride(0),
-        own[0].stride(1),
-        own[0].stride(2),
-        prompt[0].stride(0),
-        prompt[0].stride(1),
-        H=heads,
-        K=kv_heads,
-        D=size,
-        HALF=angles.shape[2],
+        *own[0].stride()[:3],
+        *prompt[0].stride()[:2],
         NORMS=norms is not None,
-        NEW=_NEW,
-        BLOCK_Q=block_q,
-        BLOCK_D=block_d,
-        KEYS=keys,
-        SPLITS=splits,
         WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=warps,
+        **shape,
+        **tiling,
+        num_warps=4,
         num_stages=stages,
         **overlap(early, qkv.device),
     )
     return out
+
+
+def _scratch(
+    out: Tensor, units: int, splits: int, block_q: int, block_d: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the splits of a row and head leave their sums, then peaks and masses, and how many
+    have come."""
+    if splits == 1:
+        return out, out, out
+    lines = units * splits * block_q
+    parts = out.new_empty(lines * block_d, dtype=torch.float32)
+    peaks = out.new_empty(2 * lines, dtype=torch.float32)
+    return parts, peaks, counters(out.device, units)
 
 
 def fits(like: Tensor, lines: int, size: int) -> bool:
@@ -171,18 +162,6 @@ def _turned(
     return (value * cos + tl.where(d < HALF, -far, far) * sin).to(raw.dtype)
 
 
-@triton.jit
-def _fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
-    """Fold some keys and values into the running softmax (peak, mass, total); `seen` [queries,
-    keys]."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale, -1e30)
-    high = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.where(seen, tl.exp2(scores - high[:, None]), 0.0)
-    fade = tl.exp2(peak - high)
-    total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
-    return high, mass * fade + tl.sum(weights, 1), total
-
-
 @triton.jit(do_not_specialize=["wide", "rows"])
 def _mix(
     qkv_ptr,
@@ -234,11 +213,10 @@ def _mix(
     # one ahead is done.
     base = tl.load(base_ptr + row, cache_modifier=".cg").to(tl.int32)
     start = tl.load(start_ptr + row, cache_modifier=".cg")
-    # keys before it are in the cache
-    old = tl.load(position_ptr + row * wide, cache_modifier=".cg").to(tl.int32)
-    position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg").to(
-        tl.int32
-    )
+    old = tl.load(position_ptr + row * wide, cache_modifier=".cg")
+    old = old.to(tl.int32)  # keys before it are in the cache
+    position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg")
+    position = position.to(tl.int32)
     least = 0
     if window > 0:
         least = tl.maximum(old - window + 1, 0)
@@ -269,31 +247,21 @@ def _mix(
     for first in tl.range(low, tl.minimum(low + share, old), KEYS):
         at = first + tl.arange(0, KEYS)
         mask = (at < old)[:, None] & (d < D)[None, :]
-        in_prompt, far, near = (
-            (at < base)[:, None],
-            (at * prompt_step)[:, None],
-            ((at - base) * key_step)[:, None],
-        )
-        keys = tl.load(
-            tl.where(in_prompt, prompt_key_ptr + far, key_ptr + near) + d[None, :],
-            mask=mask,
-            other=0.0,
-        )
-        values = tl.load(
-            tl.where(in_prompt, prompt_value_ptr + far, value_ptr + near) + d[None, :],
-            mask=mask,
-            other=0.0,
-        )
+        in_prompt = (at < base)[:, None]
+        far, near = (at * prompt_step)[:, None], ((at - base) * key_step)[:, None]
+        spot = tl.where(in_prompt, prompt_key_ptr + far, key_ptr + near) + d[None, :]
+        keys = tl.load(spot, mask=mask, other=0.0)
+        spot = tl.where(in_prompt, prompt_value_ptr + far, value_ptr + near) + d[None, :]
+        values = tl.load(spot, mask=mask, other=0.0)
         seen = (at < old)[None, :] & inside[:, None]
         if window > 0:
             seen = seen & (at[None, :] > position[:, None] - window)
-        peak, mass, total = _fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
     if split == SPLITS - 1:
         step = tl.arange(0, NEW)
-        new = tl.load(position_ptr + row * wide + step, mask=step < wide, other=-1).to(tl.int32)
-        following = tl.load(
-            position_ptr + row * wide + step + 1, mask=step + 1 < wide, other=-1
-        ).to(tl.int32)
+        here = position_ptr + row * wide + step
+        new = tl.load(here, mask=step < wide, other=-1).to(tl.int32)
+        following = tl.load(here + 1, mask=step + 1 < wide, other=-1).to(tl.int32)
         mask = (step < wide)[:, None] & (d < D)[None, :]
         place = (new - base)[:, None] * key_step + d[None, :]
         keys = _turned(
@@ -326,8 +294,8 @@ def _mix(
         )
         if window > 0:
             seen = seen & (new[None, :] > position[:, None] - window)
-        peak, mass, total = _fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
-    _merge(
+        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
+    merge_splits(
         peak,
         mass,
         total,
@@ -343,54 +311,3 @@ def _mix(
         BLOCK_Q,
         BLOCK_D,
     )
-
-
-@triton.jit
-def _merge(
-    peak,
-    mass,
-    total,
-    target,
-    mask,
-    part_ptr,
-    peak_ptr,
-    masses,
-    arrived_ptr,
-    cell,
-    split,
-    SPLITS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Store what attention gives, once the last split of a row and head has come. Masses lie
-    `masses` after the peaks."""
-    line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
-    last = True
-    if SPLITS > 1:
-        at = (cell * SPLITS + split) * BLOCK_Q + line
-        tl.store(peak_ptr + at, peak)
-        tl.store(peak_ptr + masses + at, mass)
-        tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + cell, 1) == SPLITS - 1
-        if last:
-            first = cell * SPLITS * BLOCK_Q + line
-            peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
-            total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-            for other in tl.static_range(
-                SPLITS
-            ):  # first the peaks, so that the loads of the parts wait for nothing
-                peak = tl.maximum(
-                    peak, tl.load(peak_ptr + first + other * BLOCK_Q, cache_modifier=".cg")
-                )
-            for other in tl.static_range(SPLITS):
-                at = first + other * BLOCK_Q
-                gain = tl.exp2(tl.load(peak_ptr + at, cache_modifier=".cg") - peak)
-                total += (
-                    tl.load(part_ptr + at[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
-                    * gain[:, None]
-                )
-                mass += tl.load(peak_ptr + masses + at, cache_modifier=".cg") * gain
-            tl.store(arrived_ptr + cell, 0)
-    if last:
-        tl.store(target, (total / mass[:, None]).to(target.dtype.element_ty), mask=mask)

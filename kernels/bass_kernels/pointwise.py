@@ -256,8 +256,9 @@ def _rope_write(
         stored = tl.load(source + K * D + at, mask=at < tl.where(head < H, 0, D), other=0.0).to(
             tl.float32
         )
-        # a key is NaN where its value is stored as 0
-        result = (value + (value * 0 + stored * 0)).to(raw.dtype)
+        result = (value + (value * 0 + stored * 0)).to(
+            raw.dtype
+        )  # a key is NaN where its value is stored as 0
     else:
         result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)

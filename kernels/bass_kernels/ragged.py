@@ -7,7 +7,7 @@ any lengths. Here: shapes, launches, schedules; the kernel: ragged_kernel.py.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,6 @@ from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
 from .reference import Segments
 
-_BLOCK_M = 64
 _KEYS = 256  # keys that make a further piece worth its merge
 
 
@@ -28,6 +27,17 @@ class Cut(NamedTuple):
 
     few: int
     most: int
+
+
+class Tiling(NamedTuple):
+    """`members` rows in a team, 1 for no teams; `lines` a program, each one query of one head;
+    `keys` at a time, by `warps` in `stages`."""
+
+    members: int
+    lines: int
+    keys: int
+    warps: int
+    stages: int
 
 
 def attention(
@@ -48,60 +58,57 @@ def attention(
     are cut; `tile`, keys at a time, warps and stages; `members`, rows in a team: a power of two
     in `segments.teams`, 1 for no teams."""
     if dispatch.schedule() == "split" and len(q) > 1:
-        one = [slice(row, row + 1) for row in range(len(q))]
-        return torch.cat(
-            [
-                attention(
-                    q[r],
-                    (own[0][r], own[1][r]),
-                    prompt,
-                    _rows(segments, r),
-                    scale=scale,
-                    window=window,
-                    splits=splits,
-                    tile=tile,
-                )
-                for r in one
-            ]
-        )
+        given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
+        found = [
+            attention(q[at], (own[0][at], own[1][at]), prompt, _rows(segments, at), **given)
+            for at in (slice(row, row + 1) for row in range(len(q)))
+        ]
+        return torch.cat(found)
     rows, width, heads, size = q.shape
-    keys, values = own
-    kv_heads = keys.shape[1]
-    lines, device = width * (heads // kv_heads), q.device
+    kv_heads = own[0].shape[1]
+    lines = width * (heads // kv_heads)
     if dispatch.schedule() != "ragged" or segments.teams is None:
         members = 1
     elif members is None:
         members = _members(lines, rows)
-    members, block_m, fitted = _fitted(lines, members, size, q)
-    tiles = triton.cdiv(lines, block_m)
-    units, team_units, teamed, table, team = (
-        rows * kv_heads * tiles,
-        0,
-        segments.base,
-        segments.base,
-        Cut(0, 0),
-    )
-    cut = _cut(splits, units, device) if splits is not None or members == 1 else Cut(1, 2)
-    if members > 1:
+    tiling = _fitted(lines, members, size, q)
+    if tile is not None:
+        tiling = Tiling(tiling.members, tiling.lines, *tile)
+    if tiling.members > 1:
+        team = _team_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
+        cut, team = Cut(1, 2), _asked_for(team_splits, team)
+    else:
+        cut = _cut(rows * kv_heads * triton.cdiv(lines, tiling.lines), q.device)
+        team = Cut(0, 0)
+    cut = _asked_for(splits, cut)
+    return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
+
+
+def _launch(
+    q: Tensor,
+    own: tuple[Tensor, Tensor],
+    prompt: tuple[Tensor, Tensor],
+    segments: Segments,
+    tiling: Tiling,
+    cut: Cut,
+    team: Cut,
+    scale: float,
+    window: int,
+) -> Tensor:
+    rows, width, heads, size = q.shape
+    kv_heads, positions = own[0].shape[1], segments.positions
+    lines = width * (heads // kv_heads)
+    tiles = triton.cdiv(lines, tiling.lines)
+    units, team_units, teamed, table = rows * kv_heads * tiles, 0, segments.base, segments.base
+    if tiling.members > 1:
         assert segments.teams is not None
-        teamed, table = segments.teams.member, segments.teams.tiles[members]
+        teamed, table = segments.teams.member, segments.teams.tiles[tiling.members]
         team_units = len(table) * kv_heads
-        pieces = max(4, min(8, 2 * processors(device) // (triton.cdiv(rows, members) * kv_heads)))
-        team = _cut(pieces if team_splits is None else team_splits, 1, device)
-    block_n, warps, stages = tile or fitted
-    out = q.new_empty(rows, width, heads * size)
-    parts, peaks, masses, arrived = out, out, out, out
     pieces = cut.most + team.most
-    if pieces > 1:
-        cells = units * pieces * min(lines, block_m)
-        parts = q.new_empty(cells * size, dtype=torch.float32)
-        peaks, masses = (q.new_empty(cells, dtype=torch.float32) for _ in range(2))
-        arrived = counters(device, units)
-    positions = segments.positions
+    out = q.new_empty(rows, width, heads * size)
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
-        keys,
-        values,
+        *own,
         *prompt,
         positions,
         segments.base,
@@ -109,43 +116,43 @@ def attention(
         teamed,
         table,
         out,
-        parts,
-        peaks,
-        masses,
-        arrived,
+        *_scratch(out, pieces, units, min(lines, tiling.lines), size),
         scale * 1.4426950408889634,
         window,
         rows,
         width,
-        positions.stride(0),
-        positions.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        prompt[0].stride(0),
-        prompt[0].stride(1),
-        keys.shape[2],
+        *positions.stride(),
+        *own[0].stride()[:3],
+        *prompt[0].stride()[:2],
+        own[0].shape[2],
         tiles,
-        cut.few,
-        max(1, _KEYS // block_n),
-        cut.most,
-        team.few,
-        team.most,
+        *cut,
+        *team,
         team_units,
+        max(1, _KEYS // tiling.keys),
         H=heads,
         K=kv_heads,
         D=size,
-        SIZE=members,
+        SIZE=tiling.members,
         PIECES=1 if pieces == 1 else max(16, triton.next_power_of_2(pieces)),
         PAD=triton.next_power_of_2(rows * width) if dispatch.schedule() == "pad" else 0,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=tiling.lines,
+        BLOCK_N=tiling.keys,
         BLOCK_D=max(16, triton.next_power_of_2(size)),
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )
     return out
+
+
+def _scratch(out: Tensor, pieces: int, units: int, lines: int, size: int) -> tuple[Tensor, ...]:
+    """Where pieces leave their sums, peaks and masses, and how many of a unit's have come."""
+    if pieces == 1:
+        return out, out, out, out
+    cells = units * pieces * lines
+    found = (out.new_empty(count, dtype=torch.float32) for count in (cells * size, cells, cells))
+    return *found, counters(out.device, units)
 
 
 def _rows(segments: Segments, rows: slice) -> Segments:
@@ -166,51 +173,44 @@ def _members(lines: int, rows: int) -> int:
     return 4 if lines <= 16 and rows >= 8 else 1
 
 
-def _cut(wanted: int | Cut | None, units: int, device: torch.device) -> Cut:
-    """`units` programs of one piece each would be launched. More pieces for long rows gained
-    nothing."""
-    if wanted is not None:
-        return wanted if isinstance(wanted, Cut) else Cut(wanted, wanted)
+def _cut(units: int, device: torch.device) -> Cut:
+    """For the keys of rows without teams, of which `units` programs of one piece each would be
+    launched. More pieces for long rows gained nothing."""
     few = max(1, min(8 if units <= 16 else 4, 2 * processors(device) // units))
     return Cut(few, few)
 
 
-def _fitted(
-    lines: int, members: int, size: int, like: Tensor
-) -> tuple[int, int, tuple[int, int, int]]:
-    """Rows in a team (`members`, or 1 where that is too much), lines a program, and its `_tile`:
-    what was measured to be best, or as much of it as fits; Triton's OutOfResources if nothing
-    does."""
+def _team_cut(units: int, device: torch.device) -> Cut:
+    """For the keys that teams share; `units`: teams of all rows, by key/value heads."""
+    few = max(4, min(8, 2 * processors(device) // units))
+    return Cut(few, few)
+
+
+def _asked_for(splits: int | Cut | None, otherwise: Cut) -> Cut:
+    if isinstance(splits, int):
+        return Cut(splits, splits)
+    return otherwise if splits is None else splits
+
+
+def _fitted(lines: int, members: int, size: int, like: Tensor) -> Tiling:
+    """The tiling for `lines` of a row and teams of `members` rows that was measured to be best on
+    an H200, or as much of it as fits; Triton's OutOfResources if nothing does."""
     here, width = card(like.device), max(16, triton.next_power_of_2(size))
     spare = 0 if here.reads_shared and like.element_size() == 2 else 1  # stages that take no buffer
 
-    def options() -> Iterator[tuple[int, int, tuple[int, int, int]]]:
-        for rows in dict.fromkeys((members, 1)):
-            most = max(16, triton.next_power_of_2(lines * rows))
-            for block_m in (
-                (most,)
-                if rows > 1
-                else (m for m in (64, 32, 16) if m <= max(16, min(most, _BLOCK_M)))
-            ):
-                block_n, warps, stages = _tile(block_m, size, teams=rows > 1)
-                yield from (
-                    (rows, block_m, (n, warps, s))
-                    for n in (64, 32, 16)
-                    if n <= block_n
-                    for s in range(stages, 1, -1)
-                )
+    def needs(option: Tiling) -> int:
+        buffers = 2 * (option.stages - spare) * option.keys * width
+        return like.element_size() * (buffers + option.lines * (width + option.keys)) + SPARE
 
-    def needs(option: tuple[int, int, tuple[int, int, int]]) -> int:
-        _rows, block_m, (block_n, _warps, stages) = option
-        return (
-            like.element_size()
-            * (2 * (stages - spare) * block_n * width + block_m * (width + block_n))
-            + SPARE
-        )
-
-    return fitting(options(), needs, here.shared)
+    return fitting(_tilings(lines, members, size), needs, here.shared)
 
 
-def _tile(block_m: int, size: int, *, teams: bool) -> tuple[int, int, int]:
-    """Keys at a time, warps and stages, from measurements on an H200."""
-    return 64 if block_m == 16 or teams else 32, 8 if block_m > 64 else 4, 3 if size <= 128 else 2
+def _tilings(lines: int, members: int, size: int) -> Iterator[Tiling]:
+    """The best first, then those that take less shared memory, at last without teams."""
+    for rows in dict.fromkeys((members, 1)):
+        most = max(16, triton.next_power_of_2(lines * rows))
+        for block in (most,) if rows > 1 else (m for m in (64, 32, 16) if m <= most):
+            best = 64 if block == 16 or rows > 1 else 32
+            for keys in (n for n in (64, 32, 16) if n <= best):
+                for stages in range(3 if size <= 128 else 2, 1, -1):
+                    yield Tiling(rows, block, keys, 8 if block > 64 else 4, stages)

@@ -1,10 +1,12 @@
 """Triton: the kernel of ragged attention. One program folds some blocks of keys into a running
-softmax; the last program of a row to finish merges what the row's programs found. How it is
-launched, and on what: ragged.py.
+softmax; the last program of a row to finish merges what the row's programs found (softmax.py). How
+it is launched, and on what: ragged.py.
 """
 
 import triton
 import triton.language as tl
+
+from .softmax import fold, merge_pieces
 
 # a row's counter: arrivals, pieces of its own, pieces of a team's
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)
@@ -49,83 +51,14 @@ def _blocks(
             grid = place[:, None] * key_step + d[None, :]
             mask = there[:, None] & (d < D)[None, :]
         keys = tl.load(key_ptr + grid, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
         seen = there[None, :] & (at[None, :] <= position[:, None]) & inside[:, None]
         if window > 0:
             seen = seen & (at[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, -1e30)
-        high = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.where(seen, tl.exp2(scores - high[:, None]), 0.0)
-        fade = tl.exp2(peak - high)
         values = tl.load(value_ptr + grid, mask=mask, other=0.0)
         if PAD:
             values = tl.where(there[:, None], values, 0.0).to(values.dtype)
-        total = total * fade[:, None] + tl.dot(
-            weights.to(values.dtype), values, input_precision=WIDE
-        )
-        mass = mass * fade + tl.sum(weights, 1)
-        peak = high
+        peak, mass, total = fold(q, keys, values, seen, peak, mass, total, scale, WIDE)
     return peak, mass, total
-
-
-@triton.jit
-def _merge(
-    part_ptr,
-    peak_ptr,
-    mass_ptr,
-    out_ptr,
-    places,
-    cell,
-    height,
-    state,
-    splits,
-    D: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write to `places` the attention of lines whose first piece is at `cell` and whose row's
-    counter is `state` (0: not this line): its own pieces come first, then a team's, which lie
-    behind `splits` places for its own. Always in this order, whoever merges."""
-    mine = (state // _FIELD) % _FIELD
-    count = mine + state // (_FIELD * _FIELD)
-    piece = tl.arange(0, PIECES)
-    place = tl.where(
-        piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
-    )
-    at = cell[None, :] + place * height
-    there = piece[:, None] < count[None, :]
-    peaks = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
-    masses = tl.load(mass_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
-    high = tl.max(peaks, 0)
-    mass = tl.sum(masses * tl.exp2(peaks - high[None, :]), 0)
-    pieces = tl.max(count, 0)
-    columns: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_M)
-    for column in range(0, D, columns):
-        d = column + tl.arange(0, columns)
-        total = tl.zeros([BLOCK_M, columns], tl.float32)
-        for first in range(0, pieces, 4):
-            for other in tl.static_range(
-                4
-            ):  # four at once, so that their loads do not wait for each other
-                i = first + other
-                spot = cell + tl.where(i < mine, i, i - mine + splits) * height
-                gain = tl.exp2(
-                    tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg")
-                    - high
-                )
-                part = tl.load(
-                    part_ptr + spot.to(tl.int64)[:, None] * D + d[None, :],
-                    mask=(i < count)[:, None] & (d < D)[None, :],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                total += part * gain[:, None]
-        tl.store(
-            out_ptr + places[:, None] * D + d[None, :],
-            (total / mass[:, None]).to(out_ptr.dtype.element_ty),
-            mask=(state > 0)[:, None] & (d < D)[None, :],
-        )
 
 
 @triton.jit(
@@ -174,11 +107,11 @@ def attend(
     span,
     tiles,
     few,
-    many,
     splits,
     team_few,
     team_splits,
     team_units,
+    many,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -208,16 +141,13 @@ def attend(
         in_team = program < team_splits * team_units
         program = tl.where(in_team, program, program - team_splits * team_units)
         units = tl.where(in_team, team_units, units)
-        least_splits, most_splits = (
-            tl.where(in_team, team_few, few),
-            tl.where(in_team, team_splits, splits),
-        )
+        least_splits = tl.where(in_team, team_few, few)
+        most_splits = tl.where(in_team, team_splits, splits)
         unit, split = program % units, program // units
         tile, kv, entry = 0, unit % K, unit // K
         taken = tl.where(in_team, SIZE, 0)  # members that the table tells
-        row = tl.load(
-            table_ptr + entry * SIZE + line // lines, mask=line // lines < taken, other=-1
-        )
+        seat = line // lines
+        row = tl.load(table_ptr + entry * SIZE + seat, mask=seat < taken, other=-1)
         row = tl.where(in_team, row, tl.where(line < lines, entry, -1))
         first_row = tl.max(tl.where(line == 0, row, -1), 0)
         local = line % lines
@@ -233,10 +163,8 @@ def attend(
         inside = row >= 0
         step, head = local // group, kv * group + local % group
         wide_row = row.to(tl.int64)
-        position = tl.load(
-            position_ptr + wide_row * position_row + step * position_place, mask=inside, other=-1
-        )
-        position = position.to(tl.int32)
+        asking = position_ptr + wide_row * position_row + step * position_place
+        position = tl.load(asking, mask=inside, other=-1).to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
         start = tl.load(start_ptr + first_row)
         d = tl.arange(0, BLOCK_D)
@@ -258,12 +186,8 @@ def attend(
         if PAD > 0:
             every = tl.arange(0, PAD)
             query = (every // width).to(tl.int64) * position_row + (every % width) * position_place
-            longest = (
-                tl.max(tl.load(position_ptr + query, mask=every < rows * width, other=0), 0).to(
-                    tl.int32
-                )
-                + 1
-            )
+            ends = tl.load(position_ptr + query, mask=every < rows * width, other=0)
+            longest = tl.max(ends, 0).to(tl.int32) + 1
             # one more: two segments may end in a block each
             in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts
         blocks = prompts + tl.where(in_team, 0, in_own)
@@ -327,9 +251,8 @@ def attend(
             )
 
             if apart & (used <= 1) & (in_team == 0):
-                tl.store(
-                    out_ptr + grid, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real
-                )
+                done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+                tl.store(out_ptr + grid, done, mask=real)
             elif PIECES > 1:
                 height = tl.minimum(lines, BLOCK_M)
                 pieces = splits + team_splits
@@ -342,31 +265,21 @@ def attend(
                 tl.debug_barrier()
                 came = 1
                 if split == 0:
-                    came = (
-                        most_splits
-                        - tl.maximum(used, 1)
-                        + 1
-                        + used * tl.where(in_team, _FIELD * _FIELD, _FIELD)
-                    )
+                    came = most_splits - tl.maximum(used, 1) + 1
+                    came += used * tl.where(in_team, _FIELD * _FIELD, _FIELD)
                 due = splits + tl.where(teamed > 0, team_splits, 0)
                 if SIZE > 1:
                     member = tl.arange(0, SIZE)
-                    counted = tl.load(
-                        table_ptr + entry * SIZE + member, mask=member < taken, other=-1
-                    )
+                    entries = table_ptr + entry * SIZE + member
+                    counted = tl.load(entries, mask=member < taken, other=-1)
                     counted = tl.where(in_team, counted, tl.where(member == 0, entry, -1))
                     counter = arrived_ptr + counted * K + kv
-                    state = (
-                        tl.atomic_add(
-                            counter, tl.full([SIZE], 0, tl.int32) + came, mask=counted >= 0
-                        )
-                        + came
-                    )
+                    each = tl.full([SIZE], 0, tl.int32) + came
+                    state = tl.atomic_add(counter, each, mask=counted >= 0) + came
                     state = tl.where((counted >= 0) & (state % _FIELD == due), state, 0)
                     tl.store(counter, 0, mask=state > 0)
-                    state = tl.sum(
-                        tl.where((line // lines)[:, None] == member[None, :], state[None, :], 0), 1
-                    )
+                    own = seat[:, None] == member[None, :]
+                    state = tl.sum(tl.where(own, state[None, :], 0), 1)
                 else:
                     state = tl.atomic_add(arrived_ptr + unit, came) + came
                     state = tl.where(state % _FIELD == due, state, 0)
@@ -374,15 +287,18 @@ def attend(
                         tl.store(arrived_ptr + unit, 0)
                     state = tl.where(inside, state, 0)
                 if tl.max(state, 0) > 0:
-                    _merge(
+                    mine = (state // _FIELD) % _FIELD
+                    merge_pieces(
                         part_ptr,
                         peak_ptr,
                         mass_ptr,
                         out_ptr,
                         places,
+                        state > 0,
                         cell,
                         height,
-                        state,
+                        mine,
+                        mine + state // (_FIELD * _FIELD),
                         splits,
                         D,
                         PIECES,

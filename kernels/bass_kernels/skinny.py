@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import SPARE, card, counters, fitting
+from .tiles import complete
 
 MOST_ROWS = 16
 _COLUMNS, _DEPTH = 16, 256  # a tile of weights
@@ -106,21 +107,7 @@ def _stream(
         total = tl.dot(x, tl.trans(w), total, input_precision=WIDE)
     place = row[:, None] * columns + line[None, :]
     mask = real[:, None] & (line < columns)[None, :]
-    last = True
-    if SPLITS > 1:
-        cell = (
-            row[:, None] * BLOCK_N
-            + tl.arange(0, BLOCK_N)[None, :]
-            + tile * SPLITS * BLOCK_M * BLOCK_N
-        )
-        tl.store(part_ptr + cell + split * BLOCK_M * BLOCK_N, total)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + tile, 1) == SPLITS - 1
-        if last:
-            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for other in tl.static_range(SPLITS):  # in this order, whoever came last
-                total += tl.load(part_ptr + cell + other * BLOCK_M * BLOCK_N, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
+    total, last = complete(total, part_ptr, arrived_ptr, tile, BLOCK_M, BLOCK_N, SPLITS)
     if last:
         if BIAS:
             total += tl.load(bias_ptr + line, mask=line < columns, other=0.0).to(tl.float32)[

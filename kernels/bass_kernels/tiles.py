@@ -1,5 +1,5 @@
-"""Triton: what one program does of a product of a few tokens with a weight matrix, for
-products.py."""
+"""Triton: what one program does of a product of a few tokens with a weight matrix, for products.py
+and skinny.py."""
 
 import triton
 import triton.language as tl
@@ -89,40 +89,3 @@ def complete(
                 total += tl.load(part_ptr + cell + other * M * N, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
     return total, last
-
-
-@triton.jit
-def give(
-    value,
-    weight,
-    residual_ptr,
-    x_ptr,
-    square_ptr,
-    tile,
-    first,
-    end,
-    count,
-    WIDTH: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
-    """Store a tile of the residual stream: as it is, times the next norm's weight, and its sum
-    of squares."""
-    row, line = tl.arange(0, M), first + tl.arange(0, N)
-    inside = (row < count)[:, None] & (line < end)[None, :]
-    value = tl.where(inside, value, 0.0)
-    place = row[:, None] * WIDTH + line[None, :]
-    tl.store(residual_ptr + place, value, mask=inside)
-    tl.store(x_ptr + place, (value * weight[None, :]).to(x_ptr.dtype.element_ty), mask=inside)
-    tl.store(square_ptr + tile * M + row, tl.sum(value * value, 1))
-
-
-@triton.jit
-def squares(square_ptr, TILES: tl.constexpr, M: tl.constexpr):
-    """The tiles' sums of squares [tiles, M], to be summed later, when they have come."""
-    tile = tl.arange(0, triton.next_power_of_2(TILES))
-    return tl.load(
-        square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :],
-        mask=(tile < TILES)[:, None],
-        other=0.0,
-    )

@@ -13,7 +13,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import counters
-from .vocabulary import better, everything, lawful, nobody, order, probability, read, settled
+from .vocabulary import (
+    best_found,
+    everything,
+    lawful,
+    masses_found,
+    order,
+    probability,
+    read,
+    settled,
+)
 
 FIELDS = 8
 """Of a row's edges, float32: divisor, threshold, peak, mass, the only token (-1: many), raw mass
@@ -214,17 +223,10 @@ def _survey(
         tl.store(arrived_ptr + row, 0)
         index = tl.arange(0, CHUNKS)
         here, inside = found_ptr + (row * chunks + index) * FOUND + PIVOTS, index < chunks
-        peaks = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        firsts = tl.load(here + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
-        nothing, token, _x = nobody()
-        peak, token, _x = better(nothing, token, nothing, peaks, firsts, peaks)
+        peak, token = best_found(here, inside)
         token = tl.minimum(token, vocab - 1)  # nobody's, in a row of NaN
-        mass = tl.sum(
-            tl.load(here + 2, mask=inside, other=0.0, cache_modifier=".cg") * tl.exp(peaks - peak),
-            0,
-        )
-        raws = tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg")
-        raw_mass = tl.sum(raws * tl.exp((peaks - peak) * divisor), 0)
+        peaks = tl.load(here, mask=inside, other=-float("inf"), cache_modifier=".cg")
+        mass, raw_mass = masses_found(here + 2, here + 3, inside, peaks, peak, divisor)
         top_k, top_p = tl.load(top_k_ptr + row // each), tl.load(top_p_ptr + row // each)
         top = _code(tl.load(logits_ptr + row.to(tl.int64) * vocab + token).to(tl.float32), SHIFT)
         counting = (top_k > 0) & (top_k < vocab)

@@ -1,5 +1,5 @@
-"""Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py
-and rejection.py."""
+"""Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py,
+drawing.py and rejection.py."""
 
 import triton
 import triton.language as tl
@@ -46,12 +46,11 @@ def settled(temperature_ptr, row):
 
 
 @triton.jit
-def law(row, temperature_ptr, key_ptr, position_ptr):
-    """A row's temperature, its divisor, and the words that address its noise."""
-    temperature, divisor = settled(temperature_ptr, row)
+def address(row, key_ptr, position_ptr):
+    """The words that address a row's noise: of its key, and its position."""
     key_0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
     key_1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
-    return temperature, divisor, key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
+    return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
 
 
 @triton.jit
@@ -69,6 +68,27 @@ def better(score, token, x, scores, tokens, xs):
     value = tl.max(tl.where(tokens == first, xs, -float("inf")), 0)
     wins = (top > score) | ((top == score) & (first < token))
     return tl.where(wins, top, score), tl.where(wins, first, token), tl.where(wins, value, x)
+
+
+@triton.jit
+def best_found(at, inside):
+    """The best score of the candidates that chunks of a row have left at these places, and its
+    token, which lies behind it."""
+    scores = tl.load(at, mask=inside, other=-float("inf"), cache_modifier=".cg")
+    tokens = tl.load(at + 1, mask=inside, other=16777216.0, cache_modifier=".cg").to(tl.int32)
+    nothing, nobodys, _x = nobody()
+    score, token, _x = better(nothing, nobodys, nothing, scores, tokens, scores)
+    return score, token
+
+
+@triton.jit
+def masses_found(mass_at, raw_at, inside, peaks, peak, divisor):
+    """A row's mass relative to its peak, processed and raw, from those that its chunks have left at
+    these places, relative to peaks of their own."""
+    masses = tl.load(mass_at, mask=inside, other=0.0, cache_modifier=".cg")
+    raws = tl.load(raw_at, mask=inside, other=0.0, cache_modifier=".cg")
+    mass = tl.sum(masses * tl.exp(peaks - peak), 0)
+    return mass, tl.sum(raws * tl.exp((peaks - peak) * divisor), 0)
 
 
 @triton.jit
@@ -99,11 +119,8 @@ def everything(
     """The best candidate of tokens start to end, their peak, and their mass relative to that,
     processed and raw."""
     score, token, best_x = nobody()
-    peak, mass, raw_mass = (
-        tl.full([], LOWEST, tl.float32),
-        tl.full([], 0.0, tl.float32),
-        tl.full([], 0.0, tl.float32),
-    )
+    peak = tl.full([], LOWEST, tl.float32)
+    mass, raw_mass = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
     for first in range(start, end, BLOCK):
         tokens, x, raw = read(logits_ptr, row, first, vocab, divisor, BLOCK)
         most = tl.max(x, 0)
@@ -185,10 +202,8 @@ def lawful(edges_ptr, row, inside, FIELDS: tl.constexpr):
     """What `probability` needs to know of a law, by row(s): divisor, threshold, peak, mass, the
     only token or -1."""
     at = edges_ptr + row * FIELDS
-    divisor, threshold = (
-        tl.load(at, mask=inside, other=1.0),
-        tl.load(at + 1, mask=inside, other=0.0),
-    )
+    divisor = tl.load(at, mask=inside, other=1.0)
+    threshold = tl.load(at + 1, mask=inside, other=0.0)
     peak, mass = tl.load(at + 2, mask=inside, other=0.0), tl.load(at + 3, mask=inside, other=1.0)
     return divisor, threshold, peak, mass, tl.load(at + 4, mask=inside, other=-1.0).to(tl.int32)
 

@@ -29,6 +29,7 @@ from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint
 from bass_kernels import (
     choice,
+    drawing,
     launch,
     mixing,
     pointwise,
@@ -36,6 +37,7 @@ from bass_kernels import (
     ragged,
     ragged_kernel,
     rejection,
+    residual,
     skinny,
     truncation,
 )
@@ -272,12 +274,14 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
 def forget_kernels():
     for module in (
         choice,
+        drawing,
         mixing,
         pointwise,
         products,
         ragged,
         ragged_kernel,
         rejection,
+        residual,
         skinny,
         truncation,
     ):

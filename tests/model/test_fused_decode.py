@@ -14,6 +14,7 @@ from bass_kernels import reference
 
 products = pytest.importorskip("bass_kernels.products")
 mixing = pytest.importorskip("bass_kernels.mixing")
+residual_stream = pytest.importorskip("bass_kernels.residual")
 Cut = products.Cut
 DTYPES = [torch.float32] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 EPS = 1e-6
@@ -28,7 +29,7 @@ def begun(dtype, *, count=3, width=300, scale=1.0):
     embed, norm = randn(20, width, dtype=dtype), randn(width, dtype=dtype, seed=1) + 1
     tokens = torch.tensor([7, 99, 0, 3, 3, 11, 19, 1], device=DEVICE)[:count]
     positions, inverse = torch.arange(count, device=DEVICE) * 977, randn(12, seed=2).abs()
-    stream, angles = products.begin(tokens, positions, embed, norm, inverse, scale=scale)
+    stream, angles = residual_stream.begin(tokens, positions, embed, norm, inverse, scale=scale)
     rounded = torch.tensor(scale, dtype=dtype).item()
     residual = (embed[tokens.clamp(max=19)].float() * rounded).to(dtype).double()
     turns = positions[:, None].float() * inverse
@@ -45,7 +46,7 @@ def test_begin(dtype, scale):
     assert torch.equal(stream.residual.double(), residual)
     close(stream.x, residual * norm, dtype)
     close(stream.squares.sum(0)[:3], residual.square().sum(1), torch.float32)
-    close(products.finish(stream, norm.to(dtype), eps=EPS), normed(residual, norm), dtype)
+    close(residual_stream.finish(stream, norm.to(dtype), eps=EPS), normed(residual, norm), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,7 +73,9 @@ def test_products(dtype, cut, count):
     close(longer.residual, total, torch.float32 if dtype == torch.float32 else dtype)
     close(longer.x, total * following.double(), dtype)
     close(longer.squares.sum(0)[:count], total.square().sum(1), dtype)
-    close(products.finish(longer, following, eps=EPS), normed(total, following.double()), dtype)
+    close(
+        residual_stream.finish(longer, following, eps=EPS), normed(total, following.double()), dtype
+    )
 
     both = randn(2 * 70, 300, dtype=dtype, seed=7) / 17
     gate, up = (normed(total, following.double()) @ both.double().T).chunk(2, -1)

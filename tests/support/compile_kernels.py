@@ -13,11 +13,13 @@ from triton.compiler import ASTSource
 
 from bass_kernels import (
     choice,
+    drawing,
     mixing,
     pointwise,
     products,
     ragged_kernel,
     rejection,
+    residual,
     skinny,
     truncation,
 )
@@ -72,7 +74,7 @@ def compiled(place):
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     if constants.get("EARLY"):
-        check_chain(code, begins=kernel is products._begin)
+        check_chain(code, begins=kernel is residual._begin)
     return f"{kernel.__name__} {constants}"
 
 
@@ -86,7 +88,7 @@ if __name__ == "__main__":
         compile_one(truncation._narrow, **search, BLOCK=512, LAST=last)
     compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
     spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
-    compile_one(rejection._draw, **spread)
+    compile_one(drawing._draw, **spread)
     for point in (False, True):
         compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
     for size, pieces, pad, block in (
@@ -125,11 +127,11 @@ if __name__ == "__main__":
     compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64)
     narrow = {"M": 16, "EARLY": True}
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", **narrow}
-    compile_one(products._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
+    compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
     compile_one(products._project, TILES=28, LINES=1152, DEPTH=896, BIAS=True, SPLITS=1, **tiled)
     compile_one(products._add, LINES=896, DEPTH=4864, SPLITS=4, **tiled)
     compile_one(products._gate_up, TILES=28, LINES=4864, DEPTH=896, KIND=0, **tiled)
-    compile_one(products._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
+    compile_one(residual._finish, WIDTH=896, TILES=28, BLOCK=512, **narrow)
     compile_one(
         mixing._mix,
         H=14,

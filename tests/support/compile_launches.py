@@ -20,12 +20,14 @@ from triton.backends.nvidia import compiler
 from bass_kernels import (
     choice,
     cuts,
+    drawing,
     launch,
     mixing,
     pointwise,
     products,
     ragged,
     rejection,
+    residual,
     skinny,
     truncation,
 )
@@ -60,7 +62,7 @@ def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128
     """The products of a layer of a 7B model, for 4 tokens."""
     norm, frequencies = empty(width, dtype=torch.float32), empty(size // 2, dtype=torch.float32)
     ids = empty(4, dtype=torch.int64)
-    stream, _ = products.begin(
+    stream, _ = residual.begin(
         ids, ids, empty(1000, width, dtype=dtype), norm, frequencies, early=early
     )
     lines = (heads + 2 * kv_heads) * size
@@ -77,7 +79,7 @@ def few_tokens(dtype, *, width=3584, inner=18944, heads=28, kv_heads=4, size=128
     products.gate_up(
         stream, empty(2 * inner, width, dtype=dtype), eps=1e-6, activation="silu", early=early
     )
-    products.finish(stream, norm, eps=1e-6, early=early)
+    residual.finish(stream, norm, eps=1e-6, early=early)
 
 
 def mix(dtype, *, heads, kv_heads, size, width):
@@ -140,7 +142,7 @@ def laws(dtype):
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
     choice.sample_scored(logits, floats, whole, floats, keys, whole)
     truncation.process(logits, floats, whole, floats)
-    _, law = rejection.draft_sample(logits, floats, whole, floats, keys, whole, whole)
+    _, law = drawing.draft_sample(logits, floats, whole, floats, keys, whole, whole)
     rejection.rejection_sample(
         empty(8, 1, dtype=torch.int64),
         type(law)(law.values[:, None], law.edges[:, None]),

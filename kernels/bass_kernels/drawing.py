@@ -1,0 +1,197 @@
+"""Triton: tokens from processed laws straight from logits: the draft's side of maximal coupling,
+and the search for the best noisy token that the target's side (rejection.py) shares. Definition:
+acceptance.py.
+
+No law is written down: truncation.py finds each row's edges, and p(x), q(x) and max(p - q, 0) are
+computed from logits and edges where they are needed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import counters
+from .noise import DRAFT
+from .sampling import Law
+from .truncation import BLOCK, CHUNK, FIELDS, edges
+from .vocabulary import address, best_found, better, gumbel, lawful, nobody, probability, read
+
+_DRAFT = tl.constexpr(DRAFT)
+FOUND_FIELDS = 4  # of a chunk: best score and its token, by the law in question and by the target's
+
+
+def draft_sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    origins: Tensor,
+) -> tuple[Tensor, Law]:
+    """As acceptance.draft_sample, without asking the host anything; the law is logits with their
+    edges."""
+    logits = logits.contiguous()
+    law = Law(logits, edges(logits, temperature, top_k, top_p))
+    return draw(law, keys, positions, origins), law
+
+
+def draw(law: Law, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
+    """One token [N] int64 from each law (logits [N, V] with edges), by noise of the DRAFT
+    stream."""
+    rows, vocab = law.values.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    tokens = torch.empty(rows, dtype=torch.int64, device=law.values.device)
+    found = torch.empty(rows, chunks, FOUND_FIELDS, dtype=torch.float32, device=law.values.device)
+    _draw[(rows, chunks)](
+        law.values,
+        law.edges,
+        keys.contiguous(),
+        positions.contiguous(),
+        origins.contiguous(),
+        found,
+        tokens,
+        counters(law.values.device, rows),
+        vocab,
+        chunks,
+        **shape_of(chunks),
+    )
+    return tokens
+
+
+def shape_of(chunks: int) -> dict[str, int]:
+    """What all draws from laws with edges are launched with."""
+    return {
+        "CHUNK": CHUNK,
+        "CHUNKS": triton.next_power_of_2(chunks),
+        "FIELDS": FIELDS,
+        "FOUND": FOUND_FIELDS,
+        "BLOCK": BLOCK,
+        "num_warps": 4,
+    }
+
+
+@triton.jit
+def best(
+    logits_ptr,
+    at,
+    edges_ptr,
+    q_logits_ptr,
+    q_at,
+    q_edges_ptr,
+    proposed,
+    start,
+    end,
+    vocab,
+    q_vocab,
+    key_0,
+    key_1,
+    position,
+    origin,
+    stream,
+    POINT: tl.constexpr,
+    FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best noisy token of start to end by max(p - q, 0) and by p. p: the law of row `at`; q:
+    that of row `q_at` with q_vocab tokens, or with POINT all of `proposed` (-1: none)."""
+    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
+    if POINT == 0:
+        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(
+            q_edges_ptr, q_at, q_vocab > 0, FIELDS
+        )
+    score, token, _value = nobody()
+    own_score, own_token, _own = nobody()
+    for first in range(start, end, BLOCK):
+        tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
+        p = probability(raw, tokens, divisor, threshold, peak, mass, only)
+        most = tl.max(p, 0)
+        if most > 0:
+            if tl.log(most) + 23.0 > score:  # no noise is larger
+                if POINT:
+                    rest = tl.where(tokens == proposed, 0.0, p)
+                else:
+                    _tokens, _scaled, q_raw = read(
+                        q_logits_ptr, q_at, first, q_vocab, q_divisor, BLOCK
+                    )
+                    q = probability(q_raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
+                    rest = p - q
+                drawn = gumbel(first, key_0, key_1, position, origin, stream, BLOCK)
+                scores = tl.where(rest > 0, tl.log(rest) + drawn, -float("inf"))
+                score, token, _value = better(score, token, score, scores, tokens, scores)
+                scores = tl.where(p > 0, tl.log(p) + drawn, -float("inf"))
+                own_score, own_token, _own = better(
+                    own_score, own_token, own_score, scores, tokens, scores
+                )
+    return score, token, own_score, own_token
+
+
+@triton.jit
+def note(at, score, token, own_score, own_token):
+    """Leave what `best` has found in a chunk for `best_noted`."""
+    tl.store(at, score)
+    tl.store(at + 1, token.to(tl.float32))
+    tl.store(at + 2, own_score)
+    tl.store(at + 3, own_token.to(tl.float32))
+    tl.debug_barrier()
+
+
+@triton.jit
+def best_noted(at, chunks, vocab, CHUNKS: tl.constexpr, FOUND: tl.constexpr):
+    """The token of a row: the best of the chunks' own, or by the target's law where the other
+    has no mass; one of the vocabulary even where that is NaN."""
+    index = tl.arange(0, CHUNKS)
+    here, inside = at + index * FOUND, index < chunks
+    score, token = best_found(here, inside)
+    _score, own_token = best_found(here + 2, inside)
+    return tl.minimum(tl.where(score > -float("inf"), token, own_token), vocab - 1).to(tl.int64)
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    edges_ptr,
+    key_ptr,
+    position_ptr,
+    origin_ptr,
+    found_ptr,
+    token_ptr,
+    arrived_ptr,
+    vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    FOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    key_0, key_1, position = address(row, key_ptr, position_ptr)
+    origin = tl.load(origin_ptr + row).to(tl.uint32)
+    start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
+    score, token, own_score, own_token = best(
+        logits_ptr,
+        row,
+        edges_ptr,
+        logits_ptr,
+        row,
+        edges_ptr,
+        -1,
+        start,
+        tl.minimum(start + CHUNK, vocab),
+        vocab,
+        vocab,
+        key_0,
+        key_1,
+        position,
+        origin,
+        _DRAFT,
+        True,
+        FIELDS,
+        BLOCK,
+    )
+    note(rows_at + chunk * FOUND, score, token, own_score, own_token)
+    if tl.atomic_add(arrived_ptr + row, 1) == chunks - 1:
+        tl.store(arrived_ptr + row, 0)
+        tl.store(token_ptr + row, best_noted(rows_at, chunks, vocab, CHUNKS, FOUND))

@@ -1,0 +1,196 @@
+"""Triton: the residual stream of a few tokens between the products of transformer blocks, from the
+embedding to the final norm.
+
+Norms need no launch: who produces the stream (`begin`, products.add) stores it times the next
+norm's weight, with its sums of squares by tile (`give`); who consumes that (products.project,
+products.gate_up) scales its own sums by the root. Definition: reference.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cuts import MOST_TOKENS, Cut
+from .launch import after, begin_chain, overlap
+
+
+class Stream(NamedTuple):
+    """The residual stream of N tokens before a norm: `residual` [N, width] float32; `x` [N,
+    width]: that times the norm's weight; `squares` [tiles, MOST_TOKENS] float32: sums of the
+    squares of the residual's tiles."""
+
+    residual: Tensor
+    x: Tensor
+    squares: Tensor
+
+    @classmethod
+    def empty(cls, count: int, width: int, cut: Cut, like: Tensor) -> Stream:
+        residual = torch.empty(count, width, dtype=torch.float32, device=like.device)
+        tiles = torch.empty(cut.tiles(width), MOST_TOKENS, dtype=torch.float32, device=like.device)
+        return cls(residual, like.new_empty(count, width), tiles)
+
+
+def begin(
+    tokens: Tensor,
+    positions: Tensor,
+    embed: Tensor,
+    norm: Tensor,
+    inverse: Tensor,
+    *,
+    scale: float = 1.0,
+    early: bool = False,
+) -> tuple[Stream, Tensor]:
+    """The embedding of tokens [N], and the cosines and sines [2, N, half] of positions [N] times
+    frequencies [half]."""
+    count, width = tokens.numel(), embed.shape[1]
+    cut = Cut(256, 256, 1, 0, 4)
+    stream = Stream.empty(count, width, cut, embed)
+    angles = torch.empty(2, count, len(inverse), dtype=torch.float32, device=embed.device)
+    _begin[(triton.cdiv(width, cut.columns),)](
+        tokens.contiguous(),
+        positions.contiguous(),
+        embed,
+        inverse,
+        angles,
+        norm,
+        *stream,
+        count,
+        torch.tensor(scale, dtype=embed.dtype).item(),
+        VOCAB=len(embed),
+        WIDTH=width,
+        HALF=len(inverse),
+        EACH=cut.columns,
+        M=MOST_TOKENS,
+        N=cut.block,
+        num_warps=4,
+        **overlap(early, embed.device),
+    )
+    return stream, angles
+
+
+def finish(stream: Stream, norm: Tensor, *, eps: float, early: bool = False) -> Tensor:
+    """norm(stream): [N, width]."""
+    count, width = stream.x.shape
+    out = torch.empty_like(stream.x)
+    _finish[(count, triton.cdiv(width, 512))](
+        stream.residual,
+        norm,
+        stream.squares,
+        out,
+        eps,
+        WIDTH=width,
+        TILES=len(stream.squares),
+        M=MOST_TOKENS,
+        BLOCK=512,
+        num_warps=4,
+        **overlap(early, norm.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _begin(
+    tokens_ptr,
+    position_ptr,
+    embed_ptr,
+    inverse_ptr,
+    angle_ptr,
+    norm_ptr,
+    sum_ptr,
+    x_ptr,
+    square_ptr,
+    count,
+    scale,
+    VOCAB: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    EACH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    begin_chain(EARLY)
+    tile = tl.program_id(0)
+    row, line = tl.arange(0, M), tile * EACH + tl.arange(0, N)
+    token = tl.minimum(tl.load(tokens_ptr + row, mask=row < count, other=0), VOCAB - 1)
+    value = tl.load(
+        embed_ptr + token[:, None] * WIDTH + line[None, :],
+        mask=(row < count)[:, None] & (line < WIDTH)[None, :],
+        other=0.0,
+    )
+    value = (value.to(tl.float32) * scale).to(value.dtype).to(tl.float32)
+    weight = tl.load(norm_ptr + line, mask=line < WIDTH, other=0.0).to(tl.float32)
+    give(value, weight, sum_ptr, x_ptr, square_ptr, tile, tile * EACH, WIDTH, count, WIDTH, M, N)
+    at = tl.arange(0, triton.next_power_of_2(HALF))
+    for one in range(tile, count, tl.num_programs(0)):
+        angle = tl.load(position_ptr + one).to(tl.float32) * tl.load(
+            inverse_ptr + at, mask=at < HALF, other=0.0
+        )
+        tl.store(angle_ptr + one * HALF + at, tl.cos(angle), mask=at < HALF)
+        tl.store(angle_ptr + (count + one) * HALF + at, tl.sin(angle), mask=at < HALF)
+
+
+@triton.jit
+def _finish(
+    stream_ptr,
+    norm_ptr,
+    square_ptr,
+    out_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    after(EARLY)
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.arange(0, triton.next_power_of_2(TILES))
+    squares = tl.sum(tl.load(square_ptr + tile * M + row, mask=tile < TILES, other=0.0), 0)
+    value = tl.load(stream_ptr + row * WIDTH + at, mask=at < WIDTH, other=0.0)
+    value *= tl.rsqrt(squares / WIDTH + eps) * tl.load(
+        norm_ptr + at, mask=at < WIDTH, other=0.0
+    ).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + at, value.to(out_ptr.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit
+def give(
+    value,
+    weight,
+    residual_ptr,
+    x_ptr,
+    square_ptr,
+    tile,
+    first,
+    end,
+    count,
+    WIDTH: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Store a tile of the residual stream: as it is, times the next norm's weight, and its sum
+    of squares."""
+    row, line = tl.arange(0, M), first + tl.arange(0, N)
+    inside = (row < count)[:, None] & (line < end)[None, :]
+    value = tl.where(inside, value, 0.0)
+    place = row[:, None] * WIDTH + line[None, :]
+    tl.store(residual_ptr + place, value, mask=inside)
+    tl.store(x_ptr + place, (value * weight[None, :]).to(x_ptr.dtype.element_ty), mask=inside)
+    tl.store(square_ptr + tile * M + row, tl.sum(value * value, 1))
+
+
+@triton.jit
+def squares(square_ptr, TILES: tl.constexpr, M: tl.constexpr):
+    """The tiles' sums of squares [tiles, M], to be summed later, when they have come."""
+    tile = tl.arange(0, triton.next_power_of_2(TILES))
+    return tl.load(
+        square_ptr + tile[:, None] * M + tl.arange(0, M)[None, :],
+        mask=(tile < TILES)[:, None],
+        other=0.0,
+    )

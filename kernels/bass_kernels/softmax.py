@@ -1,0 +1,125 @@
+"""Triton: the softmax of attention in pieces: keys and values folded into a running one, and what
+several programs found merged by the last of them. For mixing.py and ragged_kernel.py.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
+    """The running softmax (peak, mass, total) with some keys and values more (arXiv 1805.02867).
+    `seen` [queries, keys]; scale: of scores for base 2."""
+    scores = tl.where(seen, tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale, -1e30)
+    high = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.where(seen, tl.exp2(scores - high[:, None]), 0.0)
+    fade = tl.exp2(peak - high)
+    total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
+    return high, mass * fade + tl.sum(weights, 1), total
+
+
+@triton.jit
+def merge_splits(
+    peak,
+    mass,
+    total,
+    target,
+    mask,
+    part_ptr,
+    peak_ptr,
+    masses,
+    arrived_ptr,
+    cell,
+    split,
+    SPLITS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store what attention gives to `target`, once the last of SPLITS programs of a cell has come.
+    Masses lie `masses` after the peaks."""
+    line, d = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    last = True
+    if SPLITS > 1:
+        at = (cell * SPLITS + split) * BLOCK_Q + line
+        tl.store(peak_ptr + at, peak)
+        tl.store(peak_ptr + masses + at, mass)
+        tl.store(part_ptr + at[:, None] * BLOCK_D + d[None, :], total)
+        tl.debug_barrier()
+        last = tl.atomic_add(arrived_ptr + cell, 1) == SPLITS - 1
+        if last:
+            first = cell * SPLITS * BLOCK_Q + line
+            peak, mass = tl.full([BLOCK_Q], -1e30, tl.float32), tl.zeros([BLOCK_Q], tl.float32)
+            total = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            # first the peaks, so that the loads of the parts wait for nothing
+            for other in tl.static_range(SPLITS):
+                peak = tl.maximum(
+                    peak, tl.load(peak_ptr + first + other * BLOCK_Q, cache_modifier=".cg")
+                )
+            for other in tl.static_range(SPLITS):
+                at = first + other * BLOCK_Q
+                gain = tl.exp2(tl.load(peak_ptr + at, cache_modifier=".cg") - peak)
+                total += (
+                    tl.load(part_ptr + at[:, None] * BLOCK_D + d[None, :], cache_modifier=".cg")
+                    * gain[:, None]
+                )
+                mass += tl.load(peak_ptr + masses + at, cache_modifier=".cg") * gain
+            tl.store(arrived_ptr + cell, 0)
+    if last:
+        tl.store(target, (total / mass[:, None]).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_pieces(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    out_ptr,
+    places,
+    due,
+    cell,
+    height,
+    mine,
+    count,
+    splits,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write to `places` the attention of those lines that are `due`. A line's first piece is at
+    `cell`, the others `height` apart; `mine` of `count` are the row's own, and a team's lie behind
+    `splits` places for these. Always in this order, whoever merges."""
+    piece = tl.arange(0, PIECES)
+    place = tl.where(
+        piece[:, None] < mine[None, :], piece[:, None], piece[:, None] - mine[None, :] + splits
+    )
+    at = cell[None, :] + place * height
+    there = piece[:, None] < count[None, :]
+    peaks = tl.load(peak_ptr + at, mask=there, other=-1e30, cache_modifier=".cg")
+    masses = tl.load(mass_ptr + at, mask=there, other=0.0, cache_modifier=".cg")
+    high = tl.max(peaks, 0)
+    mass = tl.sum(masses * tl.exp2(peaks - high[None, :]), 0)
+    pieces = tl.max(count, 0)
+    columns: tl.constexpr = min(BLOCK_D, 4096 // BLOCK_M)
+    for column in range(0, D, columns):
+        d = column + tl.arange(0, columns)
+        total = tl.zeros([BLOCK_M, columns], tl.float32)
+        for first in range(0, pieces, 4):
+            # four at once, so that their loads do not wait for each other
+            for other in tl.static_range(4):
+                i = first + other
+                spot = cell + tl.where(i < mine, i, i - mine + splits) * height
+                peak = tl.load(peak_ptr + spot, mask=i < count, other=-1e30, cache_modifier=".cg")
+                gain = tl.exp2(peak - high)
+                part = tl.load(
+                    part_ptr + spot.to(tl.int64)[:, None] * D + d[None, :],
+                    mask=(i < count)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                total += part * gain[:, None]
+        tl.store(
+            out_ptr + places[:, None] * D + d[None, :],
+            (total / mass[:, None]).to(out_ptr.dtype.element_ty),
+            mask=due[:, None] & (d < D)[None, :],
+        )
