@@ -68,6 +68,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
+        mask=plan.mask,
         coupling=speculation.coupling,
         temperature=speculation.draft_temperature,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,32 +103,38 @@ def footprint(
     dtype: torch.dtype,
     device: torch.device,
     longest: int,
+    at_once: bool = False,
     kept_layers: int = 0,
     prompt_tokens: int = 0,
 ) -> Footprint:
-    """The footprint of a pair with drafts of up to `longest` tokens. `kept_layers`: how many of
-    the target's own layers draft, where they do. `prompt_tokens`: of the longest prompt, if that
-    is known."""
+    """The footprint of a pair with drafts of up to `longest` tokens, which the draft makes one by
+    one or `at_once`. `kept_layers`: how many of the target's own layers draft, where they do.
+    `prompt_tokens`: of the longest prompt, if that is known."""
     kind, places = device.type, longest + 1
     models = [spec for spec in (target, draft) if spec is not None]
+    # tokens of a row in a pass of each: one that drafts at once takes as many masks, almost, as
+    # tokens that it may have missed
+    fed = (places, 2 * longest if at_once else places)
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype
     )
     prompt_tokens = min(prompt_tokens, target.context)
-    scores = max(_SCORES[kind] * spec.heads for spec in models)
+    scores = [_SCORES[kind] * spec.heads for spec in models]
     # float32 values between a layer's products
-    wide = max(4 * (4 * spec.inner + 8 * spec.width) for spec in models)
+    wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]
+    scored = max(map(operator.mul, fed, scores))
     logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
-    token = Each(position, 2 * _INTEGER + places * scores)
+    token = Each(position, 2 * _INTEGER + scored)
     beside = beyond(longest) + _SLACK  # positions of a row beside those of its new tokens
-    work = logits + places * (wide + scores * prompt_tokens) + _INTEGER * ARENA[kind]
+    work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
+    work += _INTEGER * ARENA[kind]
     return Footprint(
         weights=sum(
             _weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32)
             for spec in models
         ),
         graphs=_LIBRARIES[kind],
-        buffers=min(_CHUNK, max(prompt_tokens, 1)) * (wide + scores * prompt_tokens),
+        buffers=min(_CHUNK, max(prompt_tokens, 1)) * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
         row=Each(beside * token.cache, work + beside * token.buffers),

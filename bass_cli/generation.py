@@ -269,7 +269,8 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
-        results |= {"draft": job.pair.draft, "draft_files": plan.draft and plan.draft.fingerprint()}
+        draft_files = plan.draft and plan.draft.fingerprint(plan.mask)
+        results |= {"draft": job.pair.draft, "draft_files": draft_files}
         results |= {"batch_size": plan.rows, "draft_length": speculation["length"]}
         results |= {
             "max": speculation["max"],

@@ -37,7 +37,8 @@ _MOST = {"cpu": 64, "cuda": 1024}
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model
-    may propose. `skipped`: the target's layers that a draft of the kind skip:LAYERS leaves out.
+    may propose. `mask`: the token by which it drafts in one pass, None if it does not. `skipped`:
+    the target's layers that a draft of the kind skip:LAYERS leaves out.
     `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
     it is there. `notes`: what the user should know. `footprint`: what it takes of memory, of
     which `free` bytes are there; `most_rows`: as many as fit into that, with every prompt as long
@@ -49,6 +50,7 @@ class Plan:
     tokenizer: Tokenizer
     draft: Checkpoint | None
     draft_vocab: int
+    mask: int | None
     skipped: frozenset[int]
     device: torch.device
     dtype: torch.dtype
@@ -204,6 +206,7 @@ class _Files(NamedTuple):
     tokenizer: Tokenizer
     draft: Checkpoint | None
     draft_vocab: int
+    mask: int | None
     skipped: frozenset[int]
 
 
@@ -213,12 +216,11 @@ def _open(job: Job) -> _Files:
     pair = job.pair
     target_path = locate(pair.target, folder=pair.folder)
     target = open_checkpoint(target_path)
-    model = parse_draft(pair.draft).model or ""
-    draft_path = None
-    if model and not model.startswith("skip:"):
-        draft_path = locate(model, folder=pair.folder)
+    words = parse_draft(pair.draft)
+    draft_path = None if words.files is None else locate(words.files, folder=pair.folder)
     draft = None if draft_path is None else open_checkpoint(draft_path)
-    skipped = _skipped(model, target.spec.layers)
+    mask = draft.mask() if draft is not None and words.parallel else None
+    skipped = _skipped(words.model or "", target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
         raise UserError(
             f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
@@ -234,7 +236,7 @@ def _open(job: Job) -> _Files:
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
     if job.chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {pair.target} has no chat template")
-    return _Files(target, tokenizer, draft, draft_vocab, skipped)
+    return _Files(target, tokenizer, draft, draft_vocab, mask, skipped)
 
 
 def _contradictions(job: Job) -> Iterator[str]:
@@ -260,7 +262,7 @@ def _costs(
     if pair.draft != "none":
         profile = store.path_of(
             target=files.target.fingerprint(),
-            draft=pair.draft if files.draft is None else files.draft.fingerprint(),
+            draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
             device=device,
             dtype=dtype,
             threads=job.threads,
@@ -285,6 +287,7 @@ def _footprint(
         dtype=dtype,
         device=device,
         longest=longest_draft(job),
+        at_once=files.mask is not None,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
     )

@@ -180,11 +180,13 @@ def _held(loop: Loop) -> int:
     return sum(runner.cache.bytes() for runner in runners) + tokens.numel() * tokens.element_size()
 
 
-@pytest.mark.parametrize("draft", ["draft", "skip:1", "none"])
+@pytest.mark.parametrize("draft", ["draft", "parallel:draft", "skip:1", "none"])
 def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> None:
     """What rows and tokens add to the plan is what they add to the tensors, but for the work
     space."""
     (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
+    config = place / "draft" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": 300}))
 
     def both(rows: int, tokens: int) -> tuple[int, int]:
         wish = job(batch_size=rows, max_new_tokens=tokens)
@@ -200,7 +202,7 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
     planned, held = (
         sizes[5, 60][i] - sizes[5, 10][i] - sizes[2, 60][i] + sizes[2, 10][i] for i in (0, 1)
     )
-    heads, places = 6, 1 if draft == "none" else 5
+    heads, places = 6, {"none": 1, "parallel:draft": 8}.get(draft, 5)
     assert planned - held == 3 * 50 * (16 + 8 * heads * places), (
         "two token ids; a head's scores and their exponentials"
     )

@@ -41,13 +41,14 @@ KINDS = {
 @dataclass(frozen=True, slots=True)
 class Models:
     """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft;
-    `plan` a real pair's."""
+    `plan` a real pair's; `mask` of a draft that drafts in one pass."""
 
     kind: str
     label: str
     target: Decoder
     drafting: Decoder | None
     plan: Plan | None
+    mask: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     drafter = make_drafter(
         draft,
         runner=runner,
+        mask=models.mask,
         coupling=coupling,
         temperature=settings.job.speculation.draft_temperature,
     )
@@ -136,7 +138,8 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
 
 def _real_models(plan: Plan) -> Models:
     target, drafting = load_models(plan)
-    return Models("real", f"{plan.job.pair.name}, a real pair", target, drafting, plan)
+    label = f"{plan.job.pair.name}, a real pair"
+    return Models("real", label, target, drafting, plan, plan.mask)
 
 
 def _random_models(settings: Settings) -> Models:

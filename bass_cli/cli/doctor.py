@@ -53,7 +53,7 @@ def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
-    draft = _draft_files(pair)
+    draft = parse_draft(pair.draft).files
     models = {"target": pair.target} | ({"draft": draft} if draft else {})
     missing: dict[str, str] = {}
     for role, name in models.items():
@@ -77,12 +77,6 @@ def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
         "ready": not reasons,
         "here": "; ".join(reasons) or "ready",
     }
-
-
-def _draft_files(pair: Pair) -> str | None:
-    """The model that the draft needs beside the target, if any."""
-    model = parse_draft(pair.draft).model
-    return None if model is None or model.startswith("skip:") else model
 
 
 def place_of(model: str, folder: Path | None = None) -> str:
@@ -121,7 +115,11 @@ def weight_bytes(pair: Pair, device: str) -> int | None:
     """Roughly what the weights of a pair take in memory, from the number of parameters in the
     names of its models."""
     width = BYTES.get(pair.dtype, 2 if device == "cuda" else 4)
-    counts = [parameters_in(name) for name in (pair.target, _draft_files(pair)) if name is not None]
+    counts = [
+        parameters_in(name)
+        for name in (pair.target, parse_draft(pair.draft).files)
+        if name is not None
+    ]
     known = [count for count in counts if count is not None]
     return sum(known) * width if len(known) == len(counts) else None
 

@@ -125,8 +125,9 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "ID|FOLDER|FILE",
     ),
     "draft": Flag(
-        "What drafts: a model (like --model), lookup (in the text so far), lookup:SOURCES (of own, "
-        "siblings, prompt, reference), skip:LAYERS (the target without them), or none",
+        "What drafts: a model (like --model), parallel:MODEL (one trained to draft in one pass), "
+        "lookup (in the text so far), lookup:SOURCES (of own, siblings, prompt, reference), "
+        "skip:LAYERS (the target without them), or none",
         MODELS,
         "MODEL|HOW",
         "the pair's",

@@ -1,4 +1,5 @@
-"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, or a model. Only the words.
+"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, or parallel:MODEL. Only the
+words.
 
 Not here: whether the model is there (plan.py), who drafts (drafting/).
 """
@@ -10,16 +11,23 @@ import re
 from typing import NamedTuple
 
 SOURCES = ("own", "siblings", "prompt", "reference")
-_LOOKUP, _SKIP = "lookup", "skip:"
+_LOOKUP, _SKIP, _PARALLEL = "lookup", "skip:", "parallel:"
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class Draft(NamedTuple):
     """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder,
-    file or skip:LAYERS; None with lookup, or without a draft."""
+    file or skip:LAYERS; None with lookup, or without a draft. `parallel`: it drafts all in one
+    pass."""
 
     sources: tuple[str, ...]
     model: str | None
+    parallel: bool = False
+
+    @property
+    def files(self) -> str | None:
+        """The model that is needed beside the target, if any."""
+        return None if self.model is None or self.model.startswith(_SKIP) else self.model
 
 
 def parse_draft(text: str) -> Draft:
@@ -27,6 +35,8 @@ def parse_draft(text: str) -> Draft:
     of a prompt, so they include "own"."""
     if text == "none":
         return Draft((), None)
+    if text.startswith(_PARALLEL):
+        return Draft((), _parallel(text), parallel=True)
     if not _is_lookup(text):
         parse_layers(text)
         return Draft((), text)
@@ -55,6 +65,16 @@ def check_draft(text: str) -> str:
     """The text as it is; ValueError as in `parse_draft`."""
     parse_draft(text)
     return text
+
+
+def _parallel(text: str) -> str:
+    model = text.removeprefix(_PARALLEL).strip()
+    if not model or model == "none" or _is_lookup(model) or model.startswith((_SKIP, _PARALLEL)):
+        raise ValueError(
+            f'"{text}": write it like parallel:MODEL, with a hub id, a folder or a .gguf file of a '
+            "model that was trained to draft in one pass"
+        )
+    return model
 
 
 def _is_lookup(text: str) -> bool:

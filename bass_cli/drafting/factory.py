@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.drafting.model_drafter import ModelDrafter
 from bass_cli.drafting.ngram import LookupDrafter
+from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.model.runner import Runner
@@ -38,12 +39,21 @@ class NoDrafter:
 
 
 def make_drafter(
-    draft: str, *, runner: Runner | None, coupling: str, temperature: float | None
+    draft: str,
+    *,
+    runner: Runner | None,
+    coupling: str,
+    temperature: float | None,
+    mask: int | None = None,
 ) -> Drafter:
     """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds
-    its model, if it has one: a draft model, or the target with layers skipped."""
-    sources, model = parse_draft(draft)
-    if model is None:
-        return LookupDrafter(sources) if sources else NoDrafter()
+    its model, if it has one: a draft model, or the target with layers skipped; with `mask`, the
+    id of its mask token, it drafts in one pass."""
+    words = parse_draft(draft)
+    if words.model is None:
+        return LookupDrafter(words.sources) if words.sources else NoDrafter()
     assert runner is not None
+    assert words.parallel == (mask is not None)
+    if mask is not None:
+        return ParallelDrafter(runner, mask=mask, coupling=coupling, temperature=temperature)
     return ModelDrafter(runner, coupling=coupling, temperature=temperature)

@@ -1,8 +1,10 @@
-"""A decoder as drafter: a small model, or the target with layers skipped. Its cache repairs itself.
+"""A decoder as drafter, a token at a time: a small model, or the target with layers skipped. Its
+cache repairs itself.
 
 The first step of a round feeds each row's last two tokens: after full acceptance the cache lacks
 the last draft, and feeding it again otherwise only writes the same key. Rounds without drafts
-leave the cache behind; `catch_up` feeds what more it missed.
+leave the cache behind; `catch_up` feeds what more it missed. Not here: a model that drafts all in
+one pass (parallel.py).
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from bass_cli.engine.laws import Laws
 from bass_cli.model.runner import Runner
 
 
-class ModelDrafter:
-    """Drafts with `runner` (lag 2). `coupling` is "shared" or "maximal"; `temperature` replaces
-    the rows' own, unless theirs is 0."""
+class ModelRows:
+    """The prompts and rows of a drafter with a model, `runner` (lag 2), and how far its cache
+    reaches. `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
+    theirs is 0."""
 
     on_device, longest = True, sys.maxsize
 
     def __init__(self, runner: Runner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
-        # By row: how many positions the cache holds, the last round's wrong drafts included.
+        # by row: how many positions the cache holds, those of wrong drafts included
         self._fed = numpy.zeros(runner.rows, dtype=numpy.int64)
 
     def prepare_prompts(self) -> None:
@@ -60,6 +63,14 @@ class ModelDrafter:
         for places, _ in change.begun:
             self._fed[list(places)] = self._runner.cache.base(places[0])
 
+    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
+        tokens, positions = batch.last(count, self._runner.cache.bases(batch.rows), behind=behind)
+        self._runner.feed(tokens, positions, batch.ends(-2))
+
+
+class ModelDrafter(ModelRows):
+    """Drafts with its runner token by token: a round of k drafts takes k passes."""
+
     def expect(self, batch: Batch, length: int) -> int:
         ends = batch.known()
         fed = self._fed[: len(ends)]
@@ -72,9 +83,8 @@ class ModelDrafter:
         fed[:] = ends + length - 1
         return max(missing, 0)
 
-    def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
-        tokens, positions = batch.last(count, self._runner.cache.bases(batch.rows), behind=behind)
-        self._runner.feed(tokens, positions, batch.ends(-2))
+    def reaches(self, before: int, length: int) -> bool:
+        return not length or before > 0
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         return self._propose(batch, length, None)

@@ -196,6 +196,19 @@ class CatchesUp(Protocol):
         its end; any that are known already do no harm, if those before them are known. It can be
         captured, as `propose` on the device."""
 
+    def reaches(self, before: int, length: int) -> bool:
+        """Whether `length` tokens can be proposed, with nothing taken in meanwhile, behind a round
+        of `before` drafts whose tokens nobody knows yet."""
+
+
+@runtime_checkable
+class DraftsAtOnce(Protocol):
+    """A drafter on the device that proposes all tokens of a round in one pass of its model, so
+    that a longer draft takes no more passes."""
+
+    @property
+    def at_once(self) -> bool: ...
+
 
 @runtime_checkable
 class Learns(Protocol):

@@ -55,6 +55,11 @@ class CatchingUp:
         own = int(self._batch.generated().max())  # of a prompt nothing is missing
         return self._unit * self._passes(min(self._missed, own))
 
+    def reaches(self, before: int, length: int) -> bool:
+        """Whether a round of `length` drafts may begin behind one of `before` that is under way: a
+        drafter that has missed tokens must know them before it goes on."""
+        return self._drafter is None or self._drafter.reaches(before, length)
+
     def function(self, count: int) -> Callable[[], None]:
         """What a graph of so many tokens a row does."""
         assert self._drafter is not None

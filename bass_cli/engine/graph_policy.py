@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from bass_cli.engine.contracts import Drafter, DraftsAtOnce
 from bass_cli.engine.graphs import WIDTHS, Graphs, cover, step_down
 
 _CAPTURE = 50.0  # plain passes that a capture takes
@@ -21,15 +22,15 @@ _STEP_LAUNCHES = (
     0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 )
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
-Kind = Literal["round", "given", "catch up"]
+Kind = Literal["round", "block", "given", "catch up"]
 # which draft lengths may serve another: any, longer ones, or none
 Fit = Literal["near", "wider", "same"]
 
 
 class Shape(NamedTuple):
     """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row
-    ("given": they come from the host); in catching up, of a drafter after plain rounds, `width`
-    tokens."""
+    ("block": one pass makes all of them; "given": they come from the host); in catching up, of a
+    drafter after plain rounds, `width` tokens."""
 
     kind: Kind
     rows: int
@@ -42,6 +43,13 @@ class Step(NamedTuple):
 
     shape: Shape
     how: Literal["replay", "run", "capture"]
+
+
+def kind_of(drafter: Drafter) -> Kind:
+    """The kind of its rounds with drafts."""
+    if not drafter.on_device:
+        return "given"
+    return "block" if isinstance(drafter, DraftsAtOnce) else "round"
 
 
 class Ladder:
@@ -92,7 +100,8 @@ class Ladder:
         if step.how == "replay":
             return 0.0
         # a plain pass tells of the former
-        kinds = ("given", "round") if step.shape.kind == "given" else (step.shape.kind,)
+        kind = step.shape.kind
+        kinds = (kind,) if kind == "catch up" else (kind, "round")
         known = [self._unit[kind, step.how] for kind in kinds if (kind, step.how) in self._unit]
         return (known[0] if known else _SECONDS) * _launches(step.shape)
 
@@ -153,8 +162,9 @@ def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
 
 def _loss(shape: Shape, wish: Shape) -> float:
     """What is lost if this shape serves, in plain passes: places in it that are not filled, or
-    drafts that have none."""
-    dropped = _STEP * max(wish.width - shape.width, 0) if wish.kind == "given" else 0.0
+    drafts that have none, where these cost next to nothing."""
+    cheap = wish.kind in ("given", "block")
+    dropped = _STEP * max(wish.width - shape.width, 0) if cheap else 0.0
     return dropped + abs(_price(shape) - _price(wish))
 
 
@@ -162,13 +172,14 @@ def _price(shape: Shape) -> float:
     """What it costs on the device, in plain passes."""
     if shape.kind == "catch up":
         return 1 + shape.rows * shape.width / _ARITHMETIC
-    return (
-        1
-        + (_STEP * shape.width if shape.kind == "round" else 0.0)
-        + shape.rows * (shape.width + 1) / _ARITHMETIC
-    )
+    return 1 + _STEP * _steps(shape) + shape.rows * (shape.width + 1) / _ARITHMETIC
 
 
 def _launches(shape: Shape) -> float:
     """What it costs on the host, in passes."""
-    return 1 + (_STEP_LAUNCHES * shape.width if shape.kind == "round" else 0.0)
+    return 1 + _STEP_LAUNCHES * _steps(shape)
+
+
+def _steps(shape: Shape) -> int:
+    """Passes of a draft in a round."""
+    return {"round": shape.width, "block": min(shape.width, 1)}.get(shape.kind, 0)

@@ -70,14 +70,7 @@ class Loop:
         self._members = Members(batch, target, drafter, self.imposed, clock)
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
-            self._captured = Captured(
-                graphs,
-                batch,
-                clock,
-                self.function,
-                longest=drafter.longest,
-                drafts="round" if drafter.on_device else "given",
-            )
+            self._captured = Captured(graphs, batch, clock, self.function, drafter=drafter)
         # How many of a row's drafts a captured round looks at: on the host, and where graphs read
         # it.
         self._most, self._bound = _ALL, batch.tokens.new_full((), _ALL)
@@ -185,11 +178,10 @@ class Loop:
             return self._land(flight, late=late)
         asked = self._next.take(None)
         _, step = self._next.served(asked, None)
-        # A drafter that has missed tokens must know them before it goes on.
-        if step.how == "replay" and (flight.width or not step.shape.width):
+        if step.how == "replay" and self._catching.reaches(flight.width, step.shape.width):
             self._flight = self._launch(asked, None, behind=True)
             done = self._land(flight, late=late)
-            self.catch_up(self._flight.width)  # nothing is missing: the drafter is only told
+            self.catch_up(self._flight.places)  # nothing is missing: the drafter is only told
         else:
             done = self._land(flight, late=late)
             self._flight = self._launch(asked, None)

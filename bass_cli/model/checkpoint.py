@@ -22,7 +22,7 @@ from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
-from bass_cli.model.hf_config import spec_of_config
+from bass_cli.model.hf_config import mask_of, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.tensor_content import parts
 from bass_cli.model.tensor_files import DTYPES, Entry, read_safetensors, read_torch
@@ -37,6 +37,7 @@ _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
     ("model.safetensors", "*.safetensors", read_safetensors),
     ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
 )
+_GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
 
 
@@ -57,11 +58,13 @@ class Checkpoint:
     metadata: Mapping[str, Any]
     pieces: tuple[Piece, ...]
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, mask: int | None = None) -> str:
         """A digest of the spec, the layout of the files and samples of their content; not of
-        their place on disk."""
+        their place on disk. `mask`: another one for a model that drafts by it."""
         plain = replace(self.spec, biases=frozenset())  # a set has no fixed order
         digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
+        if mask is not None:
+            digest.update(f"mask {mask}".encode())
         for path in sorted({piece.entry.file for piece in self.pieces}):
             with path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -70,6 +73,14 @@ class Checkpoint:
                     file.seek(place)
                     digest.update(file.read(4096))
         return digest.hexdigest()[:32]
+
+    def mask(self) -> int:
+        """The id of the mask token by which it drafts in one pass; UserError if it says none."""
+        vocab = self.spec.vocab
+        if not self.path.is_dir():
+            return mask_of(self.metadata, vocab=vocab, place=str(self.path), keys=_GGUF_MASKS)
+        config = self.path / "config.json"
+        return mask_of(_read_json(config), vocab=vocab, place=str(config))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

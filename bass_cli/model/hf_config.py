@@ -27,6 +27,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 ROPE_TYPES = ("default", "linear", "llama3")
+# what published parallel drafts call the id of their mask token, in the order of preference
+MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 # More than any model has, and not too many to make room for before its tensors, which have to
@@ -128,6 +130,27 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         query_scale=scalar**-0.5,
         embed_scale=shape["width"] ** 0.5 if name == "gemma3_text" else 1.0,
         tied=values.flag("tie_word_embeddings"),
+    )
+
+
+def mask_of(
+    values: Mapping[str, Any], *, vocab: int, place: str, keys: tuple[str, ...] = MASKS
+) -> int:
+    """The id that stands for a token to be drafted, in a config (or metadata) of a model that
+    drafts in one pass: of the first key that is there. `vocab`: how many ids it embeds."""
+    for key in keys:
+        if (value := values.get(key)) is None:
+            continue
+        if type(value) is not int or not 0 <= value < vocab:
+            raise UserError(
+                f'{place}: key "{key}": the id of a mask token, from 0 to {vocab - 1}, is needed, '
+                f"not {shown(value)}"
+            )
+        return value
+    others = f" (or {', '.join(keys[1:])})" if keys[1:] else ""
+    raise UserError(
+        f'{place}: the key "{keys[0]}"{others} is missing: only a model that was trained with a '
+        "mask token can draft in one pass; write this one without parallel:"
     )
 
 

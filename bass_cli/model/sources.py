@@ -41,10 +41,10 @@ _READ = (
 
 def files_of(pair: Pair) -> Iterator[Path]:
     """The files on this machine that a pair's models and tokenizer are read from."""
-    draft = parse_draft(pair.draft).model
+    draft = parse_draft(pair.draft).files
     for source in (pair.target, draft, pair.tokenizer):
         with contextlib.suppress(UserError):
-            if source is not None and not source.startswith("skip:"):
+            if source is not None:
                 path = locate(source, folder=pair.folder, fetch=False)
                 yield from (
                     (file for pattern in _READ for file in path.glob(pattern))

@@ -369,17 +369,21 @@ def test_models_are_frozen_and_strict() -> None:
 @pytest.mark.parametrize(
     ("text", "due"),
     [
-        ("none", ((), None)),
-        ("Qwen/Qwen2.5-0.5B", ((), "Qwen/Qwen2.5-0.5B")),
-        ("skip:1-3", ((), "skip:1-3")),
-        ("lookup", (("own", "siblings", "prompt", "reference"), None)),
-        ("lookup:own, prompt", (("own", "prompt"), None)),
-        ("lookups/model", ((), "lookups/model")),
-        ("a+b/c", ((), "a+b/c")),
+        ("none", Draft((), None)),
+        ("Qwen/Qwen2.5-0.5B", Draft((), "Qwen/Qwen2.5-0.5B")),
+        ("skip:1-3", Draft((), "skip:1-3")),
+        ("lookup", Draft(("own", "siblings", "prompt", "reference"), None)),
+        ("lookup:own, prompt", Draft(("own", "prompt"), None)),
+        ("lookups/model", Draft((), "lookups/model")),
+        ("a+b/c", Draft((), "a+b/c")),
+        ("parallel:amd/PARD-Qwen2.5-0.5B", Draft((), "amd/PARD-Qwen2.5-0.5B", parallel=True)),
+        ("parallel: ./draft.gguf", Draft((), "./draft.gguf", parallel=True)),
+        ("parallels/model", Draft((), "parallels/model")),
     ],
 )
 def test_what_a_draft_may_say(text: str, due: Draft) -> None:
     assert parse_draft(text) == due
+    assert due.files == (None if text.startswith("skip:") else due.model)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +403,12 @@ def test_what_a_draft_may_say(text: str, due: Draft) -> None:
             'use "a/b+c" or "lookup"',
         ),
         ("lookup:own+skip:4-9", 'use "skip:4-9" or "lookup"'),
+        ("parallel:", '"parallel:": write it like parallel:MODEL, with a hub id, a folder or a'),
+        ("parallel: ", "write it like parallel:MODEL"),
+        ("parallel:lookup:own", "write it like parallel:MODEL"),
+        ("parallel:skip:4-9", "write it like parallel:MODEL"),
+        ("parallel:none", "write it like parallel:MODEL"),
+        ("parallel:parallel:a/b", "write it like parallel:MODEL"),
     ],
 )
 def test_a_draft_that_says_nothing_names_its_place(tmp_path: Path, text: str, reason: str) -> None:

@@ -8,9 +8,8 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
-from toys import SPAN, Guess, drive, loop_for, plain
+from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
 
-from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine import draft_sync
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
@@ -66,24 +65,18 @@ def rows(limit=30):
     ]
 
 
-def captured(target, draft, *, batch, lengths, coupling="shared", span=SPAN):
+def captured(target, draft, *, batch, lengths, coupling="shared", span=SPAN, acceptance=None):
     """A loop with fake graphs, and its ticks as clock."""
     ticks = Ticks()
-    runner = Runner(draft, rows=batch, span=span, lag=2) if isinstance(draft, Decoder) else None
-    name = draft if isinstance(draft, str) else "model"
-    drafter = (
-        make_drafter(name, runner=runner, coupling=coupling, temperature=None)
-        if runner or name == draft
-        else draft
-    )
     return Loop(
         batch=Batch(rows=batch, context=128, device=torch.device("cpu")),
         coupling=coupling,
-        drafter=drafter,
+        drafter=drafter_for(draft, rows=batch, span=span, coupling=coupling),
         target=Runner(target, rows=batch, span=span, lag=1),
         lengths=lengths,
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),
+        acceptance=acceptance,
     )
 
 
@@ -106,7 +99,7 @@ def test_tokens_are_plain_decodings_whatever_is_captured(pair):
     target, draft = pair
     due = plain(target, rows())
     counts = {"run": 0, "capture": 0, "replay": 0, "catch up": 0, "other": 0}
-    for drafter in (draft, "lookup", "none"):
+    for drafter in (draft, AtOnce(draft, 300), "lookup", "none"):
         for batch, lengths in ((5, Tour()), (2, Bass()), (6, Goodput(limit=6))):
             loop = captured(target, drafter, batch=batch, lengths=lengths)
             assert drive(loop, rows()) == due, f"{drafter}, batch {batch}"

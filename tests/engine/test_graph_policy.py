@@ -182,6 +182,28 @@ def test_drafts_of_the_host_cost_no_launches():
     assert ladders[1].shape(8, 0) == Shape("round", 8, 0)
 
 
+def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
+    """So a longer one costs few launches more than a short one; and a shorter one that serves
+    instead loses drafts that were to be had for nothing."""
+    ladders = [Ladder(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")]
+    for ladder in ladders:
+        ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
+        ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
+    chain, block = (ladder.entries(8) for ladder in ladders)
+    assert block[1] == block[16] == pytest.approx(chain[1])
+    assert chain[16] > 6 * block[16]
+    waited = {}
+    for kind in ("round", "block"):
+        bench = Bench(drafts=kind)
+        bench.hold((kind, 8, 4))
+        waited[kind] = bench.rounds_until_captured(8, 12, kind=kind)
+        other = Bench(drafts=kind)
+        other.hold((kind, 8, 12))
+        waited[kind, "shorter"] = other.rounds_until_captured(8, 4, kind=kind)
+    assert waited["block"] < 1.1 * waited["round"]
+    assert waited["block", "shorter"] > 3 * waited["round", "shorter"]
+
+
 def test_compiling_is_not_taken_for_what_capturing_costs():
     bench = Bench()
     bench.ladder.took(Step(Shape("round", 8, 0), "run"), 9.0)

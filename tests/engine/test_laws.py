@@ -12,7 +12,7 @@ from collections import Counter
 
 import pytest
 import torch
-from toys import Guess, Markov, Reactive, drive, loop_for
+from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.laws import noise_key
@@ -81,6 +81,7 @@ def distance(law, draws):
 TOYS = {
     "model": lambda: Markov(tables(1), 2),
     "smaller": lambda: Markov(tables(2, VOCAB - 1), 2),
+    "parallel": lambda: AtOnce(Markov(tables(4), 2), VOCAB - 1),
     "point": lambda: Guess(VOCAB),
 }
 DRAFTERS = (*TOYS, "lookup")

@@ -21,8 +21,8 @@ class Ticks:
 
 class FakeGraphs(Graphs):
     """Charges `ticks` for capturing (0.13 s), running uncaptured (0.05 s) and replaying (2.1 ms
-    a pass of the target, 9 us for each draft that comes from the host, and 0.45 ms a draft step
-    or a pass of the draft), and keeps a list of what was done."""
+    a pass of the target, 9 us for each draft that comes from the host, and 0.45 ms a pass of the
+    draft), and keeps a list of what was done."""
 
     def __init__(self, ticks=None):
         super().__init__(torch.device("cpu"))
@@ -50,6 +50,7 @@ class FakeGraphs(Graphs):
         the time has come."""
         took = {
             "round": 0.0021 + 0.00045 * key.width,
+            "block": 0.0021 + 0.00045,
             "given": 0.0021 + 0.000009 * key.rows * key.width,
             "catch up": 0.00045,
         }[key.kind]

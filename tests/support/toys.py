@@ -2,6 +2,7 @@
 tokenizers. No tests."""
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
@@ -75,6 +76,13 @@ class Guess:
         return Proposal((last + 1 + torch.arange(length)) % self._vocab, None)
 
 
+class AtOnce(NamedTuple):
+    """A model that drafts in one pass: a Decoder or a toy runner, and the id of its mask token."""
+
+    model: object
+    mask: int
+
+
 class Reactive:
     """A controller that reacts strongly to acceptance, plain rounds included: what a law must
     survive."""
@@ -133,16 +141,12 @@ def rows_for(prompts, n, *, limit=12, **sampling):
     ]
 
 
-def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
-    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, a drafter,
-    or the name of one: "none", "lookup", "lookup:SOURCES"."""
+def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance=None):
+    """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, either
+    AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
         target = Runner(target, rows=rows, span=SPAN, lag=1)
-    draft = Runner(draft, rows=rows, span=SPAN, lag=2) if isinstance(draft, Decoder) else draft
-    if isinstance(draft, (Runner, Markov)):
-        draft = make_drafter("model", runner=draft, coupling=coupling, temperature=None)
-    elif isinstance(draft, str):
-        draft = make_drafter(draft, runner=None, coupling=coupling, temperature=None)
+    draft = drafter_for(draft, rows=rows, coupling=coupling)
     return Loop(
         batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
         target=target,
@@ -150,7 +154,23 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared"):
         lengths=lengths or Fixed(3),
         coupling=coupling,
         clock=Clock(),
+        acceptance=acceptance,
     )
+
+
+def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
+    """The drafter that `loop_for` makes of its draft."""
+    words = {"runner": None}
+    if isinstance(draft, (AtOnce, Decoder, Markov)):
+        at_once = isinstance(draft, AtOnce)
+        model = draft.model if at_once else draft
+        if isinstance(model, Decoder):
+            model = Runner(model, rows=rows, span=span, lag=2)
+        words = {"runner": model, "mask": draft.mask if at_once else None}
+        draft = "parallel:model" if at_once else "model"
+    if isinstance(draft, str):
+        return make_drafter(draft, **words, coupling=coupling, temperature=None)
+    return draft
 
 
 def plain(target, rows):

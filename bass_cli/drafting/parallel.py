@@ -1,0 +1,72 @@
+"""A small model that drafts all tokens of a round in one pass (PARD, arXiv 2504.18583): what it has
+not taken in yet, then a mask token for every further draft.
+
+A round of k drafts may bring k + 1 tokens, so a pass feeds each row's last k + 1, and k - 1 masks
+behind them: 2k tokens, a constant shape. Known tokens only write the same keys again. Masks' keys
+lie beyond the row's end, and the next pass writes over them: the cache holds tokens only. Not
+here: drafting token by token, the rows' life (model_drafter.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.drafting.model_drafter import ModelRows
+from bass_cli.drafting.sampling import propose_maximal, propose_shared
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Proposal
+from bass_cli.model.runner import Runner
+
+
+class ParallelDrafter(ModelRows):
+    """Drafts with `runner` in one pass. `mask`: the id that stands for a token to be drafted; the
+    model has an embedding for it, whether it is a token of the vocabulary or not."""
+
+    at_once = True
+
+    def __init__(
+        self, runner: Runner, *, mask: int, coupling: str, temperature: float | None = None
+    ):
+        super().__init__(runner, coupling=coupling, temperature=temperature)
+        self._mask = mask
+
+    def expect(self, batch: Batch, length: int) -> int:
+        if length == 0:
+            return 0
+        ends = batch.known()
+        fed = self._fed[: len(ends)]
+        behind = int((ends - fed).max())
+        fed[:] = ends
+        return behind - 2 if behind > length + 1 else 0
+
+    def reaches(self, before: int, length: int) -> bool:
+        return not length or 0 < before <= length
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        logits = self._runner.forward(*self._input(batch, length), last=length)
+        laws = batch.laws.at(self._temperature).repeat(length)
+        lengths = batch.lengths[: batch.rows, None].expand(-1, length)
+        places = (lengths + torch.arange(length, device=batch.device)).flatten()
+        flat = logits.flatten(0, 1)
+        if self._coupling == "shared":
+            return Proposal(propose_shared(flat, laws, places).view(-1, length), None)
+        tokens, law = propose_maximal(flat, laws, places, lengths.flatten())
+        values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
+        assert values is not None
+        return Proposal(tokens.view(-1, length), ops.Law(values, edges))
+
+    def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
+        """The tokens of a pass and their positions, [B, 2 length] each, and the rows' ends
+        behind them."""
+        known, positions = batch.last(length + 1, self._runner.cache.bases(batch.rows))
+        masks = known.new_full((batch.rows, length - 1), self._mask)
+        further = batch.lengths[: batch.rows, None] + torch.arange(length - 1, device=batch.device)
+        return (
+            torch.cat((known, masks), 1),
+            torch.cat((positions, further), 1),
+            batch.ends(length - 1),
+        )

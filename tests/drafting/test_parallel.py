@@ -1,0 +1,338 @@
+"""Drafting in one pass: the very drafts of a full forward over tokens and masks, whatever came
+before; where a model says its mask token, and what is said if it does not."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint, write_gguf, write_tokenizer
+from test_ahead import Settled, ready
+from test_captured import Tour, captured, rows
+from toys import AtOnce, Reactive, drive, loop_for, plain
+from typer.testing import CliRunner
+
+import bass_kernels as ops
+from bass_cli.cli.commands import app
+from bass_cli.engine.batch import Row
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.weights import load, open_checkpoint
+
+MASK = 300  # no token of the tokenizer's
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function from a family's name to a model with a mask token: as transformers has it, and
+    as we read it."""
+
+    @functools.cache
+    def made(family, seed=0):
+        folder = tmp_path_factory.mktemp(family)
+        theirs = write_checkpoint(family, folder, seed=seed, pard_token=MASK)
+        checkpoint = open_checkpoint(folder)
+        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+        return theirs, Decoder(checkpoint.spec, weights), checkpoint.mask()
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(models):
+    """A target, and the same model as a draft."""
+    _, target, mask = models("qwen2")
+    return target, AtOnce(target, mask)
+
+
+@torch.inference_mode()
+def in_full(model, mask, tokens, length):
+    """Logits [length, V] of a row's drafts, by one pass over all there is and no cache."""
+    ids = torch.tensor([tokens + [mask] * (length - 1)])
+    return model(input_ids=ids, use_cache=False).logits[0, -length:]
+
+
+class Falling(Settled):
+    """Shorter drafts behind longer ones, and longer behind shorter, with plain rounds between."""
+
+    def __init__(self):
+        super().__init__()
+        self._lengths = iter([*([5, 3, 3, 1, 1, 7, 7, 2, 6, 0, 0, 4, 4] * 20)])
+
+
+class Compared:
+    """Holds every proposal of a loop's drafter against `in_full`, logits and tokens."""
+
+    def __init__(self, loop, model, mask):
+        self._loop, self._model, self._mask, self.seen = loop, model, mask, []
+        self._runner, self._propose = loop.drafter._runner, loop.drafter.propose
+        self._forward, self._logits = self._runner.forward, None
+        self._runner.forward, loop.drafter.propose = self.forward, self.propose
+
+    def forward(self, tokens, positions, ends, *, last=None):
+        assert tokens.shape[1] == 2 * last
+        bases = self._runner.cache.bases(len(tokens))
+        assert bool((positions >= bases[:, None]).all()), (
+            "those before are the prompt's, and shared"
+        )
+        self._logits = self._forward(tokens, positions, ends, last=last)
+        return self._logits
+
+    def propose(self, batch, length):
+        proposal = self._propose(batch, length)
+        for row, host in enumerate(batch.hosts if length else ()):
+            end = int(batch.lengths[row])
+            due = in_full(self._model, self._mask, batch.tokens[row, :end].tolist(), length)
+            found = self._logits[row]
+            torch.testing.assert_close(found, due[:, : found.shape[1]], atol=1e-4, rtol=1e-4)
+            laws, places = batch.laws, end + torch.arange(length)
+            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            own = (part[row].repeat(length, *(1,) * (part.dim() - 1)) for part in own)
+            drafts = ops.sample(due, *own, places)
+            assert proposal.tokens[row].tolist() == drafts.tolist()
+            self.seen.append((length, end - host.prompt_length))
+        return proposal
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_are_those_of_a_full_forward(models, family):
+    """Also of rows that have generated less than a pass feeds, siblings, rows that were moved,
+    after full, partial and no acceptance, after plain rounds and longer drafts."""
+    theirs, draft, mask = models(family)
+    _, other, _ = models(family, seed=1)  # keeps few of its drafts
+    for batch, lengths, target, acceptance in (
+        (3, Falling(), draft, (0.8, 1.0)),
+        (5, Tour(), draft, None),
+        (2, Reactive(), other, None),
+    ):
+        loop = loop_for(
+            target, AtOnce(draft, mask), rows=batch, lengths=lengths, acceptance=acceptance
+        )
+        compared = Compared(loop, theirs, mask)
+        drive(loop, rows(16))
+        assert any(generated == 0 for _, generated in compared.seen)
+        assert any(length > generated > 0 for length, generated in compared.seen)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_the_first_draft_of_the_target_itself_always_stands(models, family, coupling):
+    _, target, mask = models(family)
+    seen = []
+    for batch, lengths in ((1, Fixed(8)), (4, Tour()), (5, Reactive())):
+        loop = loop_for(
+            target, AtOnce(target, mask), rows=batch, lengths=lengths, coupling=coupling
+        )
+        drive(loop, rows(), on_round=lambda done, _: seen.append(done))
+    assert all(kept >= 1 for done in seen if done.width for kept in done.accepted)
+    assert any(kept < done.width for done in seen for kept in done.accepted)
+    assert {1, 2, 3, 8} <= {done.width for done in seen}
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_captured_rounds_keep_the_first_draft_too(pair, coupling):
+    target, draft = pair
+    due, seen = plain(target, rows()), []
+    for batch in (2, 5):
+        loop = captured(target, draft, batch=batch, lengths=Tour(), coupling=coupling)
+        found = drive(loop, rows(), on_round=lambda done, _: seen.append(done))
+        assert {key for key in due if found[key] == due[key]} >= {k for k in due if k[1] == 0}
+        assert coupling == "maximal" or found == due
+        assert loop.graphs.count("replay", "block") > 3
+        assert any(shape.kind == "catch up" for _, shape in loop.graphs.done)
+    assert all(kept >= 1 for done in seen if done.width for kept in done.accepted)
+
+
+def test_rounds_launched_ahead_miss_no_token(models, pair):
+    """A draft that is shorter than the last round's does not see all that this may bring: it
+    waits for that. Most drafts stand here, whatever the target says."""
+    target, draft = pair
+    theirs, _, mask = models("qwen2")
+    due = plain(target, rows())
+    for batch, acceptance in ((2, None), (5, None), (2, (0.9, 1.0)), (5, (0.9, 1.0))):
+        loop = captured(target, draft, batch=batch, lengths=Falling(), acceptance=acceptance)
+        flights, compared = ready(loop), Compared(loop, theirs, mask)
+        found = drive(loop, rows(40 if acceptance else 30), ahead=True)
+        assert acceptance or found == due
+        assert 0.2 * flights.all < flights.behind < flights.all
+        assert len({length for length, _ in compared.seen}) > 5
+
+
+def test_a_pass_is_as_wide_as_its_drafts_ask_for(pair):
+    """Twice as many tokens as drafts, whatever the rows have; and 16 tokens are few enough for the
+    fused layers."""
+    target, draft = pair
+    fed = []
+    loop = loop_for(target, draft, rows=3, lengths=Tour())
+    runner, forward = loop.drafter._runner, loop.drafter._runner.forward
+    runner.forward = lambda tokens, *more, **words: (
+        fed.append(tuple(tokens.shape)),
+        forward(tokens, *more, **words),
+    )[1]
+    drive(loop, rows(), on_round=lambda done, _: fed.append(done.width) if not done.width else None)
+    shapes = [one for one in fed if one]
+    assert {width for _, width in shapes} == {2, 4, 6, 8, 10, 14}
+
+
+def test_its_cache_holds_tokens_only(pair):
+    """After drafts that fell, plain rounds and longer drafts it is what a fresh prefill makes."""
+    target, draft = pair
+    loop = loop_for(target, draft, rows=3, lengths=Tour())
+    live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
+    loop.open("0", live[0].tokens)
+    loop.exchange((), live)
+    for _ in range(11):
+        loop.round()
+    loop.catch_up(1)
+    loop.drafter.propose(loop.batch, 1)
+    fresh = loop_for(target, target, rows=3, lengths=Fixed(1))
+    for row in live:
+        fresh.open(str(row.sample), row.tokens)
+        fresh.admit(Row(str(row.sample), row.sample, 1, list(row.tokens), 9))
+    ours, due = loop.drafter._runner.cache, fresh.drafter._runner.cache
+    for row, line in enumerate(live):
+        span, base = due._of_row[row], ours.base(row)
+        assert span.length == len(line.tokens) - 2 > base
+        for found, keys in zip(ours.own_keys, due.prompt_keys, strict=True):
+            stored = keys[:, span.start + base : span.start + span.length]
+            torch.testing.assert_close(
+                found[row, :, : span.length - base], stored, rtol=1e-4, atol=1e-4
+            )
+
+
+CONFIG = "config.json"
+
+
+def place_with(folder, **keys):
+    """A pair of a target and a parallel draft whose config has these keys."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        extra = keys if name == "draft" else {}
+        write_checkpoint(
+            "qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **extra
+        )
+        write_tokenizer(folder / name)
+    (folder / "pair.yaml").write_text(
+        "target: target\ndraft: 'parallel:draft'\nspeculation: {length: 4}\n"
+    )
+    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(6)))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def bass(*arguments):
+    return CliRunner().invoke(
+        app, ["generate", "p.txt", "--device", "cpu", "--token-ids", *arguments]
+    )
+
+
+def lines(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({(row["id"], row["sample"]) for row in rows}) == len(rows)
+    return {(row["id"], row["sample"]): (row["token_ids"], row["finish_reason"]) for row in rows}
+
+
+FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "30")
+
+
+@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
+def test_the_mask_is_read_by_any_published_name(here, key):
+    place_with(here, **{key: MASK})
+    assert open_checkpoint(here / "draft").mask() == MASK
+    found = bass(*FLAGS, "--out", "o.jsonl")
+    assert found.exit_code == 0, found.stderr
+    rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
+    assert sum(row["drafted"] for row in rows) > 0
+    due = bass(*FLAGS, "--draft", "none", "--out", "plain.jsonl")
+    assert due.exit_code == 0, due.stderr
+    assert lines(here / "o.jsonl") == lines(here / "plain.jsonl")
+
+
+def test_a_run_goes_on_where_it_stopped(here):
+    place_with(here, pard_token=MASK, mask_token_id=7)
+    assert open_checkpoint(here / "draft").mask() == MASK, "the first name counts"
+    for out, *runs in (
+        ("whole.jsonl", ()),
+        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
+    ):
+        for flags in runs:
+            assert bass(*FLAGS, *flags, "--out", out).exit_code == 0
+            if flags[:1] == ("--limit",):  # killed within a line
+                (here / out).write_text((here / out).read_text()[:-30])
+    assert lines(here / "parts.jsonl") == lines(here / "whole.jsonl")
+
+
+def test_another_mask_is_another_run_under_maximal_coupling(here):
+    place_with(here, pard_token=MASK)
+    flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
+    assert bass(*flags).exit_code == 0
+    config = json.loads((here / "draft" / CONFIG).read_text())
+    (here / "draft" / CONFIG).write_text(json.dumps(config | {"pard_token": 299}))
+    refused = bass(*flags, "--n", "4")
+    assert refused.exit_code == 2
+    assert "draft_files" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({}, 'the key "pard_token" (or ptd_token_id, mask_token_id) is missing'),
+        ({"pard_token": 301}, 'key "pard_token": the id of a mask token, from 0 to 300, is needed, not 301'),
+        ({"ptd_token_id": -1}, 'key "ptd_token_id": the id of a mask token, from 0 to 300, is needed, not -1'),
+        ({"mask_token_id": "<mask>"}, 'key "mask_token_id": the id of a mask token'),
+        ({"pard_token": True}, "is needed, not True"),
+    ],
+)  # fmt: skip
+def test_a_model_without_a_mask_is_refused_before_weights_are_read(here, monkeypatch, keys, reason):
+    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    place_with(here)
+    config = json.loads((here / "draft" / CONFIG).read_text())
+    (here / "draft" / CONFIG).write_text(json.dumps(config | keys))
+    refused = bass(*FLAGS, "--out", "o.jsonl")
+    assert refused.exit_code == 2
+    said = re.sub(r"\s+", " ", refused.stderr)
+    assert reason in said
+    assert f"{here / 'draft' / CONFIG}: " in said
+
+
+def test_a_gguf_file_has_its_mask_in_its_metadata(tmp_path):
+    key = "tokenizer.ggml.mask_token_id"
+    write_gguf("qwen2", tmp_path / "with.gguf", metadata={key: 17})
+    write_gguf("qwen2", tmp_path / "without.gguf")
+    assert open_checkpoint(tmp_path / "with.gguf").mask() == 17
+    with pytest.raises(Exception, match=f'without.gguf: the key "{key}" is missing'):
+        open_checkpoint(tmp_path / "without.gguf").mask()
+
+
+def test_a_plan_without_masks_is_the_draft_models(here):
+    """The same model drafts token by token where it is not asked to draft at once."""
+    place_with(here, pard_token=MASK)
+    for draft in ("draft", "parallel:draft"):
+        found = bass(*FLAGS, "--draft", draft, "--out", f"{draft[:5]}.jsonl")
+        assert found.exit_code == 0, found.stderr
+    assert lines(here / "draft.jsonl") == lines(here / "paral.jsonl")
+    drafted, at_once = (
+        [json.loads(line)["accepted"] for line in (here / name).read_text().splitlines()]
+        for name in ("draft.jsonl", "paral.jsonl")
+    )
+    assert drafted != at_once
+
+
+def test_drafts_of_dummy_rows_harm_nobody(pair):
+    """Rows behind the live ones are one token long."""
+    target, draft = pair
+    loop = loop_for(target, draft, rows=4, lengths=Fixed(3))
+    row = Row("0", 0, 0, [1, 2, 3], 20)
+    loop.open("0", row.tokens)
+    loop.admit(row)
+    alone = loop.drafter.propose(loop.batch, 3).tokens
+    loop.batch.pad(4)
+    padded = loop.drafter.propose(loop.batch, 3).tokens
+    loop.batch.pad(None)
+    assert padded.shape == (4, 3)
+    assert torch.equal(padded[:1], alone)
