@@ -226,12 +226,13 @@ def _open(job: Job) -> _Files:
             f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
             "no meaning"
         )
-    tokenizer = Tokenizer.load(
-        locate(pair.tokenizer, folder=pair.folder) if pair.tokenizer else target_path
-    )
+    if pair.tokenizer:
+        tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
+    else:
+        tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None:
-        other = Tokenizer.load(draft_path)
+        other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
     if job.chat and not tokenizer.has_chat_template:

@@ -19,6 +19,14 @@ def no_profiles(tmp_path_factory, monkeypatch):
     monkeypatch.setattr("bass_cli.lengths.store.folder", lambda: place)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Tokenizers are converted for this session only, in its processes too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def sandbox_folders(tmp_path_factory):
     """Where a module's sandboxes make their folders: every user may, and nobody else does at the

@@ -50,13 +50,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty."""
+    """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty;
+    `vocabulary` a digest of what a tokenizer is made of there."""
 
     path: Path
     spec: Spec
     eos_ids: tuple[int, ...]
     metadata: Mapping[str, Any]
     pieces: tuple[Piece, ...]
+    vocabulary: str | None = None
 
     def fingerprint(self, mask: int | None = None) -> str:
         """A digest of the spec, the layout of the files and samples of their content; not of
@@ -90,7 +92,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _open_folder(path)
     if path.suffix != ".gguf":
         raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
-    metadata, entries = read_gguf(path)
+    metadata, entries, vocabulary = read_gguf(path)
     factors = None
     if (stored := entries.get(ROPE_FACTORS)) is not None:
         if stored.dtype != "F32" or len(stored.shape) != 1 or stored.shape[0] > _FACTORS:
@@ -109,7 +111,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for kind in ("eos", "eot")
         for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)
     ]
-    return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces)
+    return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces, vocabulary)
 
 
 def _open_folder(path: Path) -> Checkpoint:

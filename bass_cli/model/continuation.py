@@ -58,7 +58,7 @@ class Continuation:
         return self._tokenizer.decode([*self._before, *ids])[self._width :]
 
     def _is_byte(self, id_: int) -> bool:
-        return bool(_BYTE.fullmatch(self._tokenizer.texts.get(id_, "")))
+        return bool(_BYTE.fullmatch(self._tokenizer.spelled(id_)))
 
     def _has_text(self, id_: int) -> bool:
         if self._is_byte(id_):

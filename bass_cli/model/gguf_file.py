@@ -6,12 +6,13 @@ tensors mean (gguf_config.py), a tensor's content (tensor_content.py).
 
 from __future__ import annotations
 
+import hashlib
 import math
 import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import LARGEST
@@ -24,20 +25,29 @@ _ALIGNMENT = 32
 _ENTRIES = 1 << 16  # fields or tensors of a file: a model has hundreds
 _ITEMS = 1 << 22  # numbers in one array: a vocabulary has hundreds of thousands
 _LENGTH = struct.Struct("<Q")
+_EMBEDDING = "token_embd.weight"  # a tokenizer has no more tokens than it has rows
 
 # Of a file's tensor: shape, rows first; number of its type; offset.
 _Info = tuple[tuple[int, ...], int, int]
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Metadata and tensors of a .gguf file. Arrays of strings (the vocabulary) are left out of
-    the metadata."""
+class Header(NamedTuple):
+    """A file's metadata, arrays of strings (the vocabulary) left out; its tensors; and a digest of
+    all that its tokenizer is made of."""
+
+    metadata: dict[str, Any]
+    entries: dict[str, Entry]
+    vocabulary: str
+
+
+def read_gguf(path: Path) -> Header:
+    """What the header says; UserError where it cannot."""
     with opened(path) as file:
         total = os.fstat(file.fileno()).st_size
         if total < 24:
             raise UserError(f"{path}: the file is truncated: {total} bytes are no GGUF file")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            metadata, infos, end = _header(path, data)
+            metadata, infos, end, digest = _header(path, data)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         raise UserError(f'{path}: key "general.alignment": {alignment!r} is not valid')
@@ -47,11 +57,16 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
         for name, (dims, kind, offset) in infos.items()
     }
     check_places(path, total, entries)
-    return metadata, entries
+    rows = infos[_EMBEDDING][0][:1] if _EMBEDDING in infos else ()
+    digest.update(repr((metadata.get("general.architecture"), rows)).encode())
+    return Header(metadata, entries, digest.hexdigest())
 
 
-def _header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Info], int]:
-    """Metadata, what is said of each tensor, and where the header ends."""
+def _header(
+    path: Path, data: mmap.mmap
+) -> tuple[dict[str, Any], dict[str, _Info], int, hashlib._Hash]:
+    """Metadata, what is said of each tensor, where the header ends, and a digest of the fields of
+    the tokenizer."""
     magic, version, tensors, fields = struct.unpack_from("<4sIQQ", data)
     if magic != b"GGUF" or version not in _VERSIONS:
         raise UserError(
@@ -62,9 +77,13 @@ def _header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Inf
             f"{path}: the header is corrupt: {tensors} tensors and {fields} fields are more than "
             "a model has"
         )
-    cursor = _Cursor(data)
+    cursor, metadata, digest = _Cursor(data), dict[str, Any](), hashlib.sha256()
     try:
-        metadata = {cursor.text(): cursor.value(cursor.scalar("I")) for _ in range(fields)}
+        for _ in range(fields):
+            begin, name = cursor.at, cursor.text()
+            metadata[name] = cursor.value(cursor.scalar("I"))
+            if name.startswith("tokenizer."):
+                digest.update(data[begin : cursor.at])
         infos = dict(cursor.tensor_info() for _ in range(tensors))
     except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError):
         raise UserError(
@@ -72,7 +91,7 @@ def _header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Inf
         ) from None
     if len(metadata) < fields or len(infos) < tensors:
         raise UserError(f"{path}: the header is corrupt: a field or a tensor is there twice")
-    return metadata, infos, cursor.at
+    return metadata, infos, cursor.at, digest
 
 
 class _Cursor:

@@ -41,11 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_template(folder: Path, body: str) -> Tokenizer:
-    tokenizer = Tokenizer.load(folder)
-    tokenizer._inner.chat_template = (
-        f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
-    )
-    return tokenizer
+    whole = f"{{% if messages[0].content == 'the cat' %}}{body}{{% endif %}}fine"
+    return Tokenizer(Tokenizer.load(folder).settled._replace(template=whole), folder)
 
 
 @pytest.mark.parametrize("body", ENDLESS)

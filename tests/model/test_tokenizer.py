@@ -8,17 +8,20 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from checkpoints import tokenizer_metadata, write_gguf, write_tokenizer
+from checkpoints import tokenizer_metadata, write_gguf, write_sentencepiece, write_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from bass_cli.errors import UserError
+from bass_cli.model import tokenizer_files
 from bass_cli.model.continuation import Stop, StopDetector
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 
@@ -123,11 +126,6 @@ def test_code_of_a_model_is_never_run(
     monkeypatch.setattr("sys.stdin", answers)
     with pytest.raises(UserError, match=said):
         Tokenizer.load(tmp_path)
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(
-        UserError, match=said
-    ):  # transformers reads what lies beside such a file too
-        Tokenizer.load(tmp_path / "model.gguf")
     assert not (tmp_path / "ran").exists()
     assert answers.tell() == 0
 
@@ -211,24 +209,27 @@ def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache folder of the test's own; the list grows by each file that transformers has to
-    convert."""
+    """A cache folder of the test's own; the list grows by each tokenizer that transformers has to
+    read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
-    original = transformers.AutoTokenizer.from_pretrained
-
-    def counted(path: Path, **options: str) -> object:
-        if "gguf_file" in options:
-            calls.append(Path(path) / options["gguf_file"])
-        return original(path, **options)
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", counted)
+    for name in ("_convert", "_read"):
+        monkeypatch.setattr(tokenizer_files, name, counted(getattr(tokenizer_files, name), calls))
     return calls
+
+
+def counted(read: Callable[[Path], Any], calls: list[Path]) -> Callable[[Path], Any]:
+    return lambda path: calls.append(path) or read(path)
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "bass" / "tokenizers").iterdir())
 
 
 def write_gguf_with(
     tokenizer: Tokenizer, path: Path, *, pre: str = "gpt-2", pad_to: int = 305
 ) -> Path:
+    path.parent.mkdir(exist_ok=True)
     metadata = tokenizer_metadata(tokenizer.path, pad_to=pad_to, pre=pre)
     write_gguf("llama", path, vocab_size=pad_to, metadata=metadata)
     return path
@@ -280,11 +281,20 @@ def test_broken_and_unwritable_caches(
 ) -> None:
     path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
     wanted = Tokenizer.load(path).encode(TEXT)
-    (kept,) = (tmp_path / "cache" / "bass" / "tokenizers").iterdir()
-    (kept / "tokenizer.json").write_text("{")
-    assert Tokenizer.load(path).encode(TEXT) == wanted
-    assert Tokenizer.load(path).encode(TEXT) == wanted
-    assert len(converted) == 2  # the broken one was made anew, and kept
+    (entry,) = kept(tmp_path)
+    whole = entry.read_bytes()
+    other = Tokenizer.load(write_gguf_with(tokenizer, tmp_path / "other.gguf", pad_to=310))
+    (foreign,) = {*kept(tmp_path)} - {entry}
+    assert other.settled.fingerprint != Tokenizer.load(path).settled.fingerprint
+    for times, damaged in enumerate(
+        (b"", b"{", whole[:-1], whole.replace(b'"the"', b'"teh"'), foreign.read_bytes()), 1
+    ):
+        entry.write_bytes(damaged)
+        for _ in range(2):
+            assert Tokenizer.load(path).encode(TEXT) == wanted
+        assert converted.count(path) == 1 + times  # a broken one was made anew, and kept
+        assert entry.read_bytes() == whole
+    assert kept(tmp_path) == sorted((entry, foreign))  # and nothing beside
     (tmp_path / "file").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -309,6 +319,115 @@ def test_smollm_cuts_digits_off_first(
     ]
     spelled = [[t.texts[id_] for id_ in t.encode("a  78")] for t in (gpt2, *by_digit)]
     assert spelled == [["a", "Ġ", "Ġ", "7", "8"], *[["a", "ĠĠ", "7", "8"]] * 2]
+
+
+# What is kept is what transformers makes of the files
+
+TRICKY = ("", " ", "  two before", "two after  ", "e\u0301 \u212b \u1100\u1161\u11a8", "1 22 333", "\t\n\r\n", "<s>",
+          "</s>x<pad>", "\U0001f642\u200d\ufeff\ufffd\x00", "你好，世界", "don't I'LL", "[PAD7]", "x" * 300, TEXT)  # fmt: skip
+
+
+@pytest.mark.parametrize("write", [write_tokenizer, write_sentencepiece])
+def test_a_folder_is_read_by_transformers_once_and_stays_as_it_was(
+    tmp_path: Path, converted: list[Path], write: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "model"
+    write(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    first = Tokenizer.load(folder)
+    again = run_apart(folder)
+    assert converted == [folder]
+    for number, text in enumerate(TRICKY):
+        ids = theirs(text)["input_ids"]
+        part = theirs(text, add_special_tokens=False)["input_ids"]
+        back = theirs.decode(ids[number % 3 :], skip_special_tokens=True, clean_up_tokenization_spaces=False)  # fmt: skip
+        assert (first.encode(text), first.encode_part(text)) == (ids, part)
+        assert first.decode(ids[number % 3 :]) == back
+        assert again["texts"][number] == [ids, part, first.decode(ids)]
+    assert first.eos_ids == tuple(again["eos"]) == (theirs.eos_token_id,)
+    assert first.settled.special == theirs.special_tokens_map
+    assert again["modules"] == []  # of transformers, and what it brings
+    (folder / "tokenizer_config.json").write_text("{}")  # other files, another tokenizer
+    Tokenizer.load(folder)
+    assert converted == [folder, folder]
+
+
+def run_apart(folder: Path) -> dict[str, Any]:
+    """What another process has of the tokenizer."""
+    code = (
+        "import json, sys; from pathlib import Path; from bass_cli.model.tokenizer import Tokenizer\n"
+        "t = Tokenizer.load(Path(sys.argv[1]))\n"
+        "texts = [[t.encode(x), t.encode_part(x), t.decode(t.encode(x))] for x in json.loads(sys.argv[2])]\n"
+        "t.fingerprint(), t.size, t.has_chat_template, t._spelling\n"
+        "print(json.dumps({'texts': texts, 'eos': t.eos_ids,\n"
+        "                  'modules': [n for n in ('transformers', 'huggingface_hub', 'jinja2') if n in sys.modules]}))"
+    )
+    command = [sys.executable, "-c", code, str(folder), json.dumps(TRICKY)]
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, capture_output=True).stdout
+    )
+    return found
+
+
+@pytest.mark.parametrize(("family", "pre"), [("qwen2", "qwen2"), ("starcoder2", "starcoder")])
+def test_a_gguf_tokenizer_is_the_same_the_first_time_and_later(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path], family: str, pre: str
+) -> None:
+    """It is not what becomes of it when transformers writes it and reads it again: its classes
+    put a normaliser there, or leave out how digits are cut."""
+    path = tmp_path / "model.gguf"
+    metadata = tokenizer_metadata(tokenizer.path, pad_to=305, pre=pre)
+    write_gguf(family, path, vocab_size=305, metadata=metadata)
+    first = Tokenizer.load(path)
+    ids = [first.encode(text) for text in TRICKY]
+    later = run_apart(path)
+    assert [found[0] for found in later["texts"]] == ids
+    assert (converted, later["modules"]) == ([path], [])
+    steps = json.loads(first.settled.content)
+    if pre == "qwen2":
+        assert first.encode("e\u0301") == first.encode("\u00e9")
+    else:
+        kinds = [step["type"] for step in steps["pre_tokenizer"]["pretokenizers"]]
+        assert kinds == ["Digits", "ByteLevel"]
+
+
+def test_nothing_beside_a_gguf_file_is_read(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
+) -> None:
+    alone = Tokenizer.load(write_gguf_with(tokenizer, tmp_path / "alone" / "model.gguf"))
+    folder_with_code(tmp_path / "both", {"tokenizer_class": "Own", "eos_token": "the"}, {})
+    path = write_gguf_with(tokenizer, tmp_path / "both" / "renamed.gguf")
+    beside = Tokenizer.load(path)
+    assert beside.settled == alone.settled
+    assert len(converted) == 1  # an entry is of what the file says, not of its place
+    kept(tmp_path)[0].unlink()
+    assert Tokenizer.load(path).settled == alone.settled
+    assert not (tmp_path / "both" / "ran").exists()
+
+
+def test_two_processes_convert_the_same_tokenizer_at_once(
+    tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
+) -> None:
+    path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
+    code = (
+        "import sys; from pathlib import Path; from bass_cli.model.tokenizer import Tokenizer\n"
+        "import transformers; print(flush=True); input()\n"
+        "print(Tokenizer.load(Path(sys.argv[1])).encode(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", code, str(path), TEXT]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    for one in both:
+        assert one.stdout is not None
+        one.stdout.readline()  # it is ready
+    for one in both:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    said = [one.communicate()[0] for one in both]
+    assert said == [f"{Tokenizer.load(path).encode(TEXT)}\n"] * 2
+    assert converted == []  # the entry is whole
+    assert len(kept(tmp_path)) == 1
 
 
 # Stop strings
@@ -473,7 +592,7 @@ def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> N
     else:
         {"pipe": os.mkfifo, "device": lambda at: at.symlink_to("/dev/zero")}[kind](path)
     reason = (
-        "it has 1099511627776 bytes"
+        "cannot read the file: it has 1099511627776 bytes"
         if kind == "large"
         else "cannot read the file: a file is needed"
     )
@@ -513,13 +632,13 @@ def test_what_the_tokenizers_own_code_raises_is_a_sentence(
     class PanicException(BaseException):
         pass
 
-    def raising(error: type[BaseException]) -> Callable[..., Any]:
-        def call(*_: object, **__: object) -> None:
-            raise error("index out of bounds\nmore")
+    class Raising:
+        error: type[BaseException] = PanicException
 
-        return call
+        def encode(self, *_: object, **__: object) -> None:
+            raise self.error("index out of bounds\nmore")
 
-    monkeypatch.setattr(tokenizer, "_inner", raising(PanicException))
+    tokenizer.__dict__["_backend"] = backend = Raising()
     for encode in (tokenizer.encode, tokenizer.encode_part):
         with pytest.raises(
             UserError, match=r": the tokenizer cannot read the text: index out of bounds$"
@@ -527,6 +646,6 @@ def test_what_the_tokenizers_own_code_raises_is_a_sentence(
             encode("a")
         assert str(tmp_path) in str(caught.value)
     for kind in (KeyboardInterrupt, MemoryError):
-        monkeypatch.setattr(tokenizer, "_inner", raising(kind))
+        backend.error = kind
         with pytest.raises(kind):
             tokenizer.encode("a")

@@ -331,7 +331,7 @@ def test_gguf_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     extra = {"general.name": "ü", "a.list": [1, 2], "a.texts": ["x", "yy"]}
     write_gguf("gemma3_text", path, kind="Q8_0", metadata=extra)
-    metadata, entries = read_gguf(path)
+    metadata, entries, _ = read_gguf(path)
     reader = gguf.GGUFReader(path)
     theirs = {
         name: field.contents()
