@@ -50,12 +50,14 @@ EMPTY: dict[str, Any] = dict.fromkeys(
 
 
 class Costs(NamedTuple):
-    """What the floor of a method is computed from; `draft` None for lookup and plain decoding."""
+    """What the floor of a method is computed from; `draft` None for lookup and plain decoding,
+    `at_once` if it drafts in one pass."""
 
     target: Cost
     draft: Cost | None
     samples: int
     ceilings: Ceilings
+    at_once: bool = False
 
 
 def cell(
@@ -87,7 +89,7 @@ def cell(
             "acceptance_rate": _mean([c.rate for c in found]),
             "acceptance_per_trial": _mean([c.trials for c in found]),
             "mean_accepted": _mean([c.mean for c in found]),
-            "parts_ms": None if parts is None else _parts_ms(parts, round_ms),
+            "parts_ms": None if parts is None else _parts_ms(parts, round_ms, costs.at_once),
             "shares": None if parts is None else _shares(parts, round_ms),
             **_against_floor(runs, costs),
             "prefill_seconds": statistics.median(run.prefill for run in runs),
@@ -135,10 +137,11 @@ def _round_ms(runs: Sequence[Run], width: int) -> float | None:
     return statistics.median(seconds) * 1000.0 if seconds else None
 
 
-def _parts_ms(parts: Parts, round_ms: float | None) -> dict[str, float | None]:
+def _parts_ms(parts: Parts, round_ms: float | None, at_once: bool) -> dict[str, float | None]:
+    steps = min(parts.width, 1) if at_once else parts.width
     return {
         "draft": parts.draft * 1000.0,
-        "draft_step": parts.draft * 1000.0 / parts.width if parts.width else None,
+        "draft_step": parts.draft * 1000.0 / steps if steps else None,
         "verify": parts.verify * 1000.0,
         "accept": parts.accept * 1000.0,
         "verify_and_accept": (parts.verify + parts.accept) * 1000.0,
@@ -165,7 +168,12 @@ def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
     operations, bandwidth, floors = [], [], []
     for run in runs:
         needed = needs(
-            run, costs.target, costs.draft, samples=costs.samples, ceilings=costs.ceilings
+            run,
+            costs.target,
+            costs.draft,
+            samples=costs.samples,
+            ceilings=costs.ceilings,
+            at_once=costs.at_once,
         )
         seconds = max(finish_times(run))
         operations.append(needed.work.operations / seconds / costs.ceilings.operations)

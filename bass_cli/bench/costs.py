@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bass_cli.bench.ceilings import Ceilings
@@ -86,9 +86,18 @@ def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, log
     )
 
 
-def needs(run: Run, target: Cost, draft: Cost | None, *, samples: int, ceilings: Ceilings) -> Needs:
+def needs(
+    run: Run,
+    target: Cost,
+    draft: Cost | None,
+    *,
+    samples: int,
+    ceilings: Ceilings,
+    at_once: bool = False,
+) -> Needs:
     """The work of all rounds of a run; rows i of the same i // `samples` share a prompt. A
-    draft's first step feeds two tokens a row, the others one."""
+    draft's first step feeds two tokens a row, the others one; or `at_once` one pass of twice as
+    many tokens as it drafts."""
     lengths = list(run.contexts)
     total, ends = Work(0, 0), [0.0]
     for step in run.steps:
@@ -101,8 +110,8 @@ def needs(run: Run, target: Cost, draft: Cost | None, *, samples: int, ceilings:
         ]
         if draft is not None:
             passes += [
-                pass_work(draft, contexts=contexts, shared=shared, fed=1 if i else 2, logits=1)
-                for i in range(step.width)
+                pass_work(draft, contexts=contexts, shared=shared, fed=fed, logits=logits)
+                for fed, logits in _passes(step.width, at_once)
             ]
         ends.append(ends[-1] + sum(work.floor(ceilings) for work in passes))
         total = Work(
@@ -112,6 +121,15 @@ def needs(run: Run, target: Cost, draft: Cost | None, *, samples: int, ceilings:
         for row, accepted in zip(step.rows, step.accepted, strict=True):
             lengths[row] += accepted + 1
     return Needs(total, tuple(ends[1:]))
+
+
+def _passes(width: int, at_once: bool) -> Iterator[tuple[int, int]]:
+    """Tokens a row that a draft's passes of a round take in, and logits that they give."""
+    if at_once and width:
+        yield 2 * width, width
+        return
+    for step in range(width):
+        yield (1 if step else 2), 1
 
 
 def _shared(rows: Sequence[int], prompts: Sequence[int], samples: int) -> int:

@@ -15,6 +15,7 @@ from bass_cli.bench import pairs
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.gate import Gate
 from bass_cli.bench.settings import Settings
+from bass_cli.engine.imposed import Rate
 
 
 def document(
@@ -22,7 +23,7 @@ def document(
     settings: Settings,
     ceilings: Ceilings,
     passed: Gate,
-    acceptance: Sequence[float],
+    acceptance: Sequence[Rate],
 ) -> dict[str, Any]:
     """One without cells; `acceptance` as it was set, empty if it was not."""
     return {

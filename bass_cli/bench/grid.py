@@ -30,6 +30,7 @@ from bass_cli.bench.preparation import Bench, Note, Phase, silent
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import prompts_for
 from bass_cli.bench.turns import Turns
+from bass_cli.engine.imposed import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.progress import clock
 from bass_cli.lengths.controllers import Fixed
@@ -85,7 +86,7 @@ def _measure(
         if imposed is not None:
             imposed.rates = acceptance
         if len(settings.acceptances) > 1:
-            note(f"acceptance set to {', '.join(map(str, acceptance))}")
+            note(f"acceptance set to {pairs.words_of(acceptance)}")
         yield _grid(
             replace(bench, failures=[], surface=preparation.surface(bench, plan)),
             passed,
@@ -95,7 +96,7 @@ def _measure(
 
 
 def _grid(
-    bench: Bench, passed: Gate, acceptance: Sequence[float], plan: Plan | None
+    bench: Bench, passed: Gate, acceptance: Sequence[Rate], plan: Plan | None
 ) -> dict[str, Any]:
     """All batch sizes and methods."""
     settings = bench.settings
@@ -132,7 +133,7 @@ def _grid(
     }
 
 
-def _document(bench: Bench, passed: Gate, acceptance: Sequence[float]) -> dict[str, Any]:
+def _document(bench: Bench, passed: Gate, acceptance: Sequence[Rate]) -> dict[str, Any]:
     return document(bench.models, bench.settings, bench.ceilings, passed, acceptance) | {
         "failures": bench.failures
     }
@@ -167,6 +168,7 @@ def _cell(
         None if drafting is None else cost_of(drafting),
         bench.settings.samples_per_prompt,
         bench.ceilings,
+        at_once=bench.models.mask is not None,
     )
     captures = sum(run.captures for run in runs[method])
     if captures:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bass_cli.bench.settings import Settings
-from bass_cli.bench.shapes import count_parameters, spec_of
+from bass_cli.bench.shapes import AT_ONCE, count_parameters, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
 from bass_cli.build import load_models
 from bass_cli.drafting.factory import NoDrafter, make_drafter
@@ -22,6 +22,7 @@ from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.imposed import Rate
 from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
@@ -83,6 +84,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         dtype=dtype_of(settings.job.dtype, device),
         device=device,
         longest=settings.longest,
+        at_once=settings.draft_shape in AT_ONCE,
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
     )
@@ -108,7 +110,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     batch = Batch(rows=rows, context=context + beyond(longest), device=device)
     target = Runner(models.target, rows=rows, span=span, lag=1)
 
-    def loop(drafter: Drafter, acceptance: tuple[float, ...] | None) -> Loop:
+    def loop(drafter: Drafter, acceptance: tuple[Rate, ...] | None) -> Loop:
         return Loop(
             batch=batch,
             target=target,
@@ -154,7 +156,8 @@ def _random_models(settings: Settings) -> Models:
     target = Decoder(spec, weights)
     if draft is not None:
         drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
-        return Models("set", f"{name}, acceptance set", target, drafting, None)
+        mask = drafting.spec.vocab - 1 if settings.draft_shape in AT_ONCE else None
+        return Models("set", f"{name}, acceptance set", target, drafting, None, mask)
     if settings.depth is not None:
         label = f"{name}, the other layers' output scaled by {settings.scale}"
         return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
@@ -170,13 +173,22 @@ def _specs(settings: Settings) -> tuple[Spec, Spec | None]:
     return spec, spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
 
 
-def _rates(rates: Sequence[float]) -> str:
-    text = ", ".join(map(str, rates))
+def words_of(rates: Sequence[Rate]) -> str:
+    """As --acceptance has them."""
+    words = (rate if isinstance(rate, tuple) else (rate,) for rate in rates)
+    return ", ".join("/".join(map(str, chances)) for chances in words)
+
+
+def _rates(rates: Sequence[Rate]) -> str:
+    text = words_of(rates)
     return f" to {text}, by row in turn" if len(rates) > 1 else f" to {text}" if rates else ""
 
 
-def _number_or_all(rates: Sequence[float]) -> float | list[float] | None:
-    return None if not rates else rates[0] if len(rates) == 1 else list(rates)
+def _number_or_all(rates: Sequence[Rate]) -> float | list[float | list[float]] | None:
+    """A number for all rows; or a list by row in turn, of numbers, or of lists by place."""
+    if len(rates) == 1 and not isinstance(rates[0], tuple):
+        return rates[0]
+    return [list(rate) if isinstance(rate, tuple) else rate for rate in rates] or None
 
 
 def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
@@ -186,7 +198,7 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
     return DTYPES[wanted]
 
 
-def describe(models: Models, settings: Settings, acceptance: Sequence[float]) -> dict[str, Any]:
+def describe(models: Models, settings: Settings, acceptance: Sequence[Rate]) -> dict[str, Any]:
     """The "pair" of the report; `acceptance` as it was set, empty if it was not."""
     return {
         "name": settings.job.pair.name,

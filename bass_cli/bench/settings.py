@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from bass_cli.bench.shapes import spec_of
+from bass_cli.bench.shapes import AT_ONCE, spec_of
 from bass_cli.config.args import BenchArgs, job_args
 from bass_cli.config.job import CONTROLLERS, Job, Pair, chosen_pair, make_job, parse_duration
+from bass_cli.engine.imposed import Rate
 from bass_cli.errors import UserError, nearest
 
 PLAIN = "plain"
@@ -34,15 +35,15 @@ _LONGEST = 64  # draft length; the same bound as --draft-length
 class Settings:
     """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair.
     `methods`: plain first, then draft lengths as text, or controllers. `acceptances`, each of
-    them chances that rows take in turn, or `depth` and `scale`, say what a random pair's draft
-    is; there is a document for each of the `acceptances`. `controllers`: all are held against
-    the fixed lengths. `time_limit`: seconds of measuring, after which nothing is repeated;
+    them chances that rows take in turn, or by place in a draft, or `depth` and `scale`, say what
+    a random pair's draft is; there is a document for each of the `acceptances`. `controllers`:
+    all are held against the fixed lengths. `time_limit`: seconds, after which nothing is repeated;
     unless they were `tokens_asked_for`, new tokens may be fewer then."""
 
     job: Job
     shape: str | None
     draft_shape: str | None
-    acceptances: tuple[tuple[float, ...], ...]
+    acceptances: tuple[tuple[Rate, ...], ...]
     depth: int | None
     scale: float | None
     batch_sizes: tuple[int, ...]
@@ -168,18 +169,27 @@ def _check_combination(args: BenchArgs) -> None:
         raise UserError(f"{_option('scale')}: it should be a number from 0 on (got {scale})")
 
 
-def _acceptance(given: str) -> tuple[float, ...]:
-    """The chances in 0.85 or 0.95,0.3, each from 0 to 1."""
+def _acceptance(given: str) -> tuple[Rate, ...]:
+    """The chances in 0.85, or by row in turn in 0.95,0.3, each from 0 to 1; any of them may be
+    one by place in the draft, as in 0.93/0.9/0.87."""
     try:
-        rates = tuple(float(word) for word in _split(given))
+        rates = tuple(_rate(word) for word in _split(given))
     except ValueError:
         rates = ()
-    if not rates or not all(0 <= rate <= 1 for rate in rates):
+    if not rates:
         raise UserError(
-            f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 (got "
-            f"{given})"
+            f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 for rows "
+            f"in turn, or like 0.93/0.9/0.87 by place in a draft (got {given})"
         )
     return rates
+
+
+def _rate(word: str) -> Rate:
+    """ValueError unless it says chances."""
+    chances = tuple(float(chance) for chance in word.split("/"))
+    if not all(0 <= chance <= 1 for chance in chances):
+        raise ValueError(word)
+    return chances if len(chances) > 1 else chances[0]
 
 
 def _random_pair(args: BenchArgs, shape: str) -> Pair:
@@ -188,7 +198,7 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
     draft, depth = "none", args.depth
     if args.draft_shape is not None:
         spec_of(args.draft_shape, option=_option("draft_shape"))
-        draft = args.draft_shape
+        draft = f"parallel:{args.draft_shape}" if args.draft_shape in AT_ONCE else args.draft_shape
     elif depth is not None:
         if not 1 <= depth < layers:
             raise UserError(

@@ -2,6 +2,7 @@
 tokenizer here.
 
 `wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes.
+`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft.
 `tiny` is for tests.
 """
 
@@ -128,6 +129,9 @@ def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -
     )
 
 
+# those that draft all in one pass; the last id stands for their mask token
+AT_ONCE = frozenset({"pard-0.5b"})
+
 _qwen = partial(_modern, family="qwen2", context=32768, biased=True)
 _llama = partial(_modern, family="llama", context=131072, own_vocab=128256, eps=1e-5)
 
@@ -139,6 +143,9 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
         _qwen, layers=28, width=1536, heads=12, kv_heads=2, inner=8960, own_vocab=151936, tied=True
     ),
     "qwen2.5-0.5b": partial(
+        _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
+    ),
+    "pard-0.5b": partial(
         _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
     ),
     "llama-3.1-8b": partial(

@@ -216,10 +216,14 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         RANDOM,
         "NAME",
     ),
-    "draft_shape": Flag("The same as draft; with --acceptance", RANDOM, "NAME"),
+    "draft_shape": Flag(
+        "The same as draft, with --acceptance; pard-0.5b is the 0.5B shape that drafts in one pass",
+        RANDOM,
+        "NAME",
+    ),
     "acceptance": Flag(
-        "Accept each drafted token with this chance; 0.95,0.3: by row in turn. Repeat it for "
-        "several benches",
+        "Accept each drafted token with this chance; 0.93/0.9/0.87: by place in the draft, those "
+        "before it accepted; 0.95,0.3: by row in turn. Repeat it for several benches",
         RANDOM,
         "NUMBER,...",
     ),

@@ -32,7 +32,7 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.draft_sync import CatchingUp, sizes
 from bass_cli.engine.graph_policy import Shape
 from bass_cli.engine.graphs import Graphs, Running, cover, step_down
-from bass_cli.engine.imposed import Imposed
+from bass_cli.engine.imposed import Imposed, Rate
 from bass_cli.engine.members import Members
 from bass_cli.engine.next_round import NextRound
 from bass_cli.engine.offers import Asked
@@ -47,7 +47,7 @@ class Loop:
 
     With `graphs`, rounds are captured and replayed by shape (graph_policy.py says which).
     `acceptance` is for benchmarks of random weights: each draft is accepted with that
-    probability, of several each row's own (imposed.py).
+    probability, of several each row's own, or by its place (imposed.py).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Loop:
         lengths: Lengths,
         coupling: str,
         clock: Clock,
-        acceptance: Sequence[float] | None = None,
+        acceptance: Sequence[Rate] | None = None,
         graphs: Graphs | None = None,
     ):
         assert coupling in ("shared", "maximal")

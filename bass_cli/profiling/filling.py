@@ -6,6 +6,7 @@ Not here: the measuring (measure.py).
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -64,16 +65,19 @@ def drafting(
     verify: dict[Point, float],
     rows: Sequence[int],
     widths: Sequence[int],
+    *,
+    at_once: bool = False,
 ) -> list[list[float]]:
-    """What real rounds took beyond the target's part, as a line through one or two lengths;
-    numbers of rows that were not measured lie between."""
+    """What real rounds took beyond the target's part, as lines through the lengths that were
+    measured; numbers of rows that were not lie between. `at_once`: one pass drafts all, so that
+    where only one length was measured the others take as long."""
     known: dict[int, dict[int, float]] = {}
     for (count, width), seconds in whole.items():
         if (count, width) in verify:
             known.setdefault(count, {})[width] = max(seconds - verify[count, width], 0.0)
     if not known:
         return [[0.0] * len(widths) for _ in rows]
-    lines = {count: _steps(line, widths) for count, line in known.items()}
+    lines = {count: _steps(line, widths, at_once) for count, line in known.items()}
     columns = [
         _between(rows, {count: line[place] for count, line in lines.items()})
         for place in range(len(widths))
@@ -81,12 +85,18 @@ def drafting(
     return [list(line) for line in zip(*columns, strict=True)]
 
 
-def _steps(known: dict[int, float], widths: Sequence[int]) -> list[float]:
-    """Seconds of so many draft steps, from those of some."""
-    most, least = max(known), min(known)
-    step = (
-        known[most] / most
-        if most == least
-        else max((known[most] - known[least]) / (most - least), 0.0)
-    )
-    return [max(known[most] + (width - most) * step, 0.0) if width else 0.0 for width in widths]
+def _steps(known: dict[int, float], widths: Sequence[int], at_once: bool) -> list[float]:
+    """Seconds of drafting so many tokens, from those of some: on the line between the two nearest
+    lengths, or the last two."""
+    measured = sorted(known)
+    if len(measured) == 1:
+        (only,) = measured
+        steps = {width: known[only] * (1.0 if at_once else width / only) for width in widths}
+        return [steps[width] if width else 0.0 for width in widths]
+    found = []
+    for width in widths:
+        after = min(max(bisect.bisect_left(measured, width), 1), len(measured) - 1)
+        low, high = measured[after - 1], measured[after]
+        step = max((known[high] - known[low]) / (high - low), 0.0)
+        found.append(max(known[high] + (width - high) * step, 0.0) if width else 0.0)
+    return found

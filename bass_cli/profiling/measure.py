@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import Proposal, Round
+from bass_cli.engine.contracts import DraftsAtOnce, Proposal, Round
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -181,7 +181,10 @@ def measure(
     bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
     rows = sorted(set(rows))
     widths = [width for width in WIDTHS if width <= longest]
-    steps = [width for width in (4, 1) if width <= longest]
+    # what one pass drafts takes as long as its tokens do, which begins to show at many of them
+    at_once = isinstance(loop.drafter, DraftsAtOnce)
+    steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
+    steps = list(dict.fromkeys(steps))
     verify: dict[Point, float] = {}
     whole: dict[Point, float] = {}
     order = _order(rows, widths, steps)
@@ -206,7 +209,7 @@ def measure(
         rows,
         widths,
         verify=filled(verify, rows, widths),
-        draft=drafting(whole, verify, rows, widths),
+        draft=drafting(whole, verify, rows, widths, at_once=at_once),
         context=base + tokens / 10,
         growth=growth,
         acceptance=bench.acceptance,

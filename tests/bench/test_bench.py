@@ -557,7 +557,7 @@ BAD: list[tuple[list[str], str]] = [
                                                           "(got 4)"),
     (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be "
                                                            "a number from 0 on"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "or several like 0.95,0.3 (got 1.5)"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by place in a draft (got 1.5)"),
     (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): it needs --shape NAME too"),
     (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a "
                                                "--shape"),

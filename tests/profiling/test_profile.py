@@ -11,14 +11,14 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from devices import device, surface_of
 from fakes import Ticks
-from toys import Markov, loop_for
+from toys import AtOnce, Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.lengths import store
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.profiling.filling import filled
+from bass_cli.profiling.filling import drafting, filled
 from bass_cli.profiling.measure import WIDTHS, measure
 
 
@@ -46,6 +46,31 @@ def timed_loop(
 
 
 PROMPTS = [[1, 2, 3, 4], [3, 1, 2, 5]]
+
+
+def test_a_draft_of_one_pass_is_measured_as_one():
+    """It takes a pass, and a little for each token in it: not k times what one draft takes."""
+    ticks, table = Ticks(), torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
+    loop = loop_for(
+        Timed(table, 1, ticks, lambda rows, width: 0.01 + 0.001 * rows * width),
+        AtOnce(Timed(table, 2, ticks, lambda rows, width: 0.002 + 0.0001 * rows * width), 5),
+        rows=8,
+        lengths=Fixed(3),
+    )
+    loop.clock.now = ticks
+    surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
+    for rows in (1, 4, 8):
+        assert surface.draft_seconds(rows, 0) == 0
+        for width in (1, 2, 4, 8, 16):
+            due = 0.002 + 0.0001 * rows * 2 * width
+            assert surface.draft_seconds(rows, width) == pytest.approx(due)
+
+
+def test_what_time_did_not_suffice_for_is_filled_in_as_drafts_are_made():
+    whole, verify = {(8, 4): 0.018}, {(8, 4): 0.010}
+    assert drafting(whole, verify, [8], [0, 1, 4, 8]) == [pytest.approx([0, 0.002, 0.008, 0.016])]
+    at_once = drafting(whole, verify, [8], [0, 1, 4, 8], at_once=True)
+    assert at_once == [pytest.approx([0, 0.008, 0.008, 0.008])]
 
 
 def test_a_loop_is_measured_in_its_parts():

@@ -1,0 +1,129 @@
+"""Acceptance by place in the draft, and a shape that drafts in one pass."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from test_bench import SET, _no_variables, bench, measured, settings  # noqa: F401 (a fixture)
+
+from bass_cli.bench import grid
+from bass_cli.bench.ceilings import Ceilings
+from bass_cli.bench.costs import Cost, needs
+from bass_cli.bench.figures import Run, Step
+from bass_cli.bench.pairs import build_loops, build_models
+from bass_cli.drafting.parallel import ParallelDrafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.imposed import Imposed
+from bass_cli.errors import UserError
+
+
+def test_a_profile_says_each_places_own_chance() -> None:
+    found = measured(**SET | {"acceptance": ["1/1/0"]}, methods="2,3,6")
+    assert [found[length]["mean_accepted"] for length in ("2", "3", "6")] == [2.0, 2.0, 2.0]
+    found = measured(**SET | {"acceptance": ["0.4/1"]}, methods="5", new_tokens=100)["5"]
+    assert 0 < found["mean_accepted"] < 5
+    whole = settings(**SET | {"acceptance": ["0.93/0.9,0.5", "1"]}).acceptances
+    assert whole == (((0.93, 0.9), 0.5), (1.0,))
+
+
+@torch.inference_mode()
+def test_chances_hold_where_their_turn_comes() -> None:
+    """Of all rows and positions at once: the share of drafts that stand among those whose turn
+    comes is what was set, the last chance for all places behind it."""
+    profile, rows, context = (0.9, 0.6, 0.3), 400, 80
+    batch = Batch(rows=rows, context=context, device=torch.device("cpu"))
+    imposed = Imposed([profile, 0.5], batch)
+    imposed.follow(batch.exchange((), [Row("0", s, 5, [1], 10) for s in range(rows)]))
+    accepted = torch.cat(
+        [imposed.accepted(first + torch.arange(5).expand(rows, 5)) for first in range(0, 80, 5)]
+    ).view(-1, rows)
+    for kept, due in (
+        (accepted[:, 0::2].flatten(), (0.9, 0.6, 0.3, 0.3, 0.3)),
+        (accepted[:, 1::2].flatten(), (0.5,) * 5),
+    ):
+        for place, chance in enumerate(due):
+            turns = kept[kept >= place]
+            share = (turns > place).double().mean().item()
+            assert abs(share - chance) < 4 * (chance * (1 - chance) / len(turns)) ** 0.5
+
+
+def test_rows_that_move_keep_their_profile() -> None:
+    chosen = settings(**SET | {"acceptance": ["1/1/0,0"]}, batch_sizes="5")
+    loop = build_loops(build_models(chosen, None), chosen, context=60).speculative
+    assert loop is not None
+    imposed = loop.imposed
+    rows = [Row("0", s, 0, [1, 2], 9) for s in range(5)]
+    loop.open("0", [1, 2])
+    loop.admit(*rows)
+    places = torch.full((5, 1), 3) + torch.arange(4)
+    assert imposed.accepted(places).tolist() == [2, 0, 2, 0, 2]
+    loop.retire(1)
+    assert imposed.accepted(places[:4]).tolist() == [2, 2, 2, 0]
+
+
+def test_a_profile_is_reported_as_it_was_given() -> None:
+    words = (
+        "--shape", "tiny", "--draft-shape", "tiny", "--device", "cpu", "--batch-sizes", "2", "--methods", "3",
+        "--prompt-tokens", "12", "--new-tokens", "8", "--repeats", "1", "--json",
+    )  # fmt: skip
+    result = bench(*words, "--acceptance", "0.9/0.8", "--acceptance", "0.9/0.8,0.3")
+    assert result.exit_code == 0, result.stderr
+    one, both = map(json.loads, result.stdout.splitlines())
+    assert one["pair"]["acceptance"] == [[0.9, 0.8]]
+    assert both["pair"]["acceptance"] == [[0.9, 0.8], 0.3]
+    assert "acceptance set to 0.9/0.8" in one["pair"]["label"]
+    assert "acceptance set to 0.9/0.8, 0.3" in result.stderr
+    for wrong in ("0.9/", "0.9/1.1", "/", "0.9//0.8", "0.9/x"):
+        with pytest.raises(UserError, match=r"0.93/0.9/0.87 by place in a draft \(got "):
+            settings(**SET | {"acceptance": [wrong]})
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tiny` drafts in one pass, as pard-0.5b does."""
+    for module in ("settings", "pairs"):
+        monkeypatch.setattr(f"bass_cli.bench.{module}.AT_ONCE", frozenset({"tiny"}))
+
+
+def test_a_shape_that_drafts_in_one_pass(at_once: None) -> None:
+    chosen = settings(**SET | {"acceptance": ["1/1/0"]}, methods="2,4,auto")
+    assert chosen.job.pair.draft == "parallel:tiny"
+    fed: list[int] = []
+    models = build_models(chosen, None)
+    loop = build_loops(models, chosen, context=60).speculative
+    assert loop is not None
+    assert isinstance(loop.drafter, ParallelDrafter)
+    forward = loop.drafter._runner.forward
+
+    def counted(tokens: torch.Tensor, *more: Any, **words: Any) -> torch.Tensor:
+        fed.append(tokens.shape[1])
+        assert (tokens[:, 5:] == 300).all(), "the last id stands for what is to be drafted"
+        return forward(tokens, *more, **words)
+
+    loop.drafter._runner.forward = counted  # type: ignore[method-assign]
+    loop.open("0", [1, 2, 3])
+    loop.admit(Row("0", 0, 0, [1, 2, 3], 30))
+    loop.drafter.propose(loop.batch, 4)
+    assert fed == [8]
+    [document] = grid.measure(chosen, lambda _: None)
+    cells = {cell["method"]: cell for cell in document["cells"]}
+    assert cells["4"]["mean_accepted"] == 2.0
+    parts = cells["4"]["parts_ms"]
+    assert parts["draft_step"] == parts["draft"] > 0
+    assert document["pair"]["draft"]["name"] == "parallel:tiny"
+
+
+def test_the_floor_of_one_pass_is_one_reading_of_the_draft() -> None:
+    ceilings = Ceilings(bandwidth=1.0, operations=1e9, source="made up")
+    run = Run((Step(1.0, 4, (0,), (3,)), Step(2.0, 0, (0,), (0,))), (10,), 5, 0.0, 0)
+    draft = Cost(40, 2, 1, 0, 0, (0,))
+    chain, once = (
+        needs(run, Cost(100, 0, 1, 0, 0, (0,)), draft, samples=1, ceilings=ceilings, at_once=way)
+        for way in (False, True)
+    )
+    assert chain.work.bytes == 200 + 4 * 42
+    assert once.work.bytes == 200 + 42
+    assert once.work.operations == 2 * 100 * (5 + 1) + 2 * (40 * 8 + 2 * 4)
