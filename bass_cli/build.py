@@ -100,6 +100,7 @@ def lengths_for(plan: Plan) -> Lengths:
         limit=speculation.max,
         coupling=speculation.coupling,
         surface=plan.surface,
+        at_once=plan.mask is not None,
     )
 
 

@@ -83,7 +83,11 @@ class Bench:
         speculation = self.settings.job.speculation
         if method in CONTROLLERS:
             return make_lengths(
-                method, limit=speculation.max, coupling=speculation.coupling, surface=self.surface
+                method,
+                limit=speculation.max,
+                coupling=speculation.coupling,
+                surface=self.surface,
+                at_once=self.models.mask is not None,
             )
         return Fixed(0 if method == PLAIN else int(method))
 

@@ -61,10 +61,16 @@ class Bass:
 
 
 def make_lengths(
-    length: str | int, *, limit: int, coupling: str, surface: Surface | None = None
+    length: str | int,
+    *,
+    limit: int,
+    coupling: str,
+    surface: Surface | None = None,
+    at_once: bool = False,
 ) -> Lengths:
     """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or
     "auto". `surface`: what is known of this pair on this device; a table needs one.
+    `at_once`: all drafts of a round take one pass of the draft model.
 
     "auto" chooses by goodput, which depends on timing. Under maximal coupling the samples depend
     on the draft lengths, so there it takes costs from a profile as they are, and a seed still
@@ -73,7 +79,7 @@ def make_lengths(
     if isinstance(length, int):
         return Fixed(min(length, limit))
     if length == "auto" and coupling == "shared":
-        return Goodput(limit=limit, surface=surface)
+        return Goodput(limit=limit, surface=surface, at_once=at_once)
     if length == "auto" and surface is not None and surface.measured:
         return Goodput(limit=limit, surface=surface, frozen=True)
     if length in ("auto", "bass"):

@@ -94,19 +94,23 @@ class _Seen(NamedTuple):
     times: int
 
 
-# of the three weights, before anything was seen, in passes; the last: where a model drafts
+# of the three weights, before anything was seen, in passes; the last: where a model drafts, for
+# four of its passes
 _GUESSED = (1.0, 0.03, 0.8)
 _DOUBT = 1e4  # how little that guess weighs against what is seen
 
 
 class Learned:
-    """Seconds a round = a + b rows (width + 1) + c width, fitted by recursive least squares with
-    forgetting. Where only one width was seen, a guess says what others cost: a fifth of a pass
-    for each draft unless they are `free`, and next to nothing for a row. `start`: what an
-    earlier job has learnt."""
+    """Seconds a round = a + b rows (width + 1) + c steps, fitted by recursive least squares with
+    forgetting: a step for each draft, or `at_once` one for all. Where only one width was seen, a
+    guess says what others cost: a fifth of a pass for each step unless drafts are `free`, and
+    next to nothing for a row. `start`: what an earlier job has learnt."""
 
-    def __init__(self, choices: Sequence[int], start: Surface | None = None) -> None:
+    def __init__(
+        self, choices: Sequence[int], start: Surface | None = None, *, at_once: bool = False
+    ) -> None:
         self._choices, self.free = numpy.array(choices), False
+        self._most_steps = 1 if at_once else self._choices[-1]
         self._weights = [0.0, 0.0, 0.0]
         self._spread = [[_DOUBT if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._typical = self._unit = 0.0  # seconds of rounds: a moving average, the first one
@@ -124,20 +128,21 @@ class Learned:
 
     def line(self, rows: int, context: float | None = None) -> Array:
         fixed, token, step = self._weights
-        found = (fixed + token * rows / 8) + self._choices * (token * rows / 8 + step / 4)
+        steps = numpy.minimum(self._choices, self._most_steps)
+        found = token * rows / 8 * (self._choices + 1) + fixed + step / 4 * steps
         return numpy.maximum(found, max(self._typical / 10, 1e-9))
 
     def predict(self, rows: int, width: int) -> float:
         """Never less than a tenth of a typical round: a fit may be wrong far from what it has
         seen."""
-        found = sum(w * f for w, f in zip(self._weights, _features(rows, width), strict=True))
+        found = sum(w * f for w, f in zip(self._weights, self._features(rows, width), strict=True))
         return max(found, self._typical / 10, 1e-9)
 
     def learn(self, rows: int, width: int, seconds: float, context: float | None = None) -> None:
         if self._typical:
             # a stumble of the machine
             seconds = min(seconds, 4 * self.predict(rows, width) + self._typical)
-        features = _features(rows, width)
+        features = self._features(rows, width)
         if not self._typical:
             self._unit = seconds
             guessed = (*_GUESSED[:2], 0.0) if self.free else _GUESSED
@@ -176,7 +181,9 @@ class Learned:
         whole = [[self._best_guess(rows, width) for width in widths] for rows in often]
         draft = [
             [
-                min(drafting * width / 4, 0.9 * (seconds - line[0])) if width else 0.0
+                min(drafting * min(width, self._most_steps) / 4, 0.9 * (seconds - line[0]))
+                if width
+                else 0.0
                 for width, seconds in zip(widths, line, strict=True)
             ]
             for line in ([max(s, line[0]) for s in line] for line in whole)
@@ -193,6 +200,5 @@ class Learned:
         seen = self._seen.get((rows, width), _Seen(0.0, 0))
         return seen.seconds if seen.times >= 3 else self.predict(rows, width)
 
-
-def _features(rows: int, width: int) -> tuple[float, float, float]:
-    return 1.0, rows * (width + 1) / 8, width / 4
+    def _features(self, rows: int, width: int) -> tuple[float, float, float]:
+        return 1.0, rows * (width + 1) / 8, min(width, self._most_steps) / 4

@@ -68,19 +68,26 @@ class Goodput:
 
     `surface`: of a profile, so that nothing has to be tried; if it is not `measured`, something
     to begin from. `frozen`: no time that is measured reaches the draft lengths, for maximal
-    coupling; needs a profile.
+    coupling; needs a profile. `at_once`: all drafts of a round take one pass of the draft model.
     """
 
     exact = False
 
-    def __init__(self, *, limit: int, surface: Surface | None = None, frozen: bool = False):
+    def __init__(
+        self,
+        *,
+        limit: int,
+        surface: Surface | None = None,
+        frozen: bool = False,
+        at_once: bool = False,
+    ):
         assert surface is not None or not frozen
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         measured = surface is not None and (surface.measured or frozen)
         self._costs: Costs = (
             Profiled(surface, self._choices, frozen=frozen)
             if surface and measured
-            else Learned(self._choices, surface)
+            else Learned(self._choices, surface, at_once=at_once)
         )
         self._places = numpy.array(self._choices)
         self._frozen = frozen

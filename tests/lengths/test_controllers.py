@@ -73,6 +73,21 @@ def test_auto_that_has_to_learn_its_costs_is_not_far_off(rates):
     assert slower < 0.02
 
 
+@pytest.mark.parametrize("rows", [8, 32])
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.7, 0.85])
+def test_auto_knows_that_a_longer_draft_of_one_pass_costs_little(rate, rows):
+    """With a profile, and where it learns what rounds take: not that each draft is a step."""
+    for surface, bound in ((surface_of(devices.at_once), 0.05), (None, 0.08)):
+        lost, slower = against(
+            lambda surface=surface: Goodput(limit=32, surface=surface, at_once=True),
+            devices.at_once,
+            [rate] * rows,
+            tokens=256,
+        )
+        assert lost < bound
+        assert slower < 0.02
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.0), (0.0, 0.9)])
 def test_a_sudden_change_is_noticed(before, after):
     """After 300 of 600 tokens drafts fail that stood, or stand that failed."""
