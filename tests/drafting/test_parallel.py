@@ -17,6 +17,7 @@ import bass_kernels as ops
 from bass_cli.cli.commands import app
 from bass_cli.engine.batch import Row
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.model import fused_decode
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 
@@ -29,12 +30,15 @@ def models(tmp_path_factory):
     as we read it."""
 
     @functools.cache
-    def made(family, seed=0):
+    def made(family, seed=0, kind=None):
         folder = tmp_path_factory.mktemp(family)
         theirs = write_checkpoint(family, folder, seed=seed, pard_token=MASK)
         checkpoint = open_checkpoint(folder)
         weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-        return theirs, Decoder(checkpoint.spec, weights), checkpoint.mask()
+        ops.use(kind)  # kernels read no packed weights
+        decoder = Decoder(checkpoint.spec, weights)
+        ops.use(None)
+        return theirs, decoder, checkpoint.mask()
 
     return made
 
@@ -173,6 +177,42 @@ def test_a_pass_is_as_wide_as_its_drafts_ask_for(pair):
     drive(loop, rows(), on_round=lambda done, _: fed.append(done.width) if not done.width else None)
     shapes = [one for one in fed if one]
     assert {width for _, width in shapes} == {2, 4, 6, 8, 10, 14}
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 8), (2, 4), (3, 3)])
+def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, batch, length):
+    """Rows that begin, whose first tokens are fed again and again, and rows that have more than a
+    pass feeds. 16 tokens in all take the fused layers, more of them the ordinary ones."""
+    pytest.importorskip("triton")
+    _, model, mask = models("qwen2", kind="triton")
+    found, fused, run = [], [], fused_decode.run
+    monkeypatch.setattr(fused_decode, "run", lambda *given: fused.append(1) or run(*given))
+    for kind in ("reference", "triton"):
+        loop = loop_for(model, AtOnce(model, mask), rows=batch, lengths=Fixed(length))
+        live = [Row("0", s, 0, [5, 6, 7, 8, 9], 40, temperature=0.8 * s) for s in range(batch)]
+        loop.open("0", live[0].tokens)
+        loop.exchange((), live)
+        logits, forward = [], loop.drafter._runner.forward
+        loop.drafter._runner.forward = lambda *given, seen=logits, run=forward, **words: (
+            seen.append(run(*given, **words)),
+            seen[-1],
+        )[1]
+        for rounds in (0, 6):
+            loop.use(Fixed(1))
+            for _ in range(rounds):
+                loop.round()
+            logits.clear()
+            loop.catch_up(length)
+            ops.use(kind)
+            try:
+                with torch.inference_mode():
+                    loop.drafter.propose(loop.batch, length)
+            finally:
+                ops.use(None)
+            found.append((kind, torch.cat(logits)))
+    assert bool(fused) == (2 * batch * length <= 16)
+    for plain_torch, kernels in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(kernels[1], plain_torch[1], atol=1e-3, rtol=1e-3)
 
 
 def test_its_cache_holds_tokens_only(pair):

@@ -12,11 +12,10 @@ import torch
 import triton
 from checkpoints import FAMILIES, write_checkpoint
 from test_exactness import rows
-from toys import SPAN, Reactive, drive
+from toys import SPAN, AtOnce, Reactive, drafter_for, drive
 
 import bass_kernels as ops
 from bass_cli.config.job import Job, Sampling, load_pair
-from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
@@ -74,12 +73,10 @@ def decoders(tmp_path_factory):
 
 
 def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
-    name = draft if isinstance(draft, str) else "model"
-    runner = None if isinstance(draft, str) else Runner(draft, rows=batch, span=SPAN, lag=2)
     return Loop(
         batch=Batch(rows=batch, context=128, device=CUDA),
         target=Runner(target, rows=batch, span=SPAN, lag=1),
-        drafter=make_drafter(name, runner=runner, coupling=coupling, temperature=None),
+        drafter=drafter_for(draft, rows=batch, span=SPAN, coupling=coupling),
         lengths=lengths,
         coupling=coupling,
         clock=Clock(),
@@ -93,7 +90,7 @@ def test_captured_rounds_give_plain_decodings_tokens(decoders, family):
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
     kept = 0
-    for drafter in (draft, "lookup", "none"):
+    for drafter in (draft, AtOnce(draft, 300), "lookup", "none"):
         for batch, lengths in ((1, Fixed(3)), (2, Fixed(7)), (5, Bass())):
             loop, live = (
                 loop_for(target, drafter, batch=batch, lengths=lengths, graphs=True),
@@ -114,7 +111,8 @@ def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, fa
     nothing of it."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    for drafter, length in ((draft, 3), (draft, 0), (target, 4), ("none", 0)):
+    at_once = AtOnce(target, 300)
+    for drafter, length in ((draft, 3), (draft, 0), (target, 4), (at_once, 4), ("none", 0)):
         for batch in (2, 5):
             loop, live, behind = (
                 loop_for(target, drafter, batch=batch, lengths=Fixed(length), graphs=True),
@@ -162,7 +160,7 @@ def test_captured_maximal_rounds_give_the_definitions_tokens(decoders, family):
     the same rows uncaptured, and all in plain torch."""
     target, draft = decoders(family)
     kept = drafted = 0
-    for drafter in (draft, target, "lookup", "none"):
+    for drafter in (draft, target, AtOnce(draft, 300), "lookup", "none"):
         for batch, lengths in ((1, lambda: Fixed(3)), (2, lambda: Fixed(9)), (5, Bass)):
             ops.use("reference")
             try:
@@ -236,7 +234,8 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
 
 
 @pytest.mark.parametrize(
-    ("draft", "coupling"), [("model", "shared"), ("model", "maximal"), ("lookup", "shared")]
+    ("draft", "coupling"),
+    [("model", "shared"), ("model", "maximal"), ("at once", "shared"), ("lookup", "shared")],
 )
 def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
     """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is
@@ -248,7 +247,7 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
     forget_kernels()
     loop = loop_for(
         target,
-        model if draft == "model" else draft,
+        {"model": model, "at once": AtOnce(model, 300)}.get(draft, draft),
         batch=5,
         lengths=Fixed(3),
         graphs=True,
