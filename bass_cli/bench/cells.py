@@ -137,7 +137,9 @@ def _round_ms(runs: Sequence[Run], width: int) -> float | None:
     return statistics.median(seconds) * 1000.0 if seconds else None
 
 
-def _parts_ms(parts: Parts, round_ms: float | None, at_once: bool) -> dict[str, float | None]:
+def _parts_ms(
+    parts: Parts, round_ms: float | None, at_once: bool = False
+) -> dict[str, float | None]:
     steps = min(parts.width, 1) if at_once else parts.width
     return {
         "draft": parts.draft * 1000.0,
