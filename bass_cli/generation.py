@@ -158,7 +158,8 @@ def write_samples(
     def on_round(done: Round) -> None:
         company.look()
         kept, rows = sum(done.accepted), len(done.accepted)
-        screen.round(done.width, kept, rows, done.seconds, done.capturing)
+        capacity = done.capacity or plan.rows
+        screen.round(done.width, kept, rows, done.seconds, done.capturing, capacity)
 
     screen.start(
         None if count is None else count * plan.job.n - len(writer.done),

@@ -256,7 +256,7 @@ class Conductor:
         backlog = Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
         done = loop.round(min(self._deadlines(), default=None), backlog=backlog, ahead=True)
         if self._on_round is not None:
-            self._on_round(done)
+            self._on_round(done._replace(capacity=loop.batch.capacity))
 
     def _deadlines(self) -> list[float]:
         if self._job.budget is None:

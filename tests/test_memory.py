@@ -374,6 +374,9 @@ def test_a_job_that_runs_out_of_memory_twice_ends_with_the_same_lines(
     _steal(monkeypatch, *calls)
     result = bass(*FLAGS, *flags, "--overwrite")
     assert (result.exit_code, result.stderr.count("memory ran out with")) == (0, 2)
+    last = result.stderr.rindex("going on with ")  # these rows are what the share is of
+    left, of = re.findall(r"(?:going on with|rows busy: \d+% of) (\d+)", result.stderr[last:])
+    assert left == of
     assert sorted(_samples(written)) == due
     found = json.loads((place / "o.jsonl.manifest.json").read_text())["totals"]
     assert {key: found[key] for key in ("samples", "tokens", "finish_reasons")} == {

@@ -49,7 +49,7 @@ class Round(NamedTuple):
     the host; the others only filled its place up. None: all. `asking`: the part of the seconds
     in which the host looked for drafts, whether it found any or not. `rows`: those that
     `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
-    took, beside the seconds."""
+    took, beside the seconds. `capacity`: rows that the batch has (0: whoever asks knows)."""
 
     width: int
     accepted: tuple[int, ...]
@@ -59,6 +59,7 @@ class Round(NamedTuple):
     asking: float = 0.0
     rows: tuple[Hashable, ...] = ()
     capturing: float = 0.0
+    capacity: int = 0
 
     @property
     def meant(self) -> tuple[int, ...]:

@@ -79,11 +79,18 @@ class Screen:
         self._show_samples()
 
     def round(
-        self, width: int, accepted: int, rows: int, seconds: float, capturing: float = 0.0
+        self,
+        width: int,
+        accepted: int,
+        rows: int,
+        seconds: float,
+        capturing: float = 0.0,
+        capacity: int | None = None,
     ) -> None:
         """One round is over: `accepted` drafts kept over `rows` rows; each row also got one
-        token of the target's. `capturing`: seconds of it that are not in `seconds`."""
-        self._usage.round(rows, seconds, capturing)
+        token of the target's. `capturing`: seconds of it that are not in `seconds`; `capacity`:
+        rows of the batch, if they are others than before."""
+        self._usage.round(rows, seconds, capturing, capacity)
         if self._decoding is None:
             self._decoding = self._now() - seconds
             self._estimate.update(0, self._decoding)

@@ -24,6 +24,7 @@ class Usage:
         self._phase, self._since = "starting", now()
         self._begun = False  # whether there was a round
         self._rounds = self._live = self._most = 0  # live rows of all rounds; of the fullest
+        self._places = 0  # for rows, of all rounds
         self._full = self._draining = self._capturing = 0.0
         self._samples, self._busy_early = 0, (0, 0)
 
@@ -32,13 +33,19 @@ class Usage:
         self._end_phase(self._now())
         self._phase = name
 
-    def round(self, rows: int, seconds: float, capturing: float = 0.0) -> None:
-        """A round of so many live rows is over; capturing graphs for it took so long besides."""
+    def round(
+        self, rows: int, seconds: float, capturing: float = 0.0, capacity: int | None = None
+    ) -> None:
+        """A round of so many live rows is over; capturing graphs for it took so long besides.
+        `capacity`: the batch's rows from now on, which become fewer where memory runs out."""
+        if capacity is not None and capacity != self._capacity:
+            self._capacity, self._most = capacity, 0
         if not self._begun:
             self._end_phase(self._now() - seconds - capturing)
             self._begun, self._phase = True, "between rounds"
         self._rounds += 1
         self._live += rows
+        self._places += self._capacity
         self._capturing += capturing
         self._draining += seconds
         if rows >= self._most:  # until now no row was left empty for good
@@ -49,11 +56,12 @@ class Usage:
         """One sample is done."""
         self._samples += 1
         if self._early is not None and self._samples <= self._early:
-            self._busy_early = (self._live, self._rounds)
+            self._busy_early = (self._live, self._places)
 
     def summary(self) -> dict[str, Any]:
-        """`rows_busy`: live rows over the batch's, in the mean of all rounds; `rows_busy_early`: of
-        those before the last 5 % of samples, None where there are none; `phases`: seconds."""
+        """`rows`: the batch's in the end; `rows_busy`: live rows over the batch's, in the mean of
+        all rounds; `rows_busy_early`: of those before the last 5 % of samples, None where there
+        are none; `phases`: seconds."""
         phases = dict(self._phases)
         phases[self._phase] = phases.get(self._phase, 0.0) + self._now() - self._since
         if self._begun:
@@ -67,13 +75,14 @@ class Usage:
         return {
             "rows": self._capacity,
             "rounds": self._rounds,
-            "rows_busy": self._share(self._live, self._rounds),
+            "rows_busy": self._share(self._live, self._places),
             "rows_busy_early": self._share(*self._busy_early),
             "phases": {name: round(seconds, 3) for name, seconds in phases.items()},
         }
 
-    def _share(self, live: int, rounds: int) -> float | None:
-        return round(live / (rounds * self._capacity), 4) if rounds else None
+    @staticmethod
+    def _share(live: int, places: int) -> float | None:
+        return round(live / places, 4) if places else None
 
     def _end_phase(self, when: float) -> None:
         spent = max(when - self._since, 0.0)

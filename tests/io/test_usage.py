@@ -68,3 +68,16 @@ def test_fewer_samples_than_rows_do_not_drain_from_the_beginning() -> None:
         usage.round(rows, 1.0)
     phases = usage.summary()["phases"]
     assert (phases["decoding"], phases["draining"]) == (2.0, 1.0)
+
+
+def test_rows_are_held_against_those_that_there_were() -> None:
+    """Where memory runs out, half the rows go on: these are all busy, and what they do is no
+    draining."""
+    now = [0.0]
+    usage = Usage(8, 20, now=lambda: now[0])
+    for rows, capacity in ((8, 8), (8, None), (4, 4), (4, None), (4, 4), (2, 4)):
+        now[0] += 1.0
+        usage.round(rows, 1.0, 0.0, capacity)
+    found = usage.summary()
+    assert (found["rows"], found["rows_busy"]) == (4, round(30 / 32, 4))
+    assert (found["phases"]["decoding"], found["phases"]["draining"]) == (5.0, 1.0)
