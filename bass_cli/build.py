@@ -42,13 +42,23 @@ class Models(NamedTuple):
     drafting: Decoder | None
 
 
-def load_models(plan: Plan) -> Models:
-    """Load the weights of target and draft."""
-    weights = load(plan.target, dtype=plan.dtype, device=plan.device)
+def load_models(
+    plan: Plan, on_bytes: Callable[[int, int], None] = lambda done, whole: None
+) -> Models:
+    """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
+    read."""
+    whole, done = plan.target.size + (0 if plan.draft is None else plan.draft.size), 0
+
+    def on_read(size: int) -> None:
+        nonlocal done
+        done += size
+        on_bytes(done, whole)
+
+    weights = load(plan.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
     target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
     drafting = None
     if plan.draft is not None:
-        weights = load(plan.draft, dtype=plan.dtype, device=plan.device)
+        weights = load(plan.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
         drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
     elif plan.skipped:
         drafting = target.keep_layers(

@@ -175,6 +175,7 @@ def write_samples(
                 count=None if count is None else count - whole,
                 on_round=on_round,
                 on_phase=screen.phase,
+                on_bytes=screen.bytes_read,
                 on_note=screen.note,
                 loop=None if loop is None else loop(),
             ):

@@ -31,6 +31,7 @@ def generate(
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
+    on_bytes: Callable[[int, int], None] = lambda done, whole: None,
     on_note: Callable[[str], None] = _LOG.warning,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
@@ -49,8 +50,9 @@ def generate(
 
     job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`:
     how many prompts there are, if that is known. `on_round` sees every round, `on_phase` the
-    name of what is done before rounds are, `on_note` what the user should know: that memory ran
-    out, and fewer rows go on. `loop`: an empty one to use instead of a new one.
+    name of what is done before rounds are, `on_bytes` how many bytes of the weights are read, of
+    how many, `on_note` what the user should know: that memory ran out, and fewer rows go on.
+    `loop`: an empty one to use instead of a new one.
     """
     from bass_cli import scheduler
 
@@ -71,6 +73,7 @@ def generate(
         count=count,
         on_round=on_round,
         on_phase=on_phase,
+        on_bytes=on_bytes,
         on_note=on_note,
         loop=loop,
     )

@@ -39,6 +39,7 @@ def generate(
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
+    on_bytes: Callable[[int, int], None] = lambda done, whole: None,
     on_note: Callable[[str], None] = lambda note: None,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
@@ -50,8 +51,9 @@ def generate(
 
     Loads the models at the first step, if no empty `loop` is given; with a budget, what would
     make the first prompts slow is done before the first clock starts; `on_phase` is told what is
-    done before rounds are. A prompt that cannot run yields one Completion with finish_reason
-    "error", and so does every sample that meets logits which are not finite.
+    done before rounds are, `on_bytes` how many bytes of the weights are read, of how many. A
+    prompt that cannot run yields one Completion with finish_reason "error", and so does every
+    sample that meets logits which are not finite.
 
     Where memory runs out, half the rows go on, and `on_note` is told so: what was under way is
     drawn again, and becomes the same, since its seed fixes it. Not under maximal coupling, where
@@ -62,15 +64,15 @@ def generate(
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
         taken = Counter(id_ for id_, _ in done)
         whole = {(id_, 0) for id_, samples in taken.items() if samples == plan.job.n}
-        draw = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_note=on_note)
-        drawn = draw(once, prompts, done=whole, count=count, loop=loop)
+        told = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
+        drawn = told(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
         yield from _with_copies(drawn, plan.job.n, done)
         return
     work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None
     if loop is None:
         on_phase("loading the weights")
         with plan.need.explained():
-            models = load_models(plan)
+            models = load_models(plan, on_bytes)
     while True:
         with plan.need.explained():
             try:

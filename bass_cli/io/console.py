@@ -14,6 +14,7 @@ from typing import Any, Protocol, TextIO
 
 from bass_cli.io.progress import INTERVAL, Display, Estimate, clock
 from bass_cli.io.usage import Usage, describe
+from bass_cli.system.host import gigabytes
 
 
 class Sample(Protocol):
@@ -47,6 +48,7 @@ class Screen:
     ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
         self._display = None if quiet else Display(now=now)
+        self._bytes = (0, 0)  # done, and there are, in this phase
         self._reset(None, 1)
 
     def _reset(self, total: int | None, rows: int) -> None:
@@ -64,12 +66,26 @@ class Screen:
     def phase(self, name: str, *, live: bool = True) -> None:
         """What is done from now on, until something else is shown. `live`: false if others may
         write to the terminal."""
-        began = self._now()
+        began, self._bytes = self._now(), (0, 0)
         self._usage.phase(name)
+
+        def line() -> str:
+            spent, (done, whole) = self._now() - began, self._bytes
+            rate = f", {gigabytes(round(done / spent))}/s" if spent > 0 else ""
+            read = f": {gigabytes(done)} of {gigabytes(whole)}{rate}" if whole else ""
+            return f"{name}{read}, {clock(spent)} elapsed"
+
+        def share() -> float | None:
+            done, whole = self._bytes
+            return done / whole if whole else None
+
         if self._display is not None:
-            self._display.show(
-                lambda: f"{name}, {clock(self._now() - began)} elapsed", live=live, first=INTERVAL
-            )
+            self._display.show(line, share=share, live=live, first=INTERVAL)
+
+    def bytes_read(self, done: int, whole: int) -> None:
+        """So many are read, of so many that the phase is about."""
+        self._bytes = (done, whole)
+        self._tick()
 
     def start(self, total: int | None, *, rows: int = 1, live: bool = True) -> None:
         """Count anew, and show progress towards `total` samples (None: nobody knows how many)

@@ -60,6 +60,11 @@ class Checkpoint:
     pieces: tuple[Piece, ...]
     vocabulary: str | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the stored tensors that are read."""
+        return sum(piece.entry.size for piece in self.pieces)
+
     def fingerprint(self, mask: int | None = None) -> str:
         """A digest of the spec, the layout of the files and samples of their content; not of
         their place on disk. `mask`: another one for a model that drafts by it."""

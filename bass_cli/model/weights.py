@@ -28,9 +28,15 @@ __all__ = ["Checkpoint", "load", "locate", "open_checkpoint"]
 _WORKERS = 4  # threads that read: enough to copy from the page cache as fast as a GPU takes it
 
 
-def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def load(
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[int], None] = lambda size: None,
+) -> dict[str, Tensor]:
     """All of `parameters(spec)` on the device in their `stored_dtype`; a tied head is the
-    embedding itself."""
+    embedding itself. `on_read` is told the bytes of each tensor that is done."""
     spec = checkpoint.spec
     weights = {
         name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
@@ -44,7 +50,9 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) ->
 
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
-        list(pool.map(lambda piece: _fill(weights, piece, spec, own.stage), checkpoint.pieces))
+        filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage), checkpoint.pieces)
+        for piece, _ in zip(checkpoint.pieces, filled, strict=True):
+            on_read(piece.entry.size)
     finally:
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":

@@ -91,7 +91,10 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
             printed.update({int(now[0]): line for line in capsys.readouterr().err.splitlines()})
 
     screen.phase("loading the weights")
-    until(80)
+    until(40)
+    for second in range(41, 81):
+        screen.bytes_read(second * 10**8, 12 * 10**9)
+        until(second)
     screen.phase("warming up")
     until(83)  # too short to be worth a line
     screen.phase("reading the first prompts")
@@ -100,7 +103,8 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
     until(170)
     assert printed == {
         5: "loading the weights, 0:05 elapsed", 35: "loading the weights, 0:35 elapsed",
-        65: "loading the weights, 1:05 elapsed",
+        **{second: f"loading the weights: {second / 10:.1f} GB of 12.0 GB, 0.1 GB/s, "
+                   f"{(second - 1) // 60}:{(second - 1) % 60:02d} elapsed" for second in range(41, 80, 5)},
         88: "reading the first prompts, 0:05 elapsed", 130: "0/3 samples, 0 tokens/s, 3.00 "
                                                             "accepted a round, 2:10 elapsed",
         160: "0/3 samples, 0 tokens/s, 3.00 accepted a round, 2:40 elapsed",
@@ -166,11 +170,17 @@ def test_a_job_names_what_it_does_before_the_first_round(
     (tmp_path / "p.txt").write_text("the cat sat\n")
     monkeypatch.chdir(tmp_path)
     phases: list[Any] = []
+    read: list[tuple[int, int]] = []
     monkeypatch.setattr(Screen, "phase", lambda screen, name, **_: phases.append(name))
     monkeypatch.setattr(Screen, "round", lambda *_: phases.append("round"))
+    monkeypatch.setattr(Screen, "bytes_read", lambda screen, *seen: read.append(seen))
     options = ("--model", "target", "--n", "2", "--max-new-tokens", "4", "--device", "cpu")
     result = CliRunner().invoke(app, ["generate", "p.txt", *options, *flags])
     assert result.exit_code == 0, result.stderr
+    (stored,) = (tmp_path / "target").glob("*.safetensors")
+    assert read[-1][0] == read[-1][1]
+    assert 0 < stored.stat().st_size - read[-1][1] < 10_000  # all but the header
+    assert read == sorted(read)
     warming = ["warming up"] if flags else []
     assert list(dict.fromkeys(phases)) == ["reading the prompts", "checking the "
                                                                   "models", "loading the weights", *warming,

@@ -59,7 +59,10 @@ def test_all_parameters_are_there(
         )
 
     monkeypatch.setattr(torch, "empty", empty)
-    weights = load(checkpoint, dtype=torch.float32, device=CPU)
+    read: list[int] = []
+    weights = load(checkpoint, dtype=torch.float32, device=CPU, on_read=read.append)
+    assert len(read) == len(checkpoint.pieces)
+    assert sum(read) == checkpoint.size > 0
     assert {name: tuple(weight.shape) for name, weight in weights.items()} == parameters(
         checkpoint.spec
     )
