@@ -27,7 +27,7 @@ from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
-from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache
+from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The most rows that --batch-size auto takes: docs/LOG.md has what more of them gain, and cost.
@@ -170,6 +170,7 @@ def make_plan(
     what is missing here. `longest_prompt`: its text, if it is known; `prompts`, `options`: see
     Plan."""
     device = device_of(job.device)
+    wake(device)  # while files are read
     files = _open(job)
     dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
     profile, surface = _costs(job, files, device, dtype, notes.append)

@@ -7,11 +7,13 @@ what `bass doctor` shows (cli/doctor.py).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -112,6 +114,21 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     for limit, left in _groups(root):
         total, free = min(total, limit), min(free, left)
     return HostMemory(total, max(min(free, _address_space(root)), 0))
+
+
+def wake(device: torch.device) -> None:
+    """Begin to make a CUDA device's context, which takes some tenths of a second in which Python
+    is free for other work. What goes wrong does so again, and is said, where the device is
+    needed. No daemon: one that a process's end meets in CUDA's libraries would abort it."""
+    if device.type == "cuda":
+        threading.Thread(target=_make_context, args=(device,), name="waking").start()
+
+
+def _make_context(device: torch.device) -> None:
+    import torch
+
+    with contextlib.suppress(Exception):
+        torch.cuda.mem_get_info(device)
 
 
 def free_memory(device: torch.device) -> int:

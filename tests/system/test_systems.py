@@ -9,10 +9,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli.errors import MachineError
@@ -168,3 +171,31 @@ def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
         work_folder((0, 0)),
     ):
         pass
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
+    monkeypatch: pytest.MonkeyPatch, broken: bool
+) -> None:
+    asked: list[tuple[torch.device, threading.Thread]] = []
+
+    def ask(device: torch.device) -> tuple[int, int]:
+        asked.append((device, threading.current_thread()))
+        if broken:
+            raise RuntimeError("CUDA error: unknown")
+        return 5, 7
+
+    unseen: list[object] = []  # what a thread ends with
+    monkeypatch.setattr(threading, "excepthook", unseen.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
+    host.wake(torch.device("cpu"))
+    assert asked == []
+    cuda = torch.device("cuda")
+    host.wake(cuda)
+    while not asked:
+        time.sleep(0.001)
+    ((device, thread),) = asked
+    thread.join(60)
+    assert (device, thread.daemon) == (cuda, False)
+    assert thread is not threading.main_thread()
+    assert unseen == []
