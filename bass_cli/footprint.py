@@ -20,12 +20,11 @@ from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
 from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.kv_cache import ARENA
-from bass_cli.model.prefill import SIZES
+from bass_cli.model.prefill import PASS
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
 # of the free memory: the rest is for what other programs take meanwhile, and for fragments
 _USABLE = 0.95
-_CHUNK = SIZES[-1]  # prompt tokens a pass
 _SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
 _INTEGER = 8  # bytes of a token id
 # Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36,
@@ -134,7 +133,7 @@ def footprint(
             for spec in models
         ),
         graphs=_LIBRARIES[kind],
-        buffers=min(_CHUNK, max(prompt_tokens, 1)) * (max(wide) + max(scores) * prompt_tokens),
+        buffers=min(PASS, max(prompt_tokens, 1)) * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
         row=Each(beside * token.cache, work + beside * token.buffers),

@@ -229,9 +229,15 @@ class Decoder:
             if spec.norm.qk
             else None,
         )
+        segments = step.segments
         mixed = ops.attention(
-            q, own, step.prompt(slot), step.segments, scale=spec.query_scale, window=window
-        )
+            q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row: its tiles
+            own,
+            step.prompt(slot),
+            segments,
+            scale=spec.query_scale,
+            window=window,
+        ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(
                 at + "post1", ops.linear(mixed, *self._affine(at + "o"))

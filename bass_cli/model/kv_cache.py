@@ -47,40 +47,40 @@ def sent(array: NDArray[numpy.int64], device: torch.device) -> Tensor:
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A prompt's place in the store: `size` positions from `start` on, of which rows see the
-    first `length`; the rows that read it, and whether new rows may still come."""
+    """A prompt's place in the store: `length` positions from `start` on; the rows that read it,
+    and whether new rows may still come."""
 
     start: int
     length: int
-    size: int
     rows: set[int] = field(default_factory=set)
     open: bool = True
 
 
 class Pass(NamedTuple):
-    """One forward pass's view of a store: where its tokens stand and what they may see."""
+    """One forward pass's view of a store: where its tokens stand and what they may see.
+    positions [B, W] int64. `prefill` [1, W] int64: where in the prompt store the one row of
+    tokens goes, parts of several prompts one after the other, which `segments` takes for rows;
+    None: these are the first B rows."""
 
-    positions: Tensor  # [B, W] int64
+    positions: Tensor
     segments: Segments
     store: KVCache
-    prefill: (
-        slice | None
-    )  # None: the first B rows; otherwise this part of the prompt store is the one row's own
+    prefill: Tensor | None
 
     def slots(self) -> Tensor:
-        """Where the keys and values of its tokens go in the rows' own spans, [B, W] int64."""
+        """Where in `own` the keys and values of its tokens go, [B, W] int64."""
         if self.prefill is not None:
-            return self.positions + self.segments.start[:, None]
+            return self.prefill
         return self.positions - self.segments.base[:, None]
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows' own spans, [B, K, S, D] each."""
+        """Keys and values that it writes to, the rows' own spans or the prompt store,
+        [B, K, S, D] each."""
         if self.prefill is None:
             rows = self.positions.shape[0]
             return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
-        return self.store.prompt_keys[layer][None, :, self.prefill], self.store.prompt_values[
-            layer
-        ][None, :, self.prefill]
+        keys, values = self.prompt(layer)
+        return keys[None], values[None]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt store, [K, T, D] each."""
@@ -134,19 +134,17 @@ class KVCache:
         self._teams = TeamTable(rows, device)
         self._sharing = False
 
-    def reserve(self, length: int, size: int | None = None) -> Span:
-        """A free span for a prompt of `length` positions, growing the store if there is none;
-        `size` positions, if given, so that padded passes fit."""
-        size = max(length, size or 0)
+    def reserve(self, length: int) -> Span:
+        """A free span for a prompt of `length` positions, growing the store if there is none."""
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
-            if taken.start - start >= size:
+            if taken.start - start >= length:
                 break
-            start = taken.start + taken.size
+            start = taken.start + taken.length
         else:
             at = len(self._spans)
-            self._grow(start + size)
-        span = Span(start, length, size)
+            self._grow(start + length)
+        span = Span(start, length)
         self._spans.insert(at, span)
         return span
 
@@ -233,23 +231,21 @@ class KVCache:
         # prompt span already.
         return Pass(positions, segments, self, None)
 
-    def fill(self, span: Span, first: int, width: int) -> Pass:
-        """A pass of one row that writes positions [first, first + width) of a prompt into its
-        span."""
-        device = self._base.device
-        positions = torch.arange(first, first + width, device=device)[None]
-        none = torch.zeros(1, dtype=torch.int64, device=device)
-        segments = Segments(positions, none, none, (), first + width)
-        return Pass(positions, segments, self, slice(span.start, span.start + span.length))
-
-    def fill_anywhere(self, place: Tensor, width: int) -> Pass:
-        """The same for the span that starts at place[0] and positions from place[1] on, which
-        only the device knows (place [2] int64), so that it can be captured. Queries see their
-        prompt as rows do, up to themselves."""
-        positions = (place[1] + torch.arange(width, device=place.device))[None]
-        return Pass(
-            positions, Segments(positions, place[1:] + width, place[:1], (), 0), self, slice(None)
-        )
+    def fill(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        starts: Tensor,
+        ends: Tensor,
+        groups: tuple[Group, ...] | None,
+    ) -> Pass:
+        """A pass over parts of prompts, one after the other in tiles of W / N tokens, each of one
+        prompt: positions and slots (of the store) of the tokens, [W], and of the tiles where
+        their prompt starts in the store, and the position up to which it is there after the pass,
+        [N]; all int64. groups: the tiles by prompt, where the host is to take part; a captured
+        pass goes by what is on the device alone."""
+        segments = Segments(positions.view(len(ends), -1), ends, starts, groups, 0)
+        return Pass(positions[None], segments, self, slots[None])
 
     @property
     def positions(self) -> int:

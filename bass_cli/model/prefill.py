@@ -1,9 +1,9 @@
-"""Passes over a prompt as captured graphs: padded to one of a few numbers of tokens, at any place
-of the prompt store.
+"""Passes over prompts: parts of several, one after the other, in one pass; as captured graphs where
+there are any.
 
-A prompt read once is hundreds of launches that the host makes one by one; a graph makes them
-itself. Not here: what a pass is (decoder.py), where a prompt's keys stand (kv_cache.py), CUDA
-itself (model/capture.py).
+A prompt read alone is hundreds of launches and all weights for few tokens. Products run over the
+tokens of all parts at once; attention takes tiles, each of one prompt. Not here: what a pass is
+(decoder.py), where a prompt's keys stand (kv_cache.py), CUDA itself (model/capture.py).
 """
 
 from __future__ import annotations
@@ -11,14 +11,26 @@ from __future__ import annotations
 import bisect
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bass_cli.model.capture import Recorder
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.kv_cache import KVCache, Span, sent
+from bass_kernels import Group
 
-SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a pass, padding included
+SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included
+# Tokens of a pass at most. Some 230 keep an H200's products as busy as reading their weights does;
+# with twice as many reading hides behind them, and more only keeps running rows waiting.
+PASS = SIZES[-1]
+# Tokens of a tile, all of one prompt: the queries that a kernel takes at once, for each of which
+# some four heads share a key. In plain torch nothing is gained by more than 1, and nothing padded.
+TILE = {"cuda": 16}
 PATIENCE = 8  # a capture takes as long as so many uncaptured passes
 
 
@@ -27,11 +39,109 @@ def padded(tokens: int) -> int:
     return SIZES[bisect.bisect_left(SIZES, tokens)]
 
 
+class Part(NamedTuple):
+    """Some tokens of a prompt, for positions from `first` on of its span."""
+
+    tokens: Sequence[int]
+    span: Span
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The position after them."""
+        return self.first + len(self.tokens)
+
+
+def tiled(tokens: int, tile: int) -> int:
+    """The tokens of the tiles that so many take."""
+    return -(-tokens // tile) * tile
+
+
+class Table(NamedTuple):
+    """A pass over parts as the device takes it: tokens, positions and slots in the store [W], and
+    by tile [N] where its prompt starts and up to which position it is there; int64."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    starts: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, size: int, tile: int) -> Table:
+        """Views of `numbers`, in which they stand one after the other."""
+        tiles = size // tile
+        return cls(*numbers[: 3 * size + 2 * tiles].split([size] * 3 + [tiles] * 2))
+
+
+def laid_out(
+    parts: Iterable[Part], size: int, tile: int, scrap: int
+) -> tuple[NDArray[numpy.int64], tuple[Group, ...]]:
+    """The numbers of a Table of `size` tokens, and its tiles by prompt. What fills tiles and the
+    pass up is stored at `scrap`, a slot that no prompt has."""
+    tiles, at = size // tile, 0
+    numbers = numpy.zeros(3 * size + 2 * tiles, dtype=numpy.int64)
+    tokens, positions, slots, starts, ends = numpy.split(
+        numbers, [size, 2 * size, 3 * size, 3 * size + tiles]
+    )
+    slots[:], starts[:], ends[:] = scrap, scrap, 1
+    groups = []
+    for part in parts:
+        count = len(part.tokens)
+        behind = at + tiled(count, tile)
+        own = slice(at // tile, behind // tile)
+        tokens[at : at + count] = part.tokens
+        positions[at : at + count] = numpy.arange(part.first, part.end)
+        positions[at + count : behind] = part.end - 1  # sees nothing that is not there
+        slots[at : at + count] = numpy.arange(part.first, part.end) + part.span.start
+        starts[own], ends[own] = part.span.start, part.end
+        groups.append(Group(part.span.start, part.end, own))
+        at = behind
+    return numbers, tuple(groups)
+
+
+class Passes:
+    """One model's passes over prompts. `scrap`: see laid_out; `record` captures them, if it is
+    given."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, record: Recorder | None):
+        self._decoder, self._cache = decoder, cache
+        self.tile = TILE.get(decoder.device.type, 1)
+        self.graphs, scrap = None, 0
+        if record is not None:
+            self.graphs = PromptGraphs(self._run, record, decoder.device, tile=self.tile)
+        if record is not None or self.tile > 1:
+            scrap = cache.reserve(1).start
+        self._scrap = scrap
+
+    def run(self, parts: Sequence[Part], *, capture: bool) -> None:
+        """Store these parts, whose tiles have up to PASS tokens together. `capture`: this may take
+        longer, if later passes take less."""
+        size = sum(tiled(len(part.tokens), self.tile) for part in parts)
+        graphs = self.graphs
+        if graphs is not None:
+            wanted, store = padded(size), self._cache.positions
+            if graphs.ready(wanted, store=store, capture=capture):
+                graphs.feed(wanted, laid_out(parts, wanted, self.tile, self._scrap)[0])
+                return
+        numbers, groups = laid_out(parts, size, self.tile, self._scrap)
+        self._run(Table.of(sent(numbers, self._decoder.device), size, self.tile), groups)
+
+    def prepare(self) -> None:
+        """Capture now what reads prompts, rather than when it has come often enough."""
+        if self.graphs is not None:
+            for size in SIZES:
+                if not self.graphs.holds(size, store=self._cache.positions):
+                    self.graphs.feed(size, laid_out((), size, self.tile, self._scrap)[0])
+
+    def _run(self, table: Table, groups: tuple[Group, ...] | None = None) -> None:
+        step = self._cache.fill(*table[1:], groups)
+        self._decoder.forward(table.tokens[None], step, last=0)
+
+
 class PromptGraphs:
-    """The graphs of one model's prompts. `run(tokens [1, W], place [2])` writes the keys and values
-    of the tokens for positions from place[1] on into the store, whose slot for position 0 is
-    place[0] (all int64, on `device`); `record` captures it. A pass writes up to `padded` positions:
-    what stands beyond its tokens is never to be seen.
+    """The graphs of one model's passes, by their tokens. `run(table)` stores the keys and values
+    of a Table on `device`, in tiles of `tile` tokens; `record` captures it.
 
     A size is captured when it was wished so often that captures would have paid by then (the
     ski-rental rule); then, as always, its first run is an uncaptured one, which compiles and
@@ -39,45 +149,46 @@ class PromptGraphs:
     """
 
     def __init__(
-        self, run: Callable[[Tensor, Tensor], None], record: Recorder, device: torch.device
+        self, run: Callable[[Table], None], record: Recorder, device: torch.device, *, tile: int
     ):
-        self._run, self._record = run, record
-        # the place, then the tokens
-        self._input = torch.zeros(2 + SIZES[-1], dtype=torch.int64, device=device)
+        self._run, self._record, self._tile = run, record, tile
+        self._input = torch.zeros(
+            3 * SIZES[-1] + 2 * (SIZES[-1] // tile), dtype=torch.int64, device=device
+        )
         self._held: dict[int, Callable[[], None]] = {}
         self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
         self._wished: Counter[int] = Counter()
         self._store = 0
         self.captures = 0
 
-    def feed(
-        self, tokens: Sequence[int], *, start: int, first: int, store: int, capture: bool
-    ) -> bool:
-        """Take in `tokens` (as many as the largest of SIZES) for positions from `first` on of a
-        prompt at `start` of a store with `store` positions; a store moves when that changes.
-        False: nothing was done, since there is no graph and either it is not time for one, or
-        `capture` forbids it."""
+    def holds(self, size: int, *, store: int) -> bool:
+        """Whether there is a graph of this size for a store of so many positions; a store moves
+        when that changes."""
         self._renew(store)
-        size = padded(len(tokens))
-        if size not in self._held:
-            self._wished[size] += 1
-            if not capture or self._wished[size] <= PATIENCE:
-                return False
-        self._put(tokens, start, first)
+        return size in self._held
+
+    def ready(self, size: int, *, store: int, capture: bool) -> bool:
+        """The same, or it is time for one, and `capture` allows it."""
+        if self.holds(size, store=store):
+            return True
+        self._wished[size] += 1
+        return capture and self._wished[size] > PATIENCE
+
+    def feed(self, size: int, numbers: NDArray[numpy.int64]) -> None:
+        """Run the pass of this size over what `numbers` say (see laid_out), captured if there is
+        no graph yet. One copy that the host does not wait for."""
+        given, pinned = torch.from_numpy(numbers), self._input.is_cuda
+        self._input[: len(given)].copy_(
+            given.pin_memory() if pinned else given, non_blocking=pinned
+        )
         if size in self._held:
             self._held[size]()
-        else:
-            self._capture(size)
-        return True
-
-    def prepare(self, *, start: int, store: int) -> None:
-        """Capture all sizes now. What stands at `start` and up to the largest size behind it is
-        lost."""
-        self._renew(store)
-        for size in SIZES:
-            if size not in self._held:
-                self._put([0] * size, start, 0)
-                self._capture(size)
+            return
+        function = functools.partial(self._run, Table.of(self._input, size, self._tile))
+        function()
+        self._held[size] = self._record(function)
+        self._dropped = {}
+        self.captures += 1
 
     def _renew(self, store: int) -> None:
         if store != self._store:
@@ -85,17 +196,3 @@ class PromptGraphs:
             # to capture into it then.
             self._store, self._dropped, self._held = store, self._held or self._dropped, {}
             self._wished.clear()
-
-    def _put(self, tokens: Sequence[int], start: int, first: int) -> None:
-        """One copy that the host does not wait for. Tokens of an earlier pass may stay behind
-        these: they are padding."""
-        pinned = self._input.is_cuda
-        given = torch.tensor([start, first, *tokens], pin_memory=pinned)
-        self._input[: len(given)].copy_(given, non_blocking=pinned)
-
-    def _capture(self, size: int) -> None:
-        function = functools.partial(self._run, self._input[None, 2 : 2 + size], self._input[:2])
-        function()
-        self._held[size] = self._record(function)
-        self._dropped = {}
-        self.captures += 1

@@ -1,11 +1,12 @@
 """A decoder with its cache: prompts are filled in once, then rows take ragged passes.
 
-Not here: what is fed and why (draft/, engine/step.py).
+Not here: what is fed and why (drafting/, engine/step.py), passes over prompts (prefill.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,19 +14,33 @@ from torch import Tensor
 from bass_cli.model.capture import Recorder, recorder
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import Change, KVCache, Span
-from bass_cli.model.prefill import SIZES, PromptGraphs, padded
+from bass_cli.model.prefill import PASS, Part, Passes, tiled
 
-_CHUNK = SIZES[-1]  # prompt tokens a pass
-# the same where a deadline may stop it in between: about what a round takes
-_TIMED_CHUNK = {"cpu": 64, "cuda": 512}
+# prompt tokens a pass where a deadline may stop it in between: about what a round takes
+_TIMED_PASS = {"cpu": 64}
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt's tokens, as many as are stored for it, its place, and how many of them are there
+    (`read`)."""
+
+    tokens: Sequence[int]
+    span: Span
+    read: int = 0
+
+    @property
+    def left(self) -> int:
+        return self.span.length - self.read
 
 
 class Runner:
     """`decoder` over up to `rows` rows that each generate up to `span` positions.
 
     `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2
-    for a draft model, whose first step always feeds a row's last two tokens. Prompts are read by
-    graphs where `record` (by default that of the device) captures them.
+    for a draft model, whose first step always feeds a row's last two tokens. Prompts that are
+    opened one after the other are read together, when a row of one of them begins; by graphs
+    where `record` (by default that of the device) captures them.
     """
 
     def __init__(
@@ -42,52 +57,67 @@ class Runner:
             dtype=decoder.dtype,
             device=decoder.device,
         )
-        self._prompts: dict[str, Span] = {}
-        record = record or recorder(decoder.device)
-        self._graphs = (
-            None if record is None else PromptGraphs(self._fill_anywhere, record, decoder.device)
-        )
+        self._prompts: dict[str, Prompt] = {}
+        self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
+        self._passes = Passes(decoder, self.cache, record or recorder(decoder.device))
 
     @torch.inference_mode()
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
     ) -> bool:
-        """Store a prompt (its token ids) under `key`, for rows to attach to. `in_time` is asked
-        before each pass whether so many tokens can still be taken in; if not, nothing is stored,
-        and this is False."""
+        """Make place for a prompt (its token ids) under `key`, for rows to attach to. With
+        `in_time` it is read now: that is asked before each pass whether so many tokens can still
+        be taken in; if not, nothing is stored, and this is False."""
         assert key not in self._prompts
         assert tokens
-        length = max(len(tokens) - self.lag, 0)
-        span = self._prompts[key] = self.cache.reserve(length, self._padded(length))
-        size = _CHUNK if in_time is None else _TIMED_CHUNK.get(self.decoder.device.type, _CHUNK)
-        for first in range(0, span.length, size):
-            end = min(first + size, span.length)
-            if in_time is not None and not in_time(end - first):
+        span = self.cache.reserve(max(len(tokens) - self.lag, 0))
+        prompt = self._prompts[key] = Prompt(tokens, span)
+        if in_time is None and prompt.left:
+            self._unread[key] = prompt
+        most = _TIMED_PASS.get(self.device.type, PASS)
+        while in_time is not None and prompt.left:
+            if not in_time(min(prompt.left, most)):
                 self.close(key)
                 return False
-            self._fill(span, first, tokens[first:end], capture=in_time is None)
+            self._passes.run([self._part(prompt, most)], capture=False)
         return True
+
+    @torch.inference_mode()
+    def read(self) -> bool:
+        """One pass over what is open and not read, as much as goes into one, oldest first;
+        whether something is left."""
+        parts, room = [], PASS
+        for prompt in self._unread.values():
+            part = self._part(prompt, room)
+            parts.append(part)
+            room -= tiled(len(part.tokens), self._passes.tile)
+            if room <= 0:
+                break
+        if parts:
+            self._passes.run(parts, capture=True)
+        self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.left}
+        return bool(self._unread)
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
         """Capture now what reads prompts, rather than when it has come often enough."""
-        if self._graphs is not None:
-            span = self.cache.reserve(0, SIZES[-1])
-            self._graphs.prepare(start=span.start, store=self.cache.positions)
-            self.cache.close(span)
+        self._passes.prepare()
 
     def close(self, key: str) -> None:
         """No further row will attach to this prompt."""
-        self.cache.close(self._prompts.pop(key))
+        self.cache.close(self._prompts.pop(key).span)
+        self._unread.pop(key, None)
 
     @torch.inference_mode()
     def follow(self, change: Change) -> None:
         """Rows have ended, moved and begun."""
+        while any(key in self._unread for _, key in change.begun):
+            self.read()
         base = self.cache.base
         self.cache.exchange(
             ended=change.ended,
             moved=[(old, new, max(length - base(old), 0)) for old, new, length in change.moved],
-            begun=[(places, self._prompts[key]) for places, key in change.begun],
+            begun=[(places, self._prompts[key].span) for places, key in change.begun],
         )
 
     @property
@@ -114,21 +144,7 @@ class Runner:
         """Only write the keys and values of tokens [B, W] at positions [B, W]."""
         self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)
 
-    def _padded(self, length: int) -> int:
-        """The positions that passes over a prompt of `length` write."""
-        if self._graphs is None or not length:
-            return length
-        last = (length - 1) % _CHUNK + 1
-        return length - last + padded(last)
-
-    def _fill(self, span: Span, first: int, tokens: Sequence[int], *, capture: bool) -> None:
-        """Store a part of a prompt, for positions from `first` on."""
-        if self._graphs is not None and self._graphs.feed(
-            tokens, start=span.start, first=first, store=self.cache.positions, capture=capture
-        ):
-            return
-        given = torch.tensor([tokens], device=self.decoder.device)
-        self.decoder.forward(given, self.cache.fill(span, first, len(tokens)), last=0)
-
-    def _fill_anywhere(self, tokens: Tensor, place: Tensor) -> None:
-        self.decoder.forward(tokens, self.cache.fill_anywhere(place, tokens.shape[1]), last=0)
+    def _part(self, prompt: Prompt, most: int) -> Part:
+        """The next tokens of a prompt, which are read now."""
+        first, prompt.read = prompt.read, min(prompt.read + most, prompt.span.length)
+        return Part(prompt.tokens[first : prompt.read], prompt.span, first)

@@ -50,9 +50,9 @@ class Segments(NamedTuple):
     length of its prompt span. start [B]: where that span begins in the prompt store. All int64.
     groups and extent say the same on the host: rows by prompt span (None: the host does not
     know), and an upper bound of own slots in use. Slots at positions beyond a query's are not
-    seen: what lies there, rejected drafts included, needs no erasing. extent 0 and no groups:
-    the queries stand in their prompt's span themselves, the host does not know where (a captured
-    prefill). teams: the rows by prompt span as the Triton kernels take them, or None.
+    seen: what lies there, rejected drafts included, needs no erasing. extent 0: nothing is seen
+    of own spans, since the queries stand in their prompt's span themselves (a prefill, whose rows
+    are tiles of prompts). teams: the rows by prompt span as the Triton kernels take them, or None.
     """
 
     positions: Tensor
@@ -173,8 +173,8 @@ def attention(
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
     everywhere = prompt[0].shape[1]
     if not segments.extent:
-        total, _, mass = _gathered(q, prompt, segments, window, width, everywhere)
-        return _finish(total / mass, width, keys.dtype)
+        mixed = _inside(q, prompt, segments, window, width)
+        return _finish(mixed, width, keys.dtype)
     places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
     total, peak, mass = _partial(
         q,
@@ -205,6 +205,31 @@ def attention(
         part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
     return _finish(total / mass, width, keys.dtype)
+
+
+def _inside(
+    q: Tensor, prompt: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
+) -> Tensor:
+    """Attention of queries that stand in their prompts' spans, [B, K, M, D]."""
+    if segments.groups is None:
+        total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
+        return total / mass
+    mixed = torch.empty_like(q)
+    for group in segments.groups:
+        span, positions = (
+            slice(group.start, group.start + group.length),
+            segments.positions[group.rows],
+        )
+        places = torch.arange(group.length, device=q.device).expand(len(positions), -1)
+        total, _, mass = _partial(
+            q[group.rows],
+            prompt[0][:, span],
+            prompt[1][:, span],
+            _visible(positions, places, window),
+            width,
+        )
+        mixed[group.rows] = total / mass
+    return mixed
 
 
 def _finish(mixed: Tensor, width: int, dtype: torch.dtype) -> Tensor:

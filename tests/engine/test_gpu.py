@@ -395,7 +395,9 @@ def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypat
             for runner in runners:
                 runner.cache._grow(20_000)
         assert drive(loop, job()) == due[number], f"job {number}"
-        assert [runner._graphs.captures for runner in runners] == [[3, 3], [3, 3], [6, 6]][number]
+        assert [runner._passes.graphs.captures for runner in runners] == [[3, 3], [3, 3], [6, 6]][
+            number
+        ]
 
 
 def test_prepared_prompts_are_not_captured_again(decoders):
@@ -407,7 +409,7 @@ def test_prepared_prompts_are_not_captured_again(decoders):
         loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), job_of((9, 40, 90), 0)
     )
     assert drive(loop, job_of((9, 40, 90), 0)) == due
-    assert loop.target._graphs.captures == len(prompts.SIZES)
+    assert loop.target._passes.graphs.captures == len(prompts.SIZES)
 
 
 def test_admitting_rows_makes_the_host_wait_for_nothing(decoders):

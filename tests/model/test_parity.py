@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import Change
+from bass_cli.model.prefill import Part, Table, laid_out
 from bass_cli.model.runner import Runner
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import load, locate, open_checkpoint
@@ -95,15 +96,15 @@ def test_prefill_gives_all_logits(family: str, tmp_path: Path) -> None:
     decoder = decoder_of(tmp_path)
     text = texts_of(decoder.spec.vocab)[1]
     cache = Runner(decoder, rows=1, span=1, lag=1).cache
-    span = cache.reserve(len(text))
-    with torch.inference_mode():
-        first = decoder.forward(torch.tensor([text[:13]]), cache.fill(span, 0, 13))
-        second = decoder.forward(torch.tensor([text[13:]]), cache.fill(span, 13, len(text) - 13))
-    assert first is not None
-    assert second is not None
-    torch.testing.assert_close(
-        torch.cat([first[0], second[0]]), expected(model, text), atol=1e-4, rtol=0
-    )
+    span, found = cache.reserve(len(text)), []
+    for part in (Part(text[:13], span, 0), Part(text[13:], span, 13)):
+        numbers, groups = laid_out([part], len(part.tokens), 1, 0)
+        table = Table.of(torch.from_numpy(numbers), len(part.tokens), 1)
+        with torch.inference_mode():
+            logits = decoder.forward(table.tokens[None], cache.fill(*table[1:], groups))
+        assert logits is not None
+        found.append(logits[0])
+    torch.testing.assert_close(torch.cat(found), expected(model, text), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "overrides"), [
