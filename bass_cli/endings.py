@@ -6,7 +6,7 @@ Not here: stop strings (model/continuation.py), who looks when (scheduler.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,10 +55,10 @@ class Watch:
 
 
 class Ending(NamedTuple):
-    """Why a sample is over, and its text."""
+    """Why a sample is over, and its text where that is known: a stop string's, which is cut."""
 
     reason: str
-    text: str
+    text: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -75,10 +75,11 @@ class Sample:
         """The end of a row that is done, which is cut to what counts; None while it goes on.
         `eos`: ids of which each ends a sample."""
         row = self.row
-        new = row.tokens[row.prompt_length + self.seen :]
-        sound = len(new) if row.broken is None else row.broken - self.seen
-        keep, reason = min(sound, row.limit - self.seen), None if row.broken is None else "error"
-        if self.seen + keep == row.limit:
+        numbers, new = row.numbers(), row.since(self.seen)
+        limit, broken = numbers[LIMIT], numbers[BROKEN]
+        sound = len(new) if broken < 0 else broken - self.seen
+        keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
+        if self.seen + keep == limit:
             reason = "length"
         end = next((i for i, token in enumerate(new[:keep]) if token in eos), None)
         if end is not None:
@@ -90,35 +91,53 @@ class Sample:
                 return Ending("stop", found.text)
         row.cut(self.seen + keep)
         self.seen += keep
-        return None if reason is None else self.end(reason)
-
-    def end(self, reason: str) -> Ending:
-        """It ends as it is."""
-        return Ending(reason, self.task.text.decode(self.row.tokens[self.row.prompt_length :]))
+        return None if reason is None else Ending(reason)
 
 
-def completed(
-    task: Task, sample: int, row: Row | None, ending: Ending, *, now: float, seed: int, ids: bool
-) -> Completion:
-    """The line of a sample that is over; one without a `row` has no tokens. `ids`: with token
-    ids."""
-    scores = [] if row is None else row.log_probabilities
-    total = math.fsum(scores)
-    return Completion(
-        id=task.prompt.id,
-        sample=sample,
-        text=ending.text,
-        finish_reason=ending.reason,
-        tokens=len(scores),
-        mean_logprob=total / len(scores) if scores else None,
-        sum_logprob=total if scores else None,
-        seconds=now - task.began,
-        rounds=row.rounds if row else 0,
-        drafted=row.drafted if row else 0,
-        accepted=row.accepted if row else 0,
-        seed=seed,
-        prompt_tokens=len(task.tokens),
-        meta=task.prompt.meta,
-        token_ids=(row.tokens[row.prompt_length :] if row else []) if ids else None,
-        error=_UNSOUND.format(len(scores) + 1) if ending.reason == "error" else None,
-    )
+class Due(NamedTuple):
+    """A sample that is over and whose line is due: of which prompt, the row it had (None: it has
+    no tokens), why it ended and when, in the clock's seconds."""
+
+    task: Task
+    sample: int
+    row: Row | None
+    ending: Ending
+    now: float
+
+    def completion(self, *, seed: int, ids: bool) -> Completion:
+        """Its line; `ids`: with token ids."""
+        task, row, ending = self.task, self.row, self.ending
+        tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
+        total = math.fsum(scores)
+        return Completion(
+            id=task.prompt.id,
+            sample=self.sample,
+            text=task.text.decode(tokens) if ending.text is None else ending.text,
+            finish_reason=ending.reason,
+            tokens=len(scores),
+            mean_logprob=total / len(scores) if scores else None,
+            sum_logprob=total if scores else None,
+            seconds=self.now - task.began,
+            rounds=row.rounds if row else 0,
+            drafted=row.drafted if row else 0,
+            accepted=row.accepted if row else 0,
+            seed=seed,
+            prompt_tokens=len(task.tokens),
+            meta=task.prompt.meta,
+            token_ids=list(tokens) if ids else None,
+            error=_UNSOUND.format(len(scores) + 1) if ending.reason == "error" else None,
+        )
+
+
+def with_copies(
+    drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]
+) -> Iterator[Completion]:
+    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
+    failure stays one line."""
+    for completion in drawn:
+        if completion.is_of_prompt:
+            yield completion
+            continue
+        for sample in range(n):
+            if (completion.id, sample) not in done:
+                yield completion if sample == 0 else completion.copied(sample)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from bass_cli.build import READING, Models, load_models, ready_loop
 from bass_cli.config.job import Job
-from bass_cli.endings import Ending, Sample, Watch, completed
+from bass_cli.endings import Due, Ending, Sample, Watch, with_copies
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Backlog, Round
 from bass_cli.engine.forecast import Forecast
@@ -25,6 +25,7 @@ from bass_cli.intake import Intake, Task
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.store import keep_learnt
+from bass_cli.model.prefill import PASS
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
 from bass_cli.system.host import give_back_memory, is_refused_memory
@@ -66,7 +67,7 @@ def generate(
         whole = {(id_, 0) for id_, samples in taken.items() if samples == plan.job.n}
         told = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
         drawn = told(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
-        yield from _with_copies(drawn, plan.job.n, done)
+        yield from with_copies(drawn, plan.job.n, done)
         return
     work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None
     if loop is None:
@@ -126,20 +127,6 @@ def _attempt(
         keep_learnt(plan.profile, loop.lengths)
 
 
-def _with_copies(
-    drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]
-) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
-    failure stays one line."""
-    for completion in drawn:
-        if completion.is_of_prompt:
-            yield completion
-            continue
-        for sample in range(n):
-            if (completion.id, sample) not in done:
-                yield completion if sample == 0 else completion.copied(sample)
-
-
 class Conductor:
     """Feeds prompts to a loop and takes finished rows from it. `context`: the most positions the
     target knows."""
@@ -169,44 +156,65 @@ class Conductor:
         self._waiting = 0  # so many samples
         self._live: dict[Row, Sample] = {}
         self._over: list[int] = []  # the places of rows that have ended, and are not given up yet
+        self._due: deque[Due | Completion] = deque()  # what is over and was not yielded
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
         self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]
     ) -> Iterator[Completion]:
         """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as
-        rows become free."""
-        while not self._ended or self._live:
-            self._exchange()  # before others are stored, so that prompts without rows make place
-            while not self._ended and self._wants_prompt():
-                prompt = next(prompts, None)
-                self._ended = prompt is None
-                if prompt is not None:
-                    yield from self._begin(prompt, done)
-            self._exchange()
-            yield from self._expire()
-            if self._live:
-                self._round()
-                yield from self._collect()
-        self._exchange()
+        rows become free.
 
-    def _wants_prompt(self) -> bool:
-        room = self._loop.batch.capacity - len(self._loop.batch)
+        Lines of samples that are over are made, and the caller writes them, while the device
+        runs the next round; with a budget before it, which then begins when it can be waited
+        for. What breaks a job off, an interruption too, comes after them."""
+        try:
+            while not self._ended or self._queue or self._live:
+                self._exchange()  # before others come, so that prompts without rows make place
+                self._take(prompts, done)
+                self._exchange()
+                self._expire()
+                if self._live and self._job.budget is None:
+                    self._loop.launch(backlog=self._backlog())
+                yield from self._finished()
+                if self._live:
+                    self._round()
+                    self._collect()
+            self._exchange()
+        except GeneratorExit:
+            raise
+        except BaseException:
+            yield from self._finished()
+            raise
+        yield from self._finished()
+
+    def _take(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> None:
+        """Open prompts for free rows; and where nobody's clock runs, those that fill a pass up
+        that has to be made anyway, for as many rows more as there are."""
+        tokens, most = 0, PASS if self._job.budget is None else 0
+        while not self._ended and self._wants_prompt(more=0 < tokens < most):
+            prompt = next(prompts, None)
+            self._ended = prompt is None
+            if prompt is not None:
+                tokens += self._begin(prompt, done)
+
+    def _wants_prompt(self, *, more: bool) -> bool:
+        batch = self._loop.batch
+        room = batch.capacity - len(batch) + (batch.capacity if more else 0)
         return self._waiting < room and not (self._alone and self._tasks)
 
-    def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> Iterator[Completion]:
-        """Tokenise a prompt and store its keys and values; an unusable one ends here, with an
-        error."""
+    def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> int:
+        """Tokenise a prompt and open it; its tokens. An unusable one ends here, with an error."""
         waiting = [i for i in range(self._job.n) if (prompt.id, i) not in done]
         self._forecast.begin(self._job.n)
         if not waiting:
-            return
+            return 0
         try:
             task = self._intake.take(prompt, waiting, now=self._loop.clock.now())
         except UserError as error:
             seed = self._job.sampling.seed
-            yield Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
-            return
+            self._due.append(Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta))
+            return 0
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
         if self._loop.open(prompt.id, task.tokens, task.reference, deadline=task.deadline):
@@ -214,7 +222,8 @@ class Conductor:
             self._queue.append(task)
             self._waiting += len(task.waiting)
         else:
-            yield from self._without_rows(task)
+            self._leave_out(task)
+        return len(task.tokens)
 
     def _exchange(self) -> None:
         """Give free rows, and those of samples that are over, to waiting samples, oldest prompt
@@ -240,7 +249,7 @@ class Conductor:
             task.prompt.id,
             sample,
             sampling.seed,
-            list(task.tokens),
+            task.tokens,
             task.limit,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -250,15 +259,18 @@ class Conductor:
         task.live += 1
         return row
 
-    def _round(self) -> None:
-        loop, waiting, typical = self._loop, self._waiting, math.inf
+    def _backlog(self) -> Backlog:
+        waiting, typical = self._waiting, math.inf
         if self._fresh is None:
-            typical = self._forecast.length(float(loop.batch.generated().mean()))
+            typical = self._forecast.length(float(self._loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
-        backlog = Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
-        done = loop.round(min(self._deadlines(), default=None), backlog=backlog, ahead=True)
+        return Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
+
+    def _round(self) -> None:
+        soonest = min(self._deadlines(), default=None)
+        done = self._loop.round(soonest, backlog=self._backlog(), ahead=True)
         if self._on_round is not None:
-            self._on_round(done._replace(capacity=loop.batch.capacity))
+            self._on_round(done._replace(capacity=self._loop.batch.capacity))
 
     def _deadlines(self) -> list[float]:
         if self._job.budget is None:
@@ -267,7 +279,7 @@ class Conductor:
             task.started |= task.live > 0
         return [task.deadline for task in self._tasks if task.deadline is not None]
 
-    def _expire(self) -> Iterator[Completion]:
+    def _expire(self) -> None:
         """End all samples of prompts whose deadline has come, or would pass within even the
         shortest round; but the first round is not left out because of a prediction, for no other
         one might ever correct it."""
@@ -283,30 +295,30 @@ class Conductor:
             and (now >= t.deadline or (t.started and soonest > t.deadline))
         ]:
             live = [sample for sample in map(self._live.get, hosts) if sample]
-            ended = [self._end(one, one.end("budget")) for one in live if one.task is task]
+            for one in live:
+                if one.task is task:
+                    self._end(one, Ending("budget"))
             if task.waiting:
-                ended += self._without_rows(task)
+                self._leave_out(task)
                 self._waiting -= len(task.waiting)
                 task.waiting.clear()
                 self._queue.remove(task)
                 self._loop.close(task.prompt.id)
                 self._forget(task)
-            yield from ended
         if self._over:
             self._loop.retire(*self._over)
             self._over = []
 
-    def _collect(self) -> Iterator[Completion]:
+    def _collect(self) -> None:
         """Look at the rows that the round may have ended; cut and end those that are done."""
-        hosts, ended = self._loop.batch.hosts, []
+        hosts = self._loop.batch.hosts
         for place in self._watch.suspects(self._loop.batch.ledger):
             sample = self._live[hosts[place]]
             ending = sample.look(self._watch.eos)
             if ending is not None:
-                ended.append(self._end(sample, ending))
-        yield from ended
+                self._end(sample, ending)
 
-    def _end(self, sample: Sample, ending: Ending) -> Completion:
+    def _end(self, sample: Sample, ending: Ending) -> None:
         """The row is given up with all others that end now."""
         row, task = sample.row, sample.task
         self._over.append(row.place)
@@ -314,17 +326,22 @@ class Conductor:
         del self._live[row]
         task.live -= 1
         self._forget(task)
-        return self._completion(task, row.sample, row, ending)
+        self._due.append(Due(task, row.sample, row, ending, self._loop.clock.now()))
 
-    def _without_rows(self, task: Task) -> Iterator[Completion]:
-        """Samples that had no time for a token."""
-        for sample in task.waiting:
-            yield self._completion(task, sample, None, Ending("budget", ""))
+    def _leave_out(self, task: Task) -> None:
+        """Its waiting samples had no time for a token."""
+        now = self._loop.clock.now()
+        self._due += (Due(task, sample, None, Ending("budget"), now) for sample in task.waiting)
 
     def _forget(self, task: Task) -> None:
         if not task.waiting and not task.live:
             self._tasks.pop(task, None)
 
-    def _completion(self, task: Task, sample: int, row: Row | None, ending: Ending) -> Completion:
-        now, seed = self._loop.clock.now(), self._job.sampling.seed
-        return completed(task, sample, row, ending, now=now, seed=seed, ids=self._job.token_ids)
+    def _finished(self) -> Iterator[Completion]:
+        """What is over, in the order in which it ended."""
+        seed, ids = self._job.sampling.seed, self._job.token_ids
+        while self._due:
+            one = self._due[0]  # until it is there: an interruption may come in between
+            done = one if isinstance(one, Completion) else one.completion(seed=seed, ids=ids)
+            self._due.popleft()
+            yield done

@@ -6,6 +6,7 @@ Not here: what a round is and when one is launched (step.py), graphs (captured.p
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import NamedTuple
 
@@ -43,10 +44,12 @@ class Flight(NamedTuple):
         where they are now, and their lines of the table that it brought."""
         if changes == self.changes:
             return self, numpy.arange(len(self.rows)), table[: len(self.rows)]
-        places = numpy.array([row.place for row in self.rows])  # -1: nowhere
-        (lines,) = (places >= 0).nonzero()
-        rows = tuple(self.rows[line] for line in lines.tolist())
-        meant = None if self.meant is None else tuple(self.meant[line] for line in lines)
+        places = numpy.fromiter([row.place for row in self.rows], numpy.int64, len(self.rows))
+        alive = places >= 0  # -1: nowhere
+        chosen = alive.tolist()
+        rows = tuple(itertools.compress(self.rows, chosen))
+        meant = None if self.meant is None else tuple(itertools.compress(self.meant, chosen))
+        (lines,) = alive.nonzero()
         return self._replace(rows=rows, meant=meant), places[lines], table[lines]
 
 

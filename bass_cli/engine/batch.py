@@ -147,8 +147,7 @@ class Batch:
         hosts += rows[len(rows) - max(count - old, 0) :]
         for place, row in changed:
             hosts[place] = row
-        if ledger.widen(max((row.limit for row in rows), default=0)):
-            changed = [*enumerate(hosts)]
+        ledger.widen(max((row.limit for row in rows), default=0))
         for place, row in changed:
             row.write_to(ledger, place)
         self._host.clear(slice(count, max(count, old)))
@@ -173,8 +172,8 @@ class Batch:
         texts: list[list[int]] = []  # the rows of a prompt share one
         which = []
         for row in rows:
-            if not texts or row.tokens != texts[-1]:
-                texts.append(row.tokens)
+            if not texts or (row.prompt is not texts[-1] and row.prompt != texts[-1]):
+                texts.append(row.prompt)
             which.append(len(texts) - 1)
         lines = numpy.zeros((len(texts), max(map(len, texts), default=0)), dtype=numpy.int64)
         for line, text in zip(lines, texts, strict=True):

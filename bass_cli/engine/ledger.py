@@ -37,14 +37,13 @@ class Ledger:
         self.scores = numpy.zeros((rows, 0), dtype=numpy.float32)
         self.news = News(*(numpy.zeros(shape, dtype=numpy.int64) for shape in (0, (0, 1), 0)))
 
-    def widen(self, limit: int) -> bool:
-        """See to it that rows may generate so many tokens; whether everything has moved."""
+    def widen(self, limit: int) -> None:
+        """See to it that rows may generate so many tokens."""
         span = self.tokens.shape[1]
         if limit + _SLACK <= span:
-            return False
+            return
         more = ((0, 0), (0, max(limit + _SLACK, 2 * span) - span))
         self.tokens, self.scores = numpy.pad(self.tokens, more), numpy.pad(self.scores, more)
-        return True
 
     def move(self, sources: list[int], targets: list[int]) -> None:
         """Rows take the places of others."""
@@ -99,17 +98,20 @@ class Row:
     `broken`: how many tokens it had generated when the target's logits were not sound
     (bass_kernels/sampling.py); its tokens after them mean nothing, and it must be retired.
 
-    While it is live, its numbers are a line of its batch's ledger (`place`), and its lists are
-    brought up to date when they are asked for; both stay the same lists.
+    While it is live, all that a ledger knows of it stands at its `place` there, and its lists
+    are brought up to date when they are asked for; they stay the same lists. `prompt`: the
+    prompt's tokens, which its rows may share and nobody changes.
     """
 
     __slots__ = (
-        "_line",
+        "_generated",
+        "_ledger",
         "_numbers",
         "_scores",
         "_tokens",
         "key",
         "place",
+        "prompt",
         "sample",
         "seed",
         "temperature",
@@ -130,9 +132,11 @@ class Row:
     ):
         self.key, self.sample, self.seed = key, sample, seed
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        self._tokens, self._scores = tokens, list[float]()
-        self._numbers = numpy.array([len(tokens), len(tokens), limit, 0, 0, 0, -1])
-        self._line: tuple[NDArray[numpy.int32], NDArray[numpy.float32]] | None = None
+        self.prompt = tokens
+        self._tokens: list[int] | None = None  # nobody has asked for them
+        self._generated, self._scores = list[int](), list[float]()
+        self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # where it is not live
+        self._ledger: Ledger | None = None
         self.place = -1
 
     def write_to(self, ledger: Ledger, place: int) -> None:
@@ -140,14 +144,14 @@ class Row:
         moved there."""
         if self.place < 0:
             ledger.numbers[place] = self._numbers
-        self.place = place
-        self._numbers = ledger.numbers[place]
-        self._line = ledger.tokens[place], ledger.scores[place]
+        self.place, self._ledger = place, ledger
 
     def leave(self) -> None:
         """It lives no more, and is as complete as it ever will be."""
+        assert self._ledger is not None
         self._update()
-        self._numbers, self._line, self.place = self._numbers.copy(), None, -1
+        self._numbers = self.numbers()
+        self._ledger, self.place = None, -1
 
     def cut(self, generated: int) -> None:
         """Drop the tokens beyond the first `generated` that it generated, all from its last
@@ -155,15 +159,39 @@ class Row:
         surplus = self.generated - generated
         if surplus > 0:
             self._update()
-            del self._tokens[-surplus:]
+            if self._tokens is not None:
+                del self.tokens[-surplus:]
+            del self._generated[-surplus:]
             del self._scores[-surplus:]
-            self._numbers[LENGTH] -= surplus
-            self._numbers[ACCEPTED] -= surplus - 1
+            self._set(LENGTH, self.length - surplus)
+            self._set(ACCEPTED, self.accepted - surplus + 1)
+
+    def since(self, seen: int) -> list[int]:
+        """What it generated after its first `seen` tokens."""
+        if self._ledger is None:
+            return self._generated[seen:]
+        new: list[int] = self._ledger.tokens[self.place, seen : self.generated].tolist()
+        return new
+
+    def numbers(self) -> list[int]:
+        """The columns of a ledger, all at once."""
+        if self._ledger is None:
+            return self._numbers
+        found: list[int] = self._ledger.numbers[self.place].tolist()
+        return found
 
     @property
     def tokens(self) -> list[int]:
         self._update()
+        if self._tokens is None:
+            self._tokens = list(self.prompt)
+        self._tokens += self._generated[len(self._tokens) - len(self.prompt) :]
         return self._tokens
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        self._update()
+        return self._generated
 
     @property
     def log_probabilities(self) -> list[float]:
@@ -173,51 +201,61 @@ class Row:
     @property
     def length(self) -> int:
         """Of its tokens."""
-        return int(self._numbers[LENGTH])
+        return self._number(LENGTH)
 
     @property
     def prompt_length(self) -> int:
-        return int(self._numbers[PROMPT])
+        return len(self.prompt)
 
     @property
     def limit(self) -> int:
-        return int(self._numbers[LIMIT])
+        return self._number(LIMIT)
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        self._numbers[LIMIT] = limit
+        self._set(LIMIT, limit)
 
     @property
     def rounds(self) -> int:
-        return int(self._numbers[ROUNDS])
+        return self._number(ROUNDS)
 
     @property
     def drafted(self) -> int:
-        return int(self._numbers[DRAFTED])
+        return self._number(DRAFTED)
 
     @property
     def accepted(self) -> int:
-        return int(self._numbers[ACCEPTED])
+        return self._number(ACCEPTED)
 
     @property
     def broken(self) -> int | None:
-        at = int(self._numbers[BROKEN])
+        at = self._number(BROKEN)
         return None if at < 0 else at
 
     @property
     def generated(self) -> int:
-        return int(self._numbers[LENGTH] - self._numbers[PROMPT])
+        return self._number(LENGTH) - len(self.prompt)
 
     @property
     def room(self) -> int:
         """How many more tokens it may generate."""
         return self.limit - self.generated
 
+    def _number(self, column: int) -> int:
+        if self._ledger is None:
+            return self._numbers[column]
+        return int(self._ledger.numbers[self.place, column])
+
+    def _set(self, column: int, value: int) -> None:
+        if self._ledger is None:
+            self._numbers[column] = value
+        else:
+            self._ledger.numbers[self.place, column] = value
+
     def _update(self) -> None:
-        if self._line is None:
+        if self._ledger is None:
             return
-        first, end = len(self._scores), self.generated
+        first, end, place = len(self._scores), self.generated, self.place
         if first < end:
-            tokens, scores = self._line
-            self._tokens += tokens[first:end].tolist()
-            self._scores += scores[first:end].tolist()
+            self._generated += self._ledger.tokens[place, first:end].tolist()
+            self._scores += self._ledger.scores[place, first:end].tolist()

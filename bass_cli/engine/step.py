@@ -13,7 +13,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from bass_cli.engine import verify
 from bass_cli.engine.ahead import Flight, Worth
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.captured import Captured
@@ -37,8 +36,7 @@ from bass_cli.engine.members import Members
 from bass_cli.engine.next_round import NextRound
 from bass_cli.engine.offers import Asked
 from bass_cli.engine.stopping import Stopping
-
-_ALL = 2**31 - 1  # more drafts than any round has
+from bass_cli.engine.verify import ALL, Verifier
 
 
 class Loop:
@@ -65,15 +63,13 @@ class Loop:
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
         self.batch, self.clock, self.graphs = batch, clock, graphs
-        self.target, self.drafter, self._coupling = target, drafter, coupling
+        self.target, self.drafter = target, drafter
         self.imposed = Imposed(acceptance, batch) if acceptance is not None else None
         self._members = Members(batch, target, drafter, self.imposed, clock)
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
             self._captured = Captured(graphs, batch, clock, self.function, drafter=drafter)
-        # How many of a row's drafts a captured round looks at: on the host, and where graphs read
-        # it.
-        self._most, self._bound = _ALL, batch.tokens.new_full((), _ALL)
+        self._verifier = Verifier(batch, target, coupling=coupling, imposing=self.imposed)
         stoppable = (
             self._captured is None and coupling == "shared" and isinstance(drafter, StopsShort)
         )
@@ -153,6 +149,15 @@ class Loop:
         self.exchange(ended, ())
 
     @torch.inference_mode()
+    def launch(self, *, backlog: Backlog = NO_MORE) -> None:
+        """Begin the next round, if none is under way: what the host does from now on until
+        `round` takes the device no time. Rounds that are not captured leave the host no such
+        time, and begin when they are asked for."""
+        self._next.backlog = backlog
+        if self._captured is not None and not self._under_way:
+            self._flight = self._begin(None)
+
+    @torch.inference_mode()
     def round(
         self, deadline: float | None = None, *, backlog: Backlog = NO_MORE, ahead: bool = False
     ) -> Round:
@@ -164,18 +169,16 @@ class Loop:
         round too, which may begin before this one's tokens are known, with the rows of now:
         others miss it. What is returned is still the oldest."""
         self._next.backlog = backlog
-        if self._captured is not None:
-            self._captured.renew(self._members.version)
-        (flight, self._flight), late = (self._flight, None), False
-        if flight is None or not any(row.place >= 0 for row in flight.rows):
-            flight = self._launch(self._next.take(deadline), deadline)
-            if self._landed is not None:
-                self._worth.waited(flight.began - self._landed)
-            self._next.reflect()
-        else:
+        flight, late = self._flight, False
+        if flight is not None and self._under_way:
             late = flight.running.over()  # then it is the host that took so long
+        else:
+            flight = self._begin(deadline)
+        self._flight = None
         if not (ahead and deadline is None and self._may_go_on(flight)):
             return self._land(flight, late=late)
+        assert self._captured is not None
+        self._captured.renew(self._members.version)
         asked = self._next.take(None)
         _, step = self._next.served(asked, None)
         if step.how == "replay" and self._catching.reaches(flight.width, step.shape.width):
@@ -187,6 +190,21 @@ class Loop:
             self._flight = self._launch(asked, None)
         self._next.reflect()
         return done
+
+    @property
+    def _under_way(self) -> bool:
+        """Whether a round is that has a row which is still live."""
+        return self._flight is not None and any(row.place >= 0 for row in self._flight.rows)
+
+    def _begin(self, deadline: float | None) -> Flight:
+        """Launch a round with nothing before it."""
+        if self._captured is not None:
+            self._captured.renew(self._members.version)
+        flight = self._launch(self._next.take(deadline), deadline)
+        if self._landed is not None:
+            self._worth.waited(flight.began - self._landed)
+        self._next.reflect()
+        return flight
 
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may, and should, begin before it is over."""
@@ -210,10 +228,10 @@ class Loop:
             places = step.shape.width
             if not behind:
                 self.catch_up(places)
-            self._look_at(wish.width if self.exact else _ALL)
+            self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
-        width, meant = min(places, self._most), None
+        width, meant = min(places, self._verifier.most), None
         if offered is not None:
             meant = tuple(min(count, width) for count in offered.counts or ())
         return Flight(
@@ -307,36 +325,15 @@ class Loop:
                 if self._stopping is None
                 else self._stopping.propose(self.drafter, self.batch, width, self.lengths)
             )
-        packed = self._verify(offered).cpu()
+        packed = self._verifier.check(offered).cpu()
         return Running(lambda: True, lambda: packed), offered.tokens.shape[1], began
-
-    def _look_at(self, most: int) -> None:
-        """From now on graphs take so many drafts of a row for all there are."""
-        if most != self._most:
-            self._most = most
-            self._bound.fill_(most)
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""
         if shape.kind == "catch up":
             return self._catching.function(shape.width)
-        if not self.drafter.on_device:
-            return lambda: self._verify(
-                self._next.offers.placed(shape.rows, shape.width), self._bound
-            )
-        return lambda: self._verify(
-            self.drafter.propose(self.batch, shape.width), self._bound if shape.width else None
-        )
-
-    def _verify(self, proposal: Proposal, most: Tensor | None = None) -> Tensor:
-        """verify.check; what the host needs to know of it."""
-        return verify.pack(
-            verify.check(
-                proposal,
-                self.target,
-                self.batch,
-                coupling=self._coupling,
-                imposing=self.imposed,
-                most=most,
-            )
-        )
+        check, drafter = self._verifier.check, self.drafter
+        if not drafter.on_device:
+            placed = self._next.offers.placed
+            return lambda: check(placed(shape.rows, shape.width), bounded=True)
+        return lambda: check(drafter.propose(self.batch, shape.width), bounded=shape.width > 0)

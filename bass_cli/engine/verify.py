@@ -12,36 +12,47 @@ from bass_cli.engine.contracts import Proposal, Target, Verdict
 from bass_cli.engine.imposed import Imposed
 from bass_cli.engine.laws import Laws
 
-
-def check(
-    proposal: Proposal,
-    target: Target,
-    batch: Batch,
-    *,
-    coupling: str,
-    imposing: Imposed | None,
-    most: Tensor | None = None,
-) -> Verdict:
-    """The target's pass over the rows' pending tokens and the drafts, `judge`d and committed."""
-    lengths = batch.lengths[: batch.rows].clone()
-    pending, positions = batch.last(1)
-    width = proposal.tokens.shape[1]
-    positions = positions + torch.arange(width + 1, device=batch.device)
-    tokens = torch.cat((pending, proposal.tokens), 1)
-    logits = target.forward(tokens, positions, batch.ends(width))
-    verdict = judge(
-        proposal, logits, batch, lengths, coupling=coupling, imposing=imposing, most=most
-    )
-    batch.commit(verdict.block, verdict.accepted)
-    return verdict
+ALL = 2**31 - 1  # more drafts than any round has
 
 
-def pack(verdict: Verdict) -> Tensor:
-    """What the host needs to know of a round, as one table that is copied at once: [B, 2k + 3]
-    int64, how many drafts were accepted; the block of k + 1 tokens, valid up to and including
-    that place; and the bits of their log-probabilities."""
-    scores = verdict.scores.view(torch.int32).long()
-    return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
+class Verifier:
+    """A loop's target, with how it is coupled and what is imposed on it (imposed.py)."""
+
+    def __init__(self, batch: Batch, target: Target, *, coupling: str, imposing: Imposed | None):
+        self._batch, self._target = batch, target
+        self._coupling, self._imposing = coupling, imposing
+        # How many of a row's drafts a captured round looks at: on the host, and where graphs
+        # read it.
+        self.most, self._bound = ALL, batch.tokens.new_full((), ALL)
+
+    def look_at(self, most: int) -> None:
+        """From now on bounded passes take so many drafts of a row for all there are."""
+        if most != self.most:
+            self.most = most
+            self._bound.fill_(most)
+
+    def check(self, proposal: Proposal, *, bounded: bool = False) -> Tensor:
+        """The target's pass over the rows' pending tokens and the drafts, judged and committed;
+        what the host needs to know of it, as one table that is copied at once: [B, 2k + 3]
+        int64, how many drafts were accepted; the block of k + 1 tokens, valid up to and
+        including that place; and the bits of their log-probabilities."""
+        batch, width = self._batch, proposal.tokens.shape[1]
+        lengths = batch.lengths[: batch.rows].clone()
+        pending, positions = batch.last(1)
+        positions = positions + torch.arange(width + 1, device=batch.device)
+        tokens = torch.cat((pending, proposal.tokens), 1)
+        verdict = judge(
+            proposal,
+            self._target.forward(tokens, positions, batch.ends(width)),
+            batch,
+            lengths,
+            coupling=self._coupling,
+            imposing=self._imposing,
+            most=self._bound if bounded else None,
+        )
+        batch.commit(verdict.block, verdict.accepted)
+        scores = verdict.scores.view(torch.int32).long()
+        return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
 
 
 def judge(

@@ -1,0 +1,93 @@
+"""What a job does between two rounds: samples that are over and their lines, prompts that come in."""
+
+import pytest
+import torch
+from fakes import FakeGraphs
+from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
+from toys import Markov, loop_for
+
+from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.scheduler import Conductor
+
+
+def captured(*, rows):
+    """A loop of rounds that are captured, and the device's clock."""
+    graphs = FakeGraphs()
+    loop = Loop(
+        batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
+        target=Markov(table(), 1),
+        drafter=NoDrafter(),
+        lengths=Fixed(0),
+        coupling="shared",
+        clock=Clock(graphs.ticks),
+        graphs=graphs,
+    )
+    return loop, graphs
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
+    """A caller that takes 2 ms for each line costs no more rounds of 2.1 ms than one that takes no
+    time; and it is the same whether the next round was launched before the last one ended."""
+    settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
+    due, seconds = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0))), []
+    for takes in (0.0, 0.002):
+        loop, graphs = captured(rows=4)
+        loop.prepare(range(5), [0])
+        loop._worth.pays = lambda waiting: ahead
+        began, found, busy = graphs.ticks.seconds, [], []
+        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        for completion in one.run(iter(given), ()):
+            found.append(completion)
+            busy.append(graphs._free > graphs.ticks.seconds)
+            graphs.ticks.seconds += takes
+            if len(found) == 8:  # all rows are live, and samples wait
+                assert len(loop.batch) == 4
+        seconds.append(graphs.ticks.seconds - began)
+        assert by_key(found) == due
+    assert sum(busy) > 9  # the others are of rows that end together, and the last ones
+    assert seconds[1] - seconds[0] < 0.5 * 0.002 * len(found)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+def test_what_breaks_a_job_off_comes_after_the_samples_that_are_over(kind):
+    """Nothing that has ended is lost when the next round cannot begin."""
+    settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
+    due = run(settings, given, rows=4, draft="none", lengths=Fixed(0))
+    for after in range(1, 6):
+        loop = loop_for(Markov(table(), 1), "none", rows=4, lengths=Fixed(0))
+        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        found, exchange, ended = [], loop.exchange, []
+
+        def exchanged(places, rows, exchange=exchange, ended=ended, after=after):
+            ended.extend(places)
+            if len(ended) >= after:
+                raise kind
+            exchange(places, rows)
+
+        loop.exchange = exchanged
+        with pytest.raises(kind):
+            found.extend(one.run(iter(given), ()))
+        assert len(found) == len(ended) >= after
+        assert [(c.id, c.sample, c.text) for c in found] == [
+            (c.id, c.sample, c.text) for c in due[: len(found)]
+        ]
+
+
+def test_prompts_that_come_next_are_opened_with_those_that_are_due():
+    """As many as fill a pass, and one batch of rows, so that they are read together; none before
+    its time where clocks run."""
+    for budget, due in ((None, [4, 8, 12]), (1e9, [2, 4, 6, 8, 10, 12])):
+        opened, seen = [], []
+        loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
+        open_ = loop.open
+        loop.open = lambda key, *a, o=open_, to=opened, **b: to.append(key) or o(key, *a, **b)
+        settings = job(n=2, max_new_tokens=5, budget=budget, batch_size=4)
+        one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+        one._on_round = lambda done, to=opened, at=seen: at.append(len(to))
+        assert len(list(one.run(iter(prompts(*["abc"] * 12)), ()))) == 24
+        assert sorted(set(seen)) == due
