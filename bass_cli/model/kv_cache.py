@@ -55,6 +55,11 @@ class Span:
     rows: set[int] = field(default_factory=set)
     open: bool = True
 
+    @property
+    def taken(self) -> bool:
+        """Whether its place is its own: what it holds stays."""
+        return self.open or bool(self.rows)
+
 
 class Pass(NamedTuple):
     """One forward pass's view of a store: where its tokens stand and what they may see.
@@ -147,6 +152,12 @@ class KVCache:
         span = Span(start, length)
         self._spans.insert(at, span)
         return span
+
+    def copy(self, source: Span, target: Span, count: int) -> None:
+        """The first `count` positions of one span are those of another too."""
+        old, new = (slice(span.start, span.start + count) for span in (source, target))
+        for layer in (*self.prompt_keys, *self.prompt_values):
+            layer[:, new] = layer[:, old]
 
     def close(self, span: Span) -> None:
         """No further row will be attached to this span."""
@@ -271,7 +282,7 @@ class KVCache:
             self.version += 1
 
     def _collect(self, span: Span) -> None:
-        if not span.open and not span.rows:
+        if not span.taken:
             self._spans.remove(span)
 
     def _grow(self, needed: int) -> None:

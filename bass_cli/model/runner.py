@@ -18,15 +18,19 @@ from bass_cli.model.prefill import PASS, Part, Passes, tiled
 
 # prompt tokens a pass where a deadline may stop it in between: about what a round takes
 _TIMED_PASS = {"cpu": 64}
+# Tokens from which a common beginning is copied: it takes two launches a layer, in which an H200
+# reads some 60 tokens of a small model.
+_COPIED = 128
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt's tokens, as many as are stored for it, its place, and how many of them are there
-    (`read`)."""
+    """A prompt's tokens, its place, how many of them are stored there (`read`), and one opened
+    before that begins with the same tokens (`like`), so that some need not be computed."""
 
     tokens: Sequence[int]
     span: Span
+    like: Prompt | None = None
     read: int = 0
 
     @property
@@ -59,6 +63,7 @@ class Runner:
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
+        self._newest: dict[tuple[int, ...], Prompt] = {}  # by how they begin
         self._passes = Passes(decoder, self.cache, record or recorder(decoder.device))
 
     @torch.inference_mode()
@@ -71,10 +76,13 @@ class Runner:
         assert key not in self._prompts
         assert tokens
         span = self.cache.reserve(max(len(tokens) - self.lag, 0))
-        prompt = self._prompts[key] = Prompt(tokens, span)
+        prompt = self._prompts[key] = Prompt(tokens, span, self._like(tokens, span))
+        self._remember(prompt)
         if in_time is None and prompt.left:
             self._unread[key] = prompt
         most = _TIMED_PASS.get(self.device.type, PASS)
+        if in_time is not None:
+            self._copy(prompt)
         while in_time is not None and prompt.left:
             if not in_time(min(prompt.left, most)):
                 self.close(key)
@@ -87,7 +95,8 @@ class Runner:
         """One pass over what is open and not read, as much as goes into one, oldest first;
         whether something is left."""
         parts, room = [], PASS
-        for prompt in self._unread.values():
+        # What others are to copy is there after a pass, not before.
+        for prompt in [one for one in self._unread.values() if self._copy(one) and one.left]:
             part = self._part(prompt, room)
             parts.append(part)
             room -= tiled(len(part.tokens), self._passes.tile)
@@ -143,6 +152,37 @@ class Runner:
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         """Only write the keys and values of tokens [B, W] at positions [B, W]."""
         self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)
+
+    def _like(self, tokens: Sequence[int], span: Span) -> Prompt | None:
+        """The newest prompt that begins as these do, if there is one and its place is its own."""
+        if span.length < _COPIED:
+            return None
+        found = self._newest.get(tuple(tokens[:_COPIED]))
+        return found if found is not None and found.span.taken else None
+
+    def _remember(self, prompt: Prompt) -> None:
+        if prompt.span.length < _COPIED:
+            return
+        if len(self._newest) > 2 * self.rows:  # no more than that are of use
+            self._newest = {begin: one for begin, one in self._newest.items() if one.span.taken}
+        self._newest[tuple(prompt.tokens[:_COPIED])] = prompt
+
+    def _copy(self, prompt: Prompt) -> bool:
+        """Take over what a prompt has in common with the one it is like; False while that is
+        still to be read."""
+        like = prompt.like
+        if like is None:
+            return True
+        if like.span.taken:
+            most = min(like.span.length, prompt.span.length)
+            pairs = zip(like.tokens[:most], prompt.tokens[:most], strict=True)
+            same = next((i for i, (one, other) in enumerate(pairs) if one != other), most)
+            if like.read < same:
+                return False
+            self.cache.copy(like.span, prompt.span, same)
+            prompt.read = same
+        prompt.like = None
+        return True
 
     def _part(self, prompt: Prompt, most: int) -> Part:
         """The next tokens of a prompt, which are read now."""

@@ -138,6 +138,53 @@ def test_prompts_that_wait_together_are_read_together(decoders, family, lag, til
         torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
 
 
+def test_what_prompts_have_in_common_is_computed_once(decoders, monkeypatch):
+    """Also where the first of them is still to be read, is split by passes, or has gone; what is
+    stored is what each alone would have stored, whatever becomes of the others."""
+    monkeypatch.setattr(runner_module, "_COPIED", 16)
+    monkeypatch.setattr(runner_module, "PASS", 48)
+    header = text(70, seed=9)
+    given = {
+        "a": header + text(5),
+        "b": header + text(40),
+        "short": text(9),
+        "other": header[:10] + text(50),
+        "same": header + text(5),
+        "inside": header[:40],
+    }
+    alone, together = (Runner(decoders("gemma3_text"), rows=2, span=60, lag=1) for _ in range(2))
+    monkeypatch.setattr(alone, "_like", lambda *_: None)
+    for key, tokens in given.items():
+        for runner in (alone, together):
+            runner.open(key, tokens)
+    counts, run_pass = [], together._passes.run
+    monkeypatch.setattr(
+        together._passes,
+        "run",
+        lambda parts, capture: (
+            counts.append(sum(len(part.tokens) for part in parts)),
+            run_pass(parts, capture=capture),
+        ),
+    )
+    for runner in (alone, together):
+        while runner.read():
+            pass
+    due, found = keys(alone), keys(together)
+    for key, value in due.items():
+        torch.testing.assert_close(found[key], value, atol=1e-5, rtol=1e-4)
+    # the header and 4 more, of b 39, all of short and other, 4 of same, nothing of what is inside
+    assert sum(counts) == 74 + 39 + 8 + 59 + 4
+    counts.clear()
+    together.open("late", header + text(5), lambda tokens: True)
+    assert counts == [35], "of the newest it has 39 tokens, also where a clock runs"
+    counts.clear()
+    for key in ("a", "b", "same", "inside", "late"):
+        together.close(key)
+    together.open("again", header + text(5), lambda tokens: True)
+    assert sum(counts) == 74, "those that it was like have gone, and others may have their place"
+    torch.testing.assert_close(keys(together)["again"], due["a"], atol=1e-5, rtol=1e-4)
+
+
 def test_the_passes_that_a_job_takes_fall_with_prompts_that_wait_together(decoders):
     """Products run once over all of them: the launches too are those of one prompt, but for
     attention in plain torch."""
