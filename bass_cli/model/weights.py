@@ -22,6 +22,7 @@ from bass_cli.model.families import CODEGEN_BLOCKS
 from bass_cli.model.sources import locate
 from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
 from bass_cli.model.tensor_files import DTYPES
+from bass_kernels import import_kernels
 
 __all__ = ["Checkpoint", "load", "locate", "open_checkpoint"]
 
@@ -51,6 +52,7 @@ def load(
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
         filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage), checkpoint.pieces)
+        import_kernels(device)  # while others read
         for piece, _ in zip(checkpoint.pieces, filled, strict=True):
             on_read(piece.entry.size)
     finally:

@@ -8,7 +8,15 @@ positions of the prompt store.
 
 from . import acceptance, reference, sampling
 from .acceptance import accept_maximal, accept_shared
-from .dispatch import SCHEDULES, attention_schedule, by_device, has_triton, kind_for, use
+from .dispatch import (
+    SCHEDULES,
+    attention_schedule,
+    by_device,
+    has_triton,
+    import_kernels,
+    kind_for,
+    use,
+)
 from .fused import linear_add, norm_up, project
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
@@ -49,6 +57,7 @@ __all__ = [
     "embed",
     "gumbel",
     "has_triton",
+    "import_kernels",
     "kind_for",
     "linear",
     "linear_add",

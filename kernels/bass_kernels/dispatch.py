@@ -3,6 +3,7 @@ for tests and benchmarks."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -10,9 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 SCHEDULES = ("ragged", "pad", "split")
+_USUAL = ("pointwise", "mixing", "ragged", "choice")  # modules of Triton forms
 _override: str | None = None
 _schedule = "ragged"
 _too_large: set[str] = set()  # ops of which it was said that they do not fit the device
@@ -51,6 +54,15 @@ def kind_for(tensor: Tensor) -> str:
     if _override is not None:
         return _override
     return "triton" if tensor.is_cuda and has_triton() else "reference"
+
+
+def import_kernels(device: torch.device) -> None:
+    """Import, ahead of the first op on a CUDA device, what it would wait some tenths of a second
+    for: Triton, and the forms of what every round does. What fails there fails in the op."""
+    if device.type == "cuda" and _override is None and has_triton():
+        with contextlib.suppress(Exception):
+            for name in _USUAL:
+                importlib.import_module(f"bass_kernels.{name}")
 
 
 def by_device(reference: Callable[..., Any], module: str) -> Callable[..., Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.model import tensor_content
+from bass_cli.model import tensor_content, weights
 from bass_cli.model.decoder import parameters
 from bass_cli.model.families import FAMILIES as FAMILIES_KNOWN
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.quantised import QUANTISED, dequantise
 from bass_cli.model.weights import load, locate, open_checkpoint
+from bass_kernels import dispatch
 
 CPU = torch.device("cpu")
 
@@ -478,3 +481,43 @@ def test_other_files_are_no_models(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").touch()
     with pytest.raises(UserError, match=r"a model is a folder with config\.json, or a \.gguf file"):
         open_checkpoint(tmp_path / "model.onnx")
+
+
+def test_kernels_are_imported_while_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor is read before the import has begun, and it begins though none is read."""
+    begun, fill, devices = threading.Event(), weights._fill, list[torch.device]()
+
+    def wait(*given: Any) -> None:
+        assert begun.wait(60)
+        fill(*given)
+
+    monkeypatch.setattr(weights, "_fill", wait)
+    monkeypatch.setattr(weights, "import_kernels", lambda at: devices.append(at) or begun.set())
+    write_checkpoint("llama", tmp_path, shards=False)
+    found = load(open_checkpoint(tmp_path), dtype=torch.float32, device=CPU)
+    assert devices == [CPU]
+    assert all(torch.isfinite(weight).all() for weight in found.values())
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_kernels_are_imported_where_they_are_used_and_a_fault_is_not_said_before(
+    monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    asked: list[str] = []
+
+    def find(name: str) -> None:
+        asked.append(name)
+        if not there:
+            raise ImportError(name)
+
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_override", None)
+    monkeypatch.setattr(importlib, "import_module", find)
+    dispatch.import_kernels(CPU)
+    assert asked == []
+    dispatch.import_kernels(torch.device("cuda"))
+    assert len(asked) == (len(dispatch._USUAL) if there else 1)
+    for name in dispatch._USUAL:
+        assert importlib.util.find_spec(f"bass_kernels.{name}") is not None
