@@ -17,6 +17,7 @@ from . import dispatch
 from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
 from .reference import Segments
+from .softmax import merge_rows
 
 _KEYS = 256  # keys that make a further piece worth its merge
 
@@ -102,10 +103,15 @@ def _launch(
     units, team_units, teamed, table = rows * kv_heads * tiles, 0, segments.base, segments.base
     if tiling.members > 1:
         assert segments.teams is not None
+        assert tiles == 1
         teamed, table = segments.teams.member, segments.teams.tiles[tiling.members]
         team_units = len(table) * kv_heads
     pieces = cut.most + team.most
+    teams = tiling.members > 1
     out = q.new_empty(rows, width, heads * size)
+    scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=teams)
+    many = 1 if pieces == 1 else max(16, triton.next_power_of_2(pieces))
+    wide = max(16, triton.next_power_of_2(size))
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
         *own,
@@ -116,7 +122,7 @@ def _launch(
         teamed,
         table,
         out,
-        *_scratch(out, pieces, units, min(lines, tiling.lines), size),
+        *scratch,
         scale * 1.4426950408889634,
         window,
         rows,
@@ -134,24 +140,43 @@ def _launch(
         K=kv_heads,
         D=size,
         SIZE=tiling.members,
-        PIECES=1 if pieces == 1 else max(16, triton.next_power_of_2(pieces)),
+        PIECES=many,
         PAD=triton.next_power_of_2(rows * width) if dispatch.schedule() == "pad" else 0,
         BLOCK_M=tiling.lines,
         BLOCK_N=tiling.keys,
-        BLOCK_D=max(16, triton.next_power_of_2(size)),
+        BLOCK_D=wide,
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
+    if teams:
+        merge_rows[(units, triton.cdiv(lines, 16))](
+            *scratch,
+            out,
+            width,
+            cut.most,
+            team.most,
+            H=heads,
+            K=kv_heads,
+            D=size,
+            PIECES=many,
+            BLOCK_M=16,
+            BLOCK_D=wide,
+        )
     return out
 
 
-def _scratch(out: Tensor, pieces: int, units: int, lines: int, size: int) -> tuple[Tensor, ...]:
-    """Where pieces leave their sums, peaks and masses, and how many of a unit's have come."""
+def _scratch(
+    out: Tensor, pieces: int, units: int, lines: int, size: int, *, teams: bool
+) -> tuple[Tensor, ...]:
+    """Where pieces leave their sums, peaks and masses, and how many of a unit's have come; with
+    teams: how many there are, of the row's own and of its team's."""
     if pieces == 1:
         return out, out, out, out
     cells = units * pieces * lines
     found = (out.new_empty(count, dtype=torch.float32) for count in (cells * size, cells, cells))
+    if teams:
+        return *found, out.new_empty(2 * units, dtype=torch.int32)
     return *found, counters(out.device, units)
 
 
@@ -167,10 +192,10 @@ def _rows(segments: Segments, rows: slice) -> Segments:
 
 
 def _members(lines: int, rows: int) -> int:
-    """Rows in a team. On an H200 with prompts of 3800 tokens teams gain at width 1 (16 rows: 1.2
-    times as fast, 64: 1.6) and lose at width 8, where the second-level cache shares a prompt's
-    keys well enough."""
-    return 4 if lines <= 16 and rows >= 8 else 1
+    """Rows in a team. On an H200 teams gain at width 1 (16 rows on 3800 tokens: 1.2 times as fast,
+    32 rows on 8192: 2.9) and lose with 8 rows and at width 8, where the second-level cache shares
+    a prompt's keys well enough."""
+    return 64 // max(8, triton.next_power_of_2(lines)) if lines <= 16 and rows >= 16 else 1
 
 
 def _cut(units: int, device: torch.device) -> Cut:
@@ -181,8 +206,9 @@ def _cut(units: int, device: torch.device) -> Cut:
 
 
 def _team_cut(units: int, device: torch.device) -> Cut:
-    """For the keys that teams share; `units`: teams of all rows, by key/value heads."""
-    few = max(4, min(8, 2 * processors(device) // units))
+    """For the keys that teams share; `units`: teams of all rows, by key/value heads. Three programs
+    for two processors, of which each holds two: the rows' own keys come behind."""
+    few = max(4, min(12, 3 * processors(device) // (2 * units)))
     return Cut(few, few)
 
 

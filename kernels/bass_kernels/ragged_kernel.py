@@ -1,6 +1,7 @@
-"""Triton: the kernel of ragged attention. One program folds some blocks of keys into a running
-softmax; the last program of a row to finish merges what the row's programs found (softmax.py). How
-it is launched, and on what: ragged.py.
+"""Triton: the kernels of ragged attention. One program folds some blocks of keys into a running
+softmax. What a row's programs found is merged by the last of them to finish, or, where rows have
+pieces of a team's too, by a launch of its own (softmax.py). How they are launched, and on what:
+ragged.py.
 """
 
 import triton
@@ -8,7 +9,7 @@ import triton.language as tl
 
 from .softmax import fold, merge_pieces
 
-# a row's counter: arrivals, pieces of its own, pieces of a team's
+# a row's counter: arrivals, then pieces
 _FIELD: tl.constexpr = tl.constexpr(1 << 10)
 
 
@@ -19,6 +20,7 @@ def _blocks(
     value_ptr,
     key_step,
     first,
+    whole,
     last,
     position,
     offset,
@@ -30,6 +32,7 @@ def _blocks(
     scale,
     window,
     inside,
+    WHOLE: tl.constexpr,
     PAD: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -37,9 +40,21 @@ def _blocks(
     WIDE: tl.constexpr,
 ):
     """Fold blocks first to last of one segment, whose place 0 is at position `offset` and that
-    ends before position `end`, into the running softmax (peak, mass, total). PAD: blocks beyond
-    the end are read too, from some of the `limit` places that there are, and weigh nothing."""
+    ends before position `end`, into the running softmax (peak, mass, total). WHOLE: all queries
+    see all keys of the blocks before `whole`, which then take no masks. PAD: blocks beyond the end
+    are read too, from some of the `limit` places that there are, and weigh nothing."""
     d = tl.arange(0, BLOCK_D)
+    if WHOLE:
+        for block in range(first, tl.minimum(whole, last)):
+            place = block * BLOCK_N + tl.arange(0, BLOCK_N)
+            grid = place[:, None] * key_step + d[None, :]
+            if D == BLOCK_D:
+                keys, values = tl.load(key_ptr + grid), tl.load(value_ptr + grid)
+            else:
+                keys = tl.load(key_ptr + grid, mask=(d < D)[None, :], other=0.0)
+                values = tl.load(value_ptr + grid, mask=(d < D)[None, :], other=0.0)
+            peak, mass, total = fold(q, keys, values, None, peak, mass, total, scale, WIDE)
+        first = tl.maximum(first, whole)
     for block in range(first, last):
         place = block * BLOCK_N + tl.arange(0, BLOCK_N)
         at = offset + place
@@ -92,7 +107,7 @@ def attend(
     part_ptr,
     peak_ptr,
     mass_ptr,
-    arrived_ptr,
+    count_ptr,
     scale,
     window,
     rows,
@@ -174,6 +189,9 @@ def attend(
         q = tl.load(q_ptr + grid, mask=real, other=0.0)
 
         end = tl.max(position, 0) + 1  # the first position that no query here sees
+        common = 0  # every query here sees all keys at positions before this one
+        if (SIZE > 1) & (window == 0):
+            common = tl.min(tl.where(inside, position, 2147483646), 0) + 1
         least = 0
         if (window > 0) & (PAD == 0):
             least = tl.maximum(tl.min(tl.where(inside, position, 2147483647), 0) - window + 1, 0)
@@ -208,6 +226,7 @@ def attend(
                 prompt_value_ptr + offset,
                 prompt_step,
                 first + low,
+                tl.minimum(common, prompt_end) // BLOCK_N,
                 first + tl.minimum(high, prompts),
                 position,
                 0,
@@ -219,6 +238,7 @@ def attend(
                 scale,
                 window,
                 inside,
+                SIZE > 1,
                 PAD > 0,
                 D,
                 BLOCK_N,
@@ -232,6 +252,7 @@ def attend(
                 value_ptr + offset,
                 key_step,
                 own_first + tl.maximum(low - prompts, 0),
+                tl.maximum(common - base, 0) // BLOCK_N,
                 own_first + high - prompts,
                 position,
                 base,
@@ -243,6 +264,7 @@ def attend(
                 scale,
                 window,
                 inside,
+                SIZE > 1,
                 PAD > 0,
                 D,
                 BLOCK_N,
@@ -250,9 +272,13 @@ def attend(
                 WIDE,
             )
 
+            counter = (first_row * K + kv) * 2  # of a row's pieces, its own and its team's
             if apart & (used <= 1) & (in_team == 0):
                 done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + grid, done, mask=real)
+                if SIZE > 1:
+                    tl.store(count_ptr + counter, 0)
+                    tl.store(count_ptr + counter + 1, 0)
             elif PIECES > 1:
                 height = tl.minimum(lines, BLOCK_M)
                 pieces = splits + team_splits
@@ -262,46 +288,38 @@ def attend(
                     tl.store(peak_ptr + at, peak, mask=inside)
                     tl.store(mass_ptr + at, mass, mask=inside)
                     tl.store(part_ptr + at.to(tl.int64)[:, None] * D + d[None, :], total, mask=real)
-                tl.debug_barrier()
-                came = 1
-                if split == 0:
-                    came = most_splits - tl.maximum(used, 1) + 1
-                    came += used * tl.where(in_team, _FIELD * _FIELD, _FIELD)
-                due = splits + tl.where(teamed > 0, team_splits, 0)
                 if SIZE > 1:
-                    member = tl.arange(0, SIZE)
-                    entries = table_ptr + entry * SIZE + member
-                    counted = tl.load(entries, mask=member < taken, other=-1)
-                    counted = tl.where(in_team, counted, tl.where(member == 0, entry, -1))
-                    counter = arrived_ptr + counted * K + kv
-                    each = tl.full([SIZE], 0, tl.int32) + came
-                    state = tl.atomic_add(counter, each, mask=counted >= 0) + came
-                    state = tl.where((counted >= 0) & (state % _FIELD == due), state, 0)
-                    tl.store(counter, 0, mask=state > 0)
-                    own = seat[:, None] == member[None, :]
-                    state = tl.sum(tl.where(own, state[None, :], 0), 1)
+                    if split == 0:
+                        if in_team:
+                            counters = count_ptr + (row * K + kv) * 2 + 1
+                            tl.store(counters, 0 * row + used, mask=inside & (local == 0))
+                        else:
+                            tl.store(count_ptr + counter, used)
+                            if teamed == 0:
+                                tl.store(count_ptr + counter + 1, 0)
                 else:
-                    state = tl.atomic_add(arrived_ptr + unit, came) + came
-                    state = tl.where(state % _FIELD == due, state, 0)
-                    if state > 0:
-                        tl.store(arrived_ptr + unit, 0)
-                    state = tl.where(inside, state, 0)
-                if tl.max(state, 0) > 0:
-                    mine = (state // _FIELD) % _FIELD
-                    merge_pieces(
-                        part_ptr,
-                        peak_ptr,
-                        mass_ptr,
-                        out_ptr,
-                        places,
-                        state > 0,
-                        cell,
-                        height,
-                        mine,
-                        mine + state // (_FIELD * _FIELD),
-                        splits,
-                        D,
-                        PIECES,
-                        BLOCK_M,
-                        BLOCK_D,
-                    )
+                    tl.debug_barrier()
+                    came = 1
+                    if split == 0:
+                        came = splits - tl.maximum(used, 1) + 1 + used * _FIELD
+                    state = tl.atomic_add(count_ptr + unit, came) + came
+                    if state % _FIELD == splits:
+                        tl.store(count_ptr + unit, 0)
+                        mine = tl.where(inside, state // _FIELD, 0)
+                        merge_pieces(
+                            part_ptr,
+                            peak_ptr,
+                            mass_ptr,
+                            out_ptr,
+                            places,
+                            inside,
+                            cell,
+                            height,
+                            mine,
+                            mine,
+                            splits,
+                            D,
+                            PIECES,
+                            BLOCK_M,
+                            BLOCK_D,
+                        )

@@ -9,10 +9,15 @@ import triton.language as tl
 @triton.jit
 def fold(q, keys, values, seen, peak, mass, total, scale, WIDE: tl.constexpr):
     """The running softmax (peak, mass, total) with some keys and values more (arXiv 1805.02867).
-    `seen` [queries, keys]; scale: of scores for base 2."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale, -1e30)
+    `seen` [queries, keys], None where every query sees all of them; scale: of scores for base
+    2."""
+    scores = tl.dot(q, tl.trans(keys), input_precision=WIDE) * scale
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
     high = tl.maximum(peak, tl.max(scores, 1))
-    weights = tl.where(seen, tl.exp2(scores - high[:, None]), 0.0)
+    weights = tl.exp2(scores - high[:, None])
+    if seen is not None:
+        weights = tl.where(seen, weights, 0.0)
     fade = tl.exp2(peak - high)
     total = total * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=WIDE)
     return high, mass * fade + tl.sum(weights, 1), total
@@ -122,4 +127,52 @@ def merge_pieces(
             out_ptr + places[:, None] * D + d[None, :],
             (total / mass[:, None]).to(out_ptr.dtype.element_ty),
             mask=due[:, None] & (d < D)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["width", "splits", "team_splits"])
+def merge_rows(
+    part_ptr,
+    peak_ptr,
+    mass_ptr,
+    count_ptr,
+    out_ptr,
+    width,
+    splits,
+    team_splits,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """What ragged_kernel.attend left with teams; programs: rows times kv heads, by tiles of BLOCK_M
+    lines. count_ptr [rows, kv heads, 2] int32: a row's own pieces and its team's; 0: there is
+    nothing to do."""
+    unit = tl.program_id(0)
+    row, kv = unit // K, unit % K
+    group: tl.constexpr = H // K
+    lines = width * group
+    own = tl.load(count_ptr + unit * 2)
+    count = own + tl.load(count_ptr + unit * 2 + 1)
+    if count > 0:
+        local = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        inside = local < lines
+        merge_pieces(
+            part_ptr,
+            peak_ptr,
+            mass_ptr,
+            out_ptr,
+            (row.to(tl.int64) * width + local // group) * H + kv * group + local % group,
+            inside,
+            unit * (splits + team_splits) * lines + local,
+            lines,
+            tl.where(inside, own, 0),
+            tl.where(inside, count, 0),
+            splits,
+            D,
+            PIECES,
+            BLOCK_M,
+            BLOCK_D,
         )

@@ -5,6 +5,8 @@ On a CUDA device where there is one, else through Triton's interpreter. What no 
 NaN.
 """
 
+from collections import defaultdict
+
 import pytest
 import torch
 from test_triton import DEVICE, DTYPES, close, randn
@@ -189,11 +191,12 @@ def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
             return lambda *arguments, **constants: launches.append((grid, constants))
 
     monkeypatch.setattr(ragged, "attend", Launch())
-    given = case(3)
+    monkeypatch.setattr(ragged, "merge_rows", defaultdict(lambda: lambda *_, **constants: None))
+    given = case(3, spans=SPANS * 2, used=USED * 2)
     for schedule, count, padded, members in (
         ("ragged", 1, False, 4),
         ("pad", 1, True, 1),
-        ("split", 8, False, 1),
+        ("split", 16, False, 1),
     ):
         ops.attention_schedule(schedule)
         launches.clear()
@@ -203,8 +206,8 @@ def test_schedules_do_the_work_that_they_are_named_for(monkeypatch):
             (constants["PAD"] > 0) == padded and constants["SIZE"] == members
             for _, constants in launches
         )
-    assert [ragged._members(lines, 64) for lines in (1, 7, 16, 17, 56, 500)] == [4, 4, 4, 1, 1, 1]
-    assert ragged._members(7, 7) == 1
+    assert [ragged._members(lines, 64) for lines in (1, 7, 16, 17, 56, 500)] == [8, 8, 4, 1, 1, 1]
+    assert ragged._members(7, 15) == 1
 
 
 def test_a_long_row_may_be_cut_into_more_pieces_than_a_short_one():

@@ -21,13 +21,14 @@ from bass_kernels import (
     rejection,
     residual,
     skinny,
+    softmax,
     truncation,
 )
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
           "inverse_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
-INTEGERS = {"arrived_ptr", "teamed_ptr", "table_ptr"}
+INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr"}  # fmt: skip
@@ -110,6 +111,7 @@ if __name__ == "__main__":
             BLOCK_D=128,
             WIDE="tf32",
         )
+    compile_one(softmax.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
         compile_one(
             skinny._stream,

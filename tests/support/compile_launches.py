@@ -161,10 +161,10 @@ LAUNCHES = {
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
-    "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=4),
+    "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=8),
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
-    "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=4),
+    "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=8),
     "elementwise": elementwise,
     "laws": laws,
 }
