@@ -100,18 +100,11 @@ def _launch(
     kv_heads, positions = own[0].shape[1], segments.positions
     lines = width * (heads // kv_heads)
     tiles = triton.cdiv(lines, tiling.lines)
-    units, team_units, teamed, table = rows * kv_heads * tiles, 0, segments.base, segments.base
-    if tiling.members > 1:
-        assert segments.teams is not None
-        assert tiles == 1
-        teamed, table = segments.teams.member, segments.teams.tiles[tiling.members]
-        team_units = len(table) * kv_heads
+    units = rows * kv_heads * tiles
+    teamed, table, team_units = _table(segments, tiling.members, kv_heads)
     pieces = cut.most + team.most
-    teams = tiling.members > 1
     out = q.new_empty(rows, width, heads * size)
-    scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=teams)
-    many = 1 if pieces == 1 else max(16, triton.next_power_of_2(pieces))
-    wide = max(16, triton.next_power_of_2(size))
+    scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
         *own,
@@ -140,30 +133,60 @@ def _launch(
         K=kv_heads,
         D=size,
         SIZE=tiling.members,
-        PIECES=many,
+        PIECES=_power(pieces),
         PAD=triton.next_power_of_2(rows * width) if dispatch.schedule() == "pad" else 0,
         BLOCK_M=tiling.lines,
         BLOCK_N=tiling.keys,
-        BLOCK_D=wide,
+        BLOCK_D=_power(size),
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tiling.warps,
         num_stages=tiling.stages,
     )
-    if teams:
-        merge_rows[(units, triton.cdiv(lines, 16))](
-            *scratch,
-            out,
-            width,
-            cut.most,
-            team.most,
-            H=heads,
-            K=kv_heads,
-            D=size,
-            PIECES=many,
-            BLOCK_M=16,
-            BLOCK_D=wide,
-        )
+    if team.most:
+        _merge(scratch, out, cut, team, width, heads, kv_heads, size)
     return out
+
+
+def _table(segments: Segments, members: int, kv_heads: int) -> tuple[Tensor, Tensor, int]:
+    """Which rows are in teams, the teams of `members` rows, and how many units they are; any
+    tensors where there are no teams."""
+    if members == 1:
+        return segments.base, segments.base, 0
+    assert segments.teams is not None
+    tiles = segments.teams.tiles[members]
+    return segments.teams.member, tiles, len(tiles) * kv_heads
+
+
+def _merge(
+    scratch: tuple[Tensor, ...],
+    out: Tensor,
+    cut: Cut,
+    team: Cut,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+) -> None:
+    """What the pieces of rows and teams found becomes out [B, width, heads * size]."""
+    lines = 16
+    merge_rows[(len(out) * kv_heads, triton.cdiv(width * (heads // kv_heads), lines))](
+        *scratch,
+        out,
+        width,
+        cut.most,
+        team.most,
+        H=heads,
+        K=kv_heads,
+        D=size,
+        PIECES=_power(cut.most + team.most),
+        BLOCK_M=lines,
+        BLOCK_D=_power(size),
+    )
+
+
+def _power(count: int) -> int:
+    """The power of two that holds so many things, of which a kernel takes 16 or, alone, 1."""
+    return 1 if count == 1 else max(16, triton.next_power_of_2(count))
 
 
 def _scratch(
