@@ -141,8 +141,10 @@ def test_captured_rounds_keep_the_first_draft_too(pair, coupling):
     for batch in (2, 5):
         loop = captured(target, draft, batch=batch, lengths=Tour(), coupling=coupling)
         found = drive(loop, rows(), on_round=lambda done, _: seen.append(done))
-        assert {key for key in due if found[key] == due[key]} >= {k for k in due if k[1] == 0}
-        assert coupling == "maximal" or found == due
+        if coupling == "maximal":  # a longer graph that serves changes no sample
+            uncaptured = loop_for(target, draft, rows=batch, lengths=Tour(), coupling=coupling)
+            due = drive(uncaptured, rows())
+        assert found == due
         assert loop.graphs.count("replay", "block") > 3
         assert any(shape.kind == "catch up" for _, shape in loop.graphs.done)
     assert all(kept >= 1 for done in seen if done.width for kept in done.accepted)
