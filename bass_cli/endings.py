@@ -89,7 +89,8 @@ class Sample:
             if found is not None:
                 row.cut(found.tokens)
                 return Ending("stop", found.text)
-        row.cut(self.seen + keep)
+        if keep < len(new):
+            row.cut(self.seen + keep)
         self.seen += keep
         return None if reason is None else Ending(reason)
 

@@ -189,14 +189,16 @@ class Conductor:
         yield from self._finished()
 
     def _take(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> None:
-        """Open prompts for free rows; and where nobody's clock runs, those that fill a pass up
-        that has to be made anyway, for as many rows more as there are."""
-        tokens, most = 0, PASS if self._job.budget is None else 0
-        while not self._ended and self._wants_prompt(more=0 < tokens < most):
+        """Open prompts for free rows; and where nobody's clock runs, those that go into a pass
+        that has to be made anyway, if they are as long as the last one, for as many rows more as
+        there are."""
+        tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
+        while not self._ended and self._wants_prompt(more=0 < tokens <= most - last):
             prompt = next(prompts, None)
             self._ended = prompt is None
             if prompt is not None:
-                tokens += self._begin(prompt, done)
+                last = self._begin(prompt, done)
+                tokens += last
 
     def _wants_prompt(self, *, more: bool) -> bool:
         batch = self._loop.batch

@@ -123,9 +123,15 @@ def conductor(args, rows, *, mean, limit, count, tokenizer):
 
 
 def prompts(count):
+    """No two begin alike: what they have in common would only be copied."""
     for number in range(count):
         yield Prompt(
-            id=f"p{number}", text=PROMPT, messages=None, meta={}, reference=None, place="host.py"
+            id=f"p{number}",
+            text=f"# {number}\n{PROMPT}",
+            messages=None,
+            meta={},
+            reference=None,
+            place="host.py",
         )
 
 

@@ -81,7 +81,8 @@ def test_what_breaks_a_job_off_comes_after_the_samples_that_are_over(kind):
 def test_prompts_that_come_next_are_opened_with_those_that_are_due():
     """As many as fill a pass, and one batch of rows, so that they are read together; none before
     its time where clocks run."""
-    for budget, due in ((None, [4, 8, 12]), (1e9, [2, 4, 6, 8, 10, 12])):
+    each = [2, 4, 6, 8, 10, 12]
+    for budget, length, due in ((None, 3, [4, 8, 12]), (None, 200, each), (1e9, 3, each)):
         opened, seen = [], []
         loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Fixed(0))
         open_ = loop.open
@@ -89,5 +90,5 @@ def test_prompts_that_come_next_are_opened_with_those_that_are_due():
         settings = job(n=2, max_new_tokens=5, budget=budget, batch_size=4)
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
         one._on_round = lambda done, to=opened, at=seen: at.append(len(to))
-        assert len(list(one.run(iter(prompts(*["abc"] * 12)), ()))) == 24
+        assert len(list(one.run(iter(prompts(*["a" * length] * 12)), ()))) == 24
         assert sorted(set(seen)) == due

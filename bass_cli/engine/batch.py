@@ -179,9 +179,10 @@ class Batch:
         for line, text in zip(lines, texts, strict=True):
             line[: len(text)] = text
         if rows:
-            longest = max(row.length + row.limit for row in rows)
+            of_rows = self.ledger.numbers[places]
+            longest = int((of_rows[:, LENGTH] + of_rows[:, LIMIT]).max())
             self._widen(longest + beyond(WIDTHS[-1]))
-        indexes = (sources, holes, places, which, [row.length for row in rows])
+        indexes = (sources, holes, places, which, [len(row.prompt) for row in rows])
         parts = [
             self._host.whole,
             *(numpy.array(part, dtype=numpy.int64) for part in indexes),

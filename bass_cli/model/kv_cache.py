@@ -273,7 +273,7 @@ class KVCache:
         shared = [
             sorted(span.rows)
             for span in self._spans
-            if len(span.rows) > 1 and span.length >= _TEAMED
+            if span.length >= _TEAMED and len(span.rows) > 1
         ]
         if shared or self._sharing:
             self._teams.update(shared)
