@@ -92,8 +92,7 @@ class Outlook(NamedTuple):
     still get; `colds`: the part of the entries that comes before anything is learnt of a length;
     `stops`: the drafting will be ended where it is no longer worth it, so a length is only the
     most there can be; `free`: no draft is made in the round, the host only looks for some, and
-    `trim` has the last word on the length; `hurried`: the device waits for an answer, and
-    `reflect` will be called while it works."""
+    `trim` has the last word on the length."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -104,13 +103,17 @@ class Outlook(NamedTuple):
     colds: tuple[float, ...] = ()
     stops: bool = False
     free: bool = False
-    hurried: bool = False
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
         return (self.entries[length] if length < len(self.entries) else 0.0) + (
             self.catch_up if length else 0.0
         )
+
+    def cold(self, length: int) -> float:
+        """The part of a draft length's entry before anything is learnt of it; 0 for plain decoding,
+        of which nothing has to be learnt."""
+        return self.colds[length] if 0 < length < len(self.colds) else 0.0
 
 
 NOTHING_KNOWN = Outlook()
@@ -266,9 +269,9 @@ class Trims(Protocol):
     """A controller that has a say once it is known what the host found; without it all that
     there is is drafted."""
 
-    def trim(self, counts: Sequence[int], outlook: Outlook = NOTHING_KNOWN) -> int:
-        """Draft length for this round, now that it is known how many drafts (not all 0) the host
-        has for each live row."""
+    def trim(self, counts: Sequence[int]) -> int:
+        """Draft length for the round that `next` was asked about, now that it is known how many
+        drafts (not all 0) the host has for each live row."""
 
 
 @runtime_checkable

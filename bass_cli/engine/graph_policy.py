@@ -16,8 +16,10 @@ from bass_cli.engine.graphs import WIDTHS, Graphs, cover, step_down
 
 _CAPTURE = 50.0  # plain passes that a capture takes
 _FEW = 3  # rounds left for which it is not worth capturing anything
-_STEP = 0.2  # what a draft step costs of a pass on the device
-_ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
+# What a round costs where nobody measured, in plain passes on the device; lengths/round_cost.py too
+# begins from this.
+STEP = 0.2  # of a draft step
+ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
 _STEP_LAUNCHES = (
     0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 )
@@ -164,15 +166,15 @@ def _loss(shape: Shape, wish: Shape) -> float:
     """What is lost if this shape serves, in plain passes: places in it that are not filled, or
     drafts that have none, where these cost next to nothing."""
     cheap = wish.kind in ("given", "block")
-    dropped = _STEP * max(wish.width - shape.width, 0) if cheap else 0.0
+    dropped = STEP * max(wish.width - shape.width, 0) if cheap else 0.0
     return dropped + abs(_price(shape) - _price(wish))
 
 
 def _price(shape: Shape) -> float:
     """What it costs on the device, in plain passes."""
     if shape.kind == "catch up":
-        return 1 + shape.rows * shape.width / _ARITHMETIC
-    return 1 + _STEP * _steps(shape) + shape.rows * (shape.width + 1) / _ARITHMETIC
+        return 1 + shape.rows * shape.width / ARITHMETIC
+    return 1 + STEP * _steps(shape) + shape.rows * (shape.width + 1) / ARITHMETIC
 
 
 def _launches(shape: Shape) -> float:

@@ -40,7 +40,7 @@ class NextRound:
         self._batch, self._drafter, self._maximal = batch, drafter, coupling == "maximal"
         self._clock, self._captured, self._catching = clock, captured, catching
         self._stops, self.backlog = stops, NO_MORE
-        self.offers = Offers(batch, drafter)
+        self.offers = Offers(batch, drafter, learns_before=captured is None or self._maximal)
         self._due: Asked | None = None  # if it has been asked for already
         self.use(lengths)
 
@@ -117,7 +117,7 @@ class NextRound:
         outlook = self._outlook(rooms := self._batch.rooms())
         width = self._width(rooms, outlook, deadline)
         began = self._clock.now()
-        offered = self.offers.ask(width, self.lengths, outlook)
+        offered = self.offers.ask(width, self.lengths)
         looked = not self._drafter.on_device and width > 0
         return Asked(width, offered, self._clock.now() - began, looked)
 
@@ -135,7 +135,6 @@ class NextRound:
             captured.colds() if captured and any(entries) else (),
             stops=self._stops,
             free=not self._drafter.on_device,
-            hurried=captured is not None and not self._maximal,
         )
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:

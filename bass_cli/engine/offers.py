@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.contracts import Drafter, Learns, Lengths, Outlook, Proposal, Trims
+from bass_cli.engine.contracts import Drafter, Learns, Lengths, Proposal, Trims
 from bass_cli.engine.graphs import LONGEST
 
 
@@ -25,17 +25,18 @@ class Asked(NamedTuple):
 
 class Offers:
     """What one loop's drafter has from the host. A graph reads it at a fixed address: `put` puts
-    it there."""
+    it there. `learns_before`: the drafter learns before it is asked, not only while a device
+    works."""
 
-    def __init__(self, batch: Batch, drafter: Drafter):
-        self._batch, self._drafter = batch, drafter
+    def __init__(self, batch: Batch, drafter: Drafter, *, learns_before: bool):
+        self._batch, self._drafter, self._learns_before = batch, drafter, learns_before
         self._learner = drafter if isinstance(drafter, Learns) else None
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
-    def ask(self, width: int, lengths: Lengths, outlook: Outlook) -> Proposal | None:
+    def ask(self, width: int, lengths: Lengths) -> Proposal | None:
         """Drafts for the live rows, up to `width`, as many as `lengths` has use for; None: the
         device drafts in the round. The rows' counts never go beyond the width."""
-        if not outlook.hurried:
+        if self._learns_before:
             self.learn()
         if self._drafter.on_device:
             return None
@@ -43,7 +44,7 @@ class Offers:
         assert offered.counts is not None
         best = max(offered.counts)
         if best and isinstance(lengths, Trims):
-            best = min(lengths.trim(offered.counts, outlook), best)
+            best = min(lengths.trim(offered.counts), best)
         return Proposal(
             offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts)
         )

@@ -1,8 +1,8 @@
-"""What a round takes, by rows, draft length and context: a grid of points, interpolated, and how it
-is written down.
+"""What a round takes, by rows, draft length and context: a grid of points, interpolated, how it is
+written down, and how far a device is off it.
 
-Not here: how points are measured or where surfaces are kept (profiling/), what is learnt while a
-job runs (costs.py).
+Not here: how points are measured or where surfaces are kept (profiling/, store.py), what follows
+from a round's cost (goodput.py).
 """
 
 from __future__ import annotations
@@ -12,14 +12,34 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy
+from numpy.typing import NDArray
+
+from bass_cli.engine.graph_policy import ARITHMETIC, STEP
 from bass_cli.io.reading import finite, parse_object, truth, whole
 
 FORMAT = 1  # of what is written down; another one is not read
 Grid = tuple[tuple[float, ...], ...]
+Array = NDArray[numpy.float64]
+
+# How far off drafting's parts of a measured or another surface may be, beside what all are (logs);
+_TRUST = {True: 0.15, False: 0.7}
+_TOGETHER = 0.1  # and how far all of them: a busy or throttled device
+_ANYTHING = 100.0  # the variance of what a pass takes where nothing was ever measured
+_NOISE = 0.03  # of one round's seconds
+# What each part, and all of them, may change from one round to the next: 0.4 %.
+_DRIFTED = 0.004**2 * (numpy.eye(3) + 1)
+# Standard deviations from which on a round says that something was wrong or has changed.
+_SURPRISE = 3.0
+# Of its square, this is laid to all parts alike, as much to chance: one stumble is not believed.
+_SHARE = 0.25
+_STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
+_ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +202,128 @@ def _even(line: Sequence[float]) -> list[float]:
     return [
         (high + low) / 2 for high, low in zip(itertools.accumulate(line, max), ahead, strict=True)
     ]
+
+
+def _guess(at_once: bool) -> Surface:
+    """In plain passes, where nobody measured."""
+    return make_surface(
+        (1, 2),
+        (0, 1, 2),
+        verify=[[1 + rows * tokens / ARITHMETIC for tokens in (1, 2, 3)] for rows in (1, 2)],
+        draft=[[0.0, STEP, STEP if at_once else 2 * STEP]] * 2,
+        measured=False,
+    )
+
+
+class RoundCost:
+    """Seconds of rounds for the `choices` of draft lengths (rising, from 0).
+
+    The logarithms of the three factors are followed by a Kalman filter, so that one sum tells of
+    its parts. Without a `surface` nothing is known before the first round. `frozen`: nothing moves,
+    for maximal coupling; needs a surface. `at_once`: all drafts of a round take one pass.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[int],
+        surface: Surface | None,
+        *,
+        frozen: bool = False,
+        at_once: bool = False,
+    ):
+        assert surface is not None or not frozen
+        self._choices, self._frozen = numpy.array(choices), frozen
+        self.known = surface is not None
+        self._surface = surface or _guess(at_once)
+        self._factors, trust = numpy.ones(3), _TRUST[self._surface.measured]
+        # Covariance of their logarithms: that of a plain pass is all parts' alike.
+        self._doubt: Array = trust**2 * numpy.diag([0.0, 1.0, 1.0]) + _TOGETHER**2
+        if not self.known:
+            self._doubt += _ANYTHING
+        # By rows: at the surface's context; what a token more takes.
+        self._parts: dict[int, tuple[Array, Array]] = {}
+        self._inferred = 0.0  # by how much plain moved since it was seen last (log)
+        self._met: Counter[int] = Counter()  # rounds by rows
+        # A first round is slower than any other (caches, libraries): a guess is not to follow it.
+        self._first = not self._surface.measured
+
+    def line(self, rows: int, context: float | None = None, *, free: bool = False) -> Array:
+        """Seconds of rounds with each choice's drafts in `rows` rows of this context, [choices].
+
+        `free`: the host has the drafts, none is made in a round. This is asked before every round,
+        so it may take some microseconds only.
+        """
+        found: Array = self._scaled(rows, context, free).sum(0)
+        return found
+
+    def learn(
+        self, rows: int, width: int, seconds: float, context: float | None, *, free: bool = False
+    ) -> None:
+        """A round took so long."""
+        first, self._first = self._first, False
+        if self._frozen or first:
+            return
+        self._met[rows] += 1
+        place = int(abs(self._choices - width).argmin())
+        parts = self._scaled(rows, context, free)[:, place]
+        due = float(parts.sum())
+        # A clock may stand still.
+        off, noise, shares = math.log(max(seconds, 1e-9) / due), _NOISE**2, parts / due
+        seen = self._doubt @ shares
+        if self.known:
+            off = min(max(off, -_STUMBLE), _STUMBLE)
+            if off * off > _SURPRISE**2 * (shares @ seen + noise):
+                noise = _SHARE * off * off
+                self._doubt = self._doubt + noise
+                seen = self._doubt @ shares
+        gain = seen / (shares @ seen + noise)
+        self._factors = self._factors * numpy.exp(gain * off)
+        self._inferred = self._inferred + float(gain[0]) * off if width else 0.0
+        self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
+        self.known = True
+
+    def tells(self, rows: int, place: int, context: float | None = None) -> float:
+        """How much a plain round would tell of what a round of this choice takes in plain ones.
+
+        As a share: a standard deviation, or what drafting rounds alone have made of plain ones. 0
+        where nothing may be learnt.
+        """
+        if self._frozen:
+            return 0.0
+        parts = self._scaled(rows, context, False)[:, place]
+        apart = parts / parts.sum() - (1.0, 0.0, 0.0)
+        plain = self._doubt[0]
+        unsure = abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
+        return max(unsure, abs(self._inferred))
+
+    def surface(self, *, acceptance: float) -> Surface | None:
+        """What was learnt, for the row counts met often; None if nothing is worth keeping."""
+        often = sorted(rows for rows, times in self._met.items() if times >= _ENOUGH)
+        if self._surface.measured or not often:
+            return None
+        parts = [self._scaled(rows, None, False) for rows in often]
+        return make_surface(
+            often,
+            self._choices.tolist(),
+            verify=[(plain + places).tolist() for plain, places, _ in parts],
+            draft=[draft.tolist() for _, _, draft in parts],
+            acceptance=acceptance,
+            measured=False,
+        )
+
+    def _scaled(self, rows: int, context: float | None, free: bool) -> Array:
+        """Seconds of the parts, [3, choices]."""
+        if rows not in self._parts:
+            here, there = (self._at(rows, self._surface.context + more) for more in (0, 1))
+            self._parts[rows] = here, there - here
+        here, slope = self._parts[rows]
+        if context is not None:
+            base = self._surface.context
+            here = here + slope * max(context - base, -base / 2)
+        return here * (self._factors * (1.0, 1.0, 0.0 if free else 1.0))[:, None]
+
+    def _at(self, rows: int, context: float) -> Array:
+        widths, surface = self._choices.tolist(), self._surface
+        verify = numpy.array([surface.verify_seconds(rows, k, context) for k in widths])
+        draft = numpy.array([surface.draft_seconds(rows, k, context) for k in widths])
+        return numpy.stack((0 * verify + verify[0], verify - verify[0], draft))

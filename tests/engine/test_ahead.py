@@ -11,9 +11,10 @@ from toys import Guess, drive, plain
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.ahead import Worth
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Backlog, Foresees
+from bass_cli.engine.contracts import Backlog, Foresees, Round
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.round_cost import make_surface
 
 
 class Settled(Tour):
@@ -169,14 +170,24 @@ def test_controllers_need_every_round_unless_they_say_so():
 
 def test_goodput_waits_for_what_tells_much():
     """Few trials, or a probe: until the round is over the next length is not asked for."""
-    controller = Goodput(limit=4)
-    controller._opening = []
-    assert controller.needs(2)
+    cheap = make_surface((4,), (0, 4), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
+    controller = Goodput(limit=4, surface=cheap)
+    width = controller.next(4)
+    assert width > 0
+    assert controller.needs(width)
     assert not controller.needs(0), "nothing is drafted, so nothing is learnt of drafts"
-    controller._keeping._trials = 100.0
-    assert not controller.needs(2)
-    controller._probing = True
-    assert controller.needs(2)
+    for _ in range(20):
+        controller.observe(Round(width, (width,) * 4, cheap.seconds(4, width)))
+        width = controller.next(4)
+    assert not controller.needs(width)
+    for _ in range(20):
+        controller.observe(Round(width, (0,) * 4, cheap.seconds(4, width)))
+        width = controller.next(4)
+    assert width == 0
+    while width == 0:
+        controller.observe(Round(0, (0,) * 4, cheap.seconds(4, 0)))
+        width = controller.next(4)
+    assert controller.needs(width), "a probe"
 
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])

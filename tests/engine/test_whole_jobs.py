@@ -8,9 +8,9 @@ from simulated import Finder, Simulated, plain_seconds, seconds_of
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.contracts import Outlook, Round
 from bass_cli.engine.forecast import Forecast
+from bass_cli.lengths.backoff import Looks
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.lengths.looking import Looking
 
 
 def auto_seconds(rate, **job):
@@ -70,15 +70,16 @@ def test_a_cheap_look_is_never_given_up():
 
 
 def test_looks_that_never_found_anything_leave_numbers_that_can_be_reckoned_with():
-    """The share of looks that found something fades; it must not become 0, by which costs would
-    be divided."""
-    looking = Looking()
+    """What looks are likely to win sinks to what they cost, and rises again with what they find."""
+    looks = Looks()
     for _ in range(50_000):
-        looking.observe(-0.001, 0.005, False)
-    assert 0 < looking.share <= 0.01
+        looks.observe(cost=0.005, gain=-0.005)
+    assert looks.due
+    assert looks.find(1.0) < 0.1
     for _ in range(100):
-        looking.observe(1.0, 0.005, True)
-    assert looking.share > 0.8
+        looks.find(1.0)
+        looks.observe(cost=0.005, gain=1.0)
+    assert looks.find(1.0) > 0.9
 
 
 def test_the_last_rows_of_a_batch_are_no_reason_to_capture():
@@ -92,12 +93,11 @@ def test_the_last_rows_of_a_batch_are_no_reason_to_capture():
     assert loop.graphs.captures <= 4
 
 
-def taught(controller, *, rate, plain=0.002, step=0.0005, rows=8, most=4):
+def taught(controller, *, rate, plain=0.002, step=0.0005, rows=8, most=4, rounds=1):
     """Rounds of 0 and `most` drafts, of which so many stand on average."""
-    for width in (0, 0, most, 0, most, most):
+    for width in (0, 0, most, 0, most, most) * rounds:
         kept = tuple(round(rate * width) for _ in range(rows))
         controller.observe(Round(width, kept, plain + step * width))
-    controller._opening = []
     return controller
 
 
@@ -131,23 +131,13 @@ def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
 
 
 def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
-    one, other = taught(Goodput(limit=8), rate=1.0), taught(Goodput(limit=8), rate=1.0)
+    one, other = (taught(Goodput(limit=8), rate=1.0, rounds=2) for _ in range(2))
     one.observe(Round(4, (0,) * 8, 0.9, steady=False))
-    for controller in (one, other):
-        controller.reflect()
-    assert one._keeping.rate < other._keeping.rate
-    assert one._costs.line(8).tolist() == other._costs.line(8).tolist()
-
-
-def test_one_round_of_many_rows_outweighs_the_first_guess():
-    controller = Goodput(limit=8)
-    controller.observe(Round(4, (0,) * 8, 0.05, steady=False))
-    controller.reflect()
-    assert controller._keeping.rate < 0.25
-    alone = Goodput(limit=8)
-    alone.observe(Round(4, (0,), 0.05, steady=False))
-    alone.reflect()
-    assert alone._keeping.rate > 0.4
+    here, there = one.learned(), other.learned()
+    assert here is not None
+    assert there is not None
+    assert here.acceptance < there.acceptance
+    assert (here.verify, here.draft) == (there.verify, there.draft)
 
 
 def test_a_forecast_learns_how_long_samples_become():

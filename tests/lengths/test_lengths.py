@@ -3,7 +3,6 @@ the others."""
 
 import random
 
-import numpy
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Outlook, Proposal, Round
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.offers import Offers
+from bass_cli.lengths.backoff import Budget
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import make_surface
@@ -160,7 +160,7 @@ def learnt(rows, rate, *, rounds=60):
             next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows)
         )
         controller.observe(Round(width, kept, machine(rows, width)))
-    controller._losses._lost = 0.0
+    controller._budget = Budget()
     return controller
 
 
@@ -189,39 +189,17 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
     for _ in range(200):
         controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
     assert controller.trim([4] * 32) == 0, "drafting so has lost too much"
-    controller._losses._lost = 0.0
+    controller._budget = Budget()
     assert controller.trim([4] * 32) == 4
-    assert min(numpy.diff(controller._keeping.tokens([4] * 32))) > 0.9
 
 
-def test_rounds_without_the_model_are_not_taken_for_dear_ones():
-    """A model's drafts take six plain rounds; where all are looked up it takes one and a bit,
-    and nothing to catch up."""
-    controller = Goodput(
-        limit=8, surface=make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 5.0]])
-    )
+def test_rounds_that_ran_uncaptured_count_as_what_they_usually_take():
+    surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.2]])
+    controller = Goodput(limit=4, surface=surface)
     for _ in range(50):
-        controller.next(2, Outlook(1e6, catch_up=2.0))
-        controller.observe(Round(4, (2, 1), 1.2, steady=False, drafted=(4, 4)))
-    assert controller._losses._lost < 0, "each brought 2.5 tokens"
-    for _ in range(50):
-        controller.next(2, Outlook(1e6, catch_up=2.0))
-        controller.observe(Round(4, (2, 1), 1.2, steady=False))
-    assert controller._losses._lost > 200, (
-        "an uncaptured round of the model's counts as what it usually takes"
-    )
-
-
-def test_drafts_of_the_host_need_no_catching_up():
-    surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.5]])
-    behind = Outlook(10, catch_up=50.0)
-    assert Goodput(limit=8, surface=surface).next(2, behind) == 0
-    assert Goodput(limit=8, surface=surface).trim([4, 4], behind) >= 3
-    controller = Goodput(limit=8, surface=surface)
-    assert controller.next(2, behind._replace(left=1e6)) == 0, (
-        "the loss of a stretch after catching up is not affordable"
-    )
-    assert controller.trim([4, 4], behind._replace(left=1e6)) >= 3
+        width = controller.next(2, Outlook(1e6))
+        assert width > 0, "what an uncaptured round takes is not drafting's fault"
+        controller.observe(Round(width, (width, width - 1), 50.0, steady=False))
 
 
 TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
@@ -246,5 +224,5 @@ def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(
             return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
 
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
-    found = Offers(batch, Found()).ask(7, controller, Outlook(free=True))
+    found = Offers(batch, Found(), learns_before=True).ask(7, controller)
     assert (found.tokens.shape, found.counts) == ((4, 5), (0, 3, 5, 1))

@@ -4,8 +4,9 @@ it follows a device."""
 import json
 
 import pytest
+from devices import device, surface_of
 
-from bass_cli.lengths.round_cost import Surface, make_surface, read_surface
+from bass_cli.lengths.round_cost import RoundCost, Surface, make_surface, read_surface
 
 
 def surface(**changes):
@@ -104,3 +105,40 @@ def test_one_line_serves_all_numbers_of_rows():
     found = make_surface((8,), (0,), verify=[[2.0]], draft=[[0.0]])
     assert isinstance(found, Surface)
     assert found.seconds(1, 5) == found.seconds(64, 0) == 2.0
+
+
+HALF = "qwen2.5-0.5b"
+
+
+def test_a_device_that_is_slower_than_its_profile_is_followed():
+    surface = surface_of(device(HALF))
+    costs = RoundCost((0, 2, 4), surface)
+    before = costs.line(8)
+    for _ in range(100):
+        costs.learn(8, 4, 2 * surface.seconds(8, 4), None)
+    after = costs.line(8)
+    assert after[2] == pytest.approx(2 * before[2], rel=0.02)
+    assert 1.4 * before[0] < after[0] <= 2 * before[0]
+    frozen = RoundCost((0, 2, 4), surface, frozen=True)
+    frozen.learn(8, 4, 2 * surface.seconds(8, 4), None)
+    assert frozen.line(8).tolist() == before.tolist()
+
+
+def test_longer_contexts_reach_the_line():
+    surface = surface_of(device(HALF))
+    surface = type(surface)(
+        surface.rows, surface.widths, surface.verify, surface.draft, 100.0, (1e-6, 5e-7)
+    )
+    line = RoundCost((0, 4), surface).line(8, 1100.0)
+    assert line.tolist() == pytest.approx(
+        [surface.seconds(8, 0, 1100.0), surface.seconds(8, 4, 1100.0)]
+    )
+
+
+def test_what_was_learnt_before_is_corrected_by_what_is_seen():
+    cost = device(HALF)
+    costs = RoundCost((0, 2, 4), surface_of(lambda rows, width: 3 * cost(rows, width)))
+    for _ in range(60):
+        for width in (0, 4):
+            costs.learn(8, width, cost(8, width), None)
+    assert costs.line(8)[0] == pytest.approx(cost(8, 0), rel=0.1)

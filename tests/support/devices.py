@@ -71,7 +71,6 @@ def run_batch(
             colds=graphs.colds(),
             samples=tuple(row[0] for row in live),
             rooms=tuple(row[1] for row in live),
-            hurried=True,
         )
         width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
         controller.reflect()
