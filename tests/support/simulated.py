@@ -78,7 +78,7 @@ class Simulated(Loop):
         return lambda: self._result(shape.width) if shape.kind != "catch up" else None
 
     def _result(self, width):
-        width, places = min(width, self._most), width
+        width, places = min(width, self._verifier.most), width
         most = (
             self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
         )
