@@ -378,8 +378,8 @@ def job_of(lengths, seed):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "mistral", "gptj"])
 def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypatch):
-    """Captured at the first meeting, replayed at the second, with other tokens at other places;
-    then in a moved store."""
+    """Each size captured once, then replayed with other tokens at other places; and once more in a
+    moved store."""
     target, draft = decoders(family)
     jobs = [functools.partial(job_of, (1, 2, 15, 16, 17, 18, 33, 60), seed) for seed in range(3)]
     monkeypatch.setattr(prompts, "PATIENCE", 10**9)
@@ -390,14 +390,16 @@ def test_prompts_read_by_graphs_give_the_same_tokens(decoders, family, monkeypat
     monkeypatch.setattr(prompts, "PATIENCE", 0)
     loop = loop_for(target, draft, batch=5, lengths=Fixed(3), graphs=True)
     runners = loop.target, loop.drafter._runner
+    before = [0, 0]  # captures for the store that moved
     for number, job in enumerate(jobs):
         if number == 2:
+            before = [runner._passes.graphs.captures for runner in runners]
             for runner in runners:
                 runner.cache._grow(20_000)
         assert drive(loop, job()) == due[number], f"job {number}"
-        assert [runner._passes.graphs.captures for runner in runners] == [[3, 3], [3, 3], [6, 6]][
-            number
-        ]
+        for runner, moved in zip(runners, before, strict=True):
+            graphs = runner._passes.graphs
+            assert graphs.captures - moved == len(graphs._held) > 0
 
 
 def test_prepared_prompts_are_not_captured_again(decoders):
