@@ -161,7 +161,7 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance
 def drafter_for(draft, *, rows, span=SPAN, coupling="shared"):
     """The drafter that `loop_for` makes of its draft."""
     words = {"runner": None}
-    if isinstance(draft, (AtOnce, Decoder, Markov)):
+    if isinstance(draft, (AtOnce, Decoder, Markov, Runner)):
         at_once = isinstance(draft, AtOnce)
         model = draft.model if at_once else draft
         if isinstance(model, Decoder):
