@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,9 +26,27 @@ def compile_ahead(works: Iterable[Callable[[], object]]) -> None:
         if triton.JITFunction.run is _LAUNCH:  # else a work asks for the same
             pool = stack.enter_context(ThreadPoolExecutor(min(_MOST, len(os.sched_getaffinity(0)))))
             stack.enter_context(triton.AsyncCompileMode(pool))
+            stack.enter_context(_parsed_alone())
             stack.enter_context(_nothing_launched())
         for work in works:
             work()
+
+
+@contextlib.contextmanager
+def _parsed_alone() -> Iterator[None]:
+    """Threads parse kernels one after the other: in CPython 3.11 a parser that another one
+    interrupts may fail ("AST constructor recursion depth mismatch")."""
+    parse, lock = triton.JITFunction.parse, threading.RLock()
+
+    def alone(kernel: Any) -> Any:
+        with lock:
+            return parse(kernel)
+
+    triton.JITFunction.parse = alone
+    try:
+        yield
+    finally:
+        triton.JITFunction.parse = parse
 
 
 def _trait(parameter: Any, argument: Any) -> object:
