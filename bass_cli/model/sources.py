@@ -20,6 +20,17 @@ from bass_cli.io.hub import refusal
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OLDER = "pytorch_model*.bin"
+# A tokenizer's files, the chat templates among them; config.json may name its class besides.
+TOKENIZER = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "*.model",
+)
 # What is read in a model's folder. Narrower than _WANTED: a folder of the user's may hold
 # results beside its model.
 _READ = (
@@ -29,13 +40,7 @@ _READ = (
     f"{_OLDER}.index.json",
     "config.json",
     "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*.model",
+    *TOKENIZER,
 )
 
 

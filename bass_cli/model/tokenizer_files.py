@@ -23,6 +23,7 @@ from bass_cli.io.reading import parse_json, read_bytes
 from bass_cli.io.saving import write_file
 from bass_cli.model.gguf_config import ARCHITECTURES
 from bass_cli.model.gguf_file import read_gguf
+from bass_cli.model.sources import TOKENIZER
 from bass_cli.model.template import Messages
 from bass_cli.system.host import cache_folder
 
@@ -33,18 +34,7 @@ _PROBE = (
 )
 _CONTROL = 3  # the kind of a GGUF token that has no text
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
-# that transformers reads
-_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "*.model",
-    *_NAMING,
-)
+_FILES = (*TOKENIZER, *_NAMING)  # that transformers reads
 _MOST_BYTES = 1 << 27  # of one of them; the largest known, of 262,144 tokens, has a quarter of that
 _OTHER_TOKENIZER = (
     'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
