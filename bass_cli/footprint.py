@@ -20,7 +20,7 @@ from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
 from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.kv_cache import ARENA
-from bass_cli.model.prefill import PASS
+from bass_cli.model.prefill import LONG, PASS
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
 # of the free memory: the rest is for what other programs take meanwhile, and for fragments
@@ -133,7 +133,8 @@ def footprint(
             for spec in models
         ),
         graphs=_LIBRARIES[kind],
-        buffers=min(PASS, max(prompt_tokens, 1)) * (max(wide) + max(scores) * prompt_tokens),
+        buffers=min(LONG.get(kind, PASS), max(prompt_tokens, 1))
+        * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,
         row=Each(beside * token.cache, work + beside * token.buffers),

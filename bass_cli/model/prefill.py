@@ -28,6 +28,10 @@ SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, 
 # Tokens of a pass at most. Some 230 keep an H200's products as busy as reading their weights does;
 # with twice as many reading hides behind them, and more only keeps running rows waiting.
 PASS = SIZES[-1]
+# A prompt of which twice that is left has passes of its own, not captured, of up to so many tokens:
+# launches are hidden by then, products run at their full rate, and attention reads the keys before
+# them so much more rarely.
+LONG = {"cuda": 2048}
 # Tokens of a tile, all of one prompt: the queries that a kernel takes at once, for each of which
 # some four heads share a key. In plain torch nothing is gained by more than 1, and nothing padded.
 TILE = {"cuda": 16}
@@ -37,6 +41,12 @@ PATIENCE = 8  # a capture takes as long as so many uncaptured passes
 def padded(tokens: int) -> int:
     """The tokens of a captured pass that takes so many (up to the largest of SIZES)."""
     return SIZES[bisect.bisect_left(SIZES, tokens)]
+
+
+def alone(left: int, device: str) -> int:
+    """How many of the tokens that are left of a prompt go into a pass of their own; 0: none, they
+    share one of PASS tokens."""
+    return min(left, LONG.get(device, 0)) if left >= 2 * PASS else 0
 
 
 class Part(NamedTuple):
@@ -95,7 +105,7 @@ def laid_out(
         positions[at + count : behind] = part.end - 1  # sees nothing that is not there
         slots[at : at + count] = numpy.arange(part.first, part.end) + part.span.start
         starts[own], ends[own] = part.span.start, part.end
-        groups.append(Group(part.span.start, part.end, own))
+        groups.append(Group(part.span.start, part.end, own, count))
         at = behind
     return numbers, tuple(groups)
 
@@ -115,11 +125,11 @@ class Passes:
         self._scrap = scrap
 
     def run(self, parts: Sequence[Part], *, capture: bool) -> None:
-        """Store these parts, whose tiles have up to PASS tokens together. `capture`: this may take
-        longer, if later passes take less."""
+        """Store these parts, whose tiles have up to PASS tokens together, or one part of more.
+        `capture`: this may take longer, if later passes take less."""
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
         graphs = self.graphs
-        if graphs is not None:
+        if graphs is not None and size <= PASS:
             wanted, store = padded(size), self._cache.positions
             if graphs.ready(wanted, store=store, capture=capture):
                 graphs.feed(wanted, laid_out(parts, wanted, self.tile, self._scrap)[0])

@@ -5,7 +5,7 @@ Not here: what is fed and why (drafting/, engine/step.py), passes over prompts (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from bass_cli.model.capture import Recorder, recorder
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import Change, KVCache, Span
-from bass_cli.model.prefill import PASS, Part, Passes, tiled
+from bass_cli.model.prefill import PASS, Part, Passes, alone, tiled
 
 # prompt tokens a pass where a deadline may stop it in between: about what a round takes
 _TIMED_PASS = {"cpu": 64}
@@ -94,18 +94,24 @@ class Runner:
     def read(self) -> bool:
         """One pass over what is open and not read, as much as goes into one, oldest first;
         whether something is left."""
-        parts, room = [], PASS
         # What others are to copy is there after a pass, not before.
-        for prompt in [one for one in self._unread.values() if self._copy(one) and one.left]:
-            part = self._part(prompt, room)
-            parts.append(part)
-            room -= tiled(len(part.tokens), self._passes.tile)
-            if room <= 0:
-                break
-        if parts:
-            self._passes.run(parts, capture=True)
+        waiting = [one for one in self._unread.values() if self._copy(one) and one.left]
+        if waiting and (most := alone(waiting[0].left, self.device.type)):
+            self._passes.run([self._part(waiting[0], most)], capture=False)
+        elif waiting:
+            self._passes.run(list(self._parts(waiting)), capture=True)
         self._unread = {key: prompt for key, prompt in self._unread.items() if prompt.left}
         return bool(self._unread)
+
+    def _parts(self, waiting: Iterable[Prompt]) -> Iterator[Part]:
+        """As much of these prompts as goes into a pass."""
+        room = PASS
+        for prompt in waiting:
+            part = self._part(prompt, room)
+            yield part
+            room -= tiled(len(part.tokens), self._passes.tile)
+            if room <= 0:
+                return
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:

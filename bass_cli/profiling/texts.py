@@ -44,7 +44,7 @@ def joined(tokenizer: Tokenizer, prompt: int, length: int) -> list[int]:
     tokens: list[int] = []
     turn = 0
     while len(tokens) < length:
-        turn += len(PASSAGES)
+        turn += max(turn, len(PASSAGES))
         text = "".join(PASSAGES[(prompt + i) % len(PASSAGES)] for i in range(turn))
         tokens = tokenizer.encode(text)
     return tokens[:length]

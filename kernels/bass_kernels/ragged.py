@@ -3,7 +3,8 @@
 A row's queries that share a key/value head are stacked into one matrix, its keys cut into pieces of
 one unit of work each, so that a short row costs little. Rows that share a prompt form teams, which
 read its keys once. Everything that varies by row is read on the device, so a captured launch serves
-any lengths. Here: shapes, launches, schedules; the kernel: ragged_kernel.py.
+any lengths. A pass over much of one prompt is no ragged one: torch's own attention takes it. Here:
+shapes, launches, schedules; the kernel: ragged_kernel.py.
 """
 
 from collections.abc import Iterator
@@ -12,14 +13,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from . import dispatch
 from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
-from .reference import Segments
+from .reference import Group, Segments
 from .softmax import merge_rows
 
 _KEYS = 256  # keys that make a further piece worth its merge
+# Queries of one prompt from which torch's attention takes them: blocks of 128 of each of some 28
+# heads then keep all processors of an H200 busy. Its largest head is 256.
+_MANY, _LARGEST = 640, 256
 
 
 class Cut(NamedTuple):
@@ -66,6 +72,8 @@ def attention(
         ]
         return torch.cat(found)
     rows, width, heads, size = q.shape
+    if not window and (group := _one_prompt(q, segments)) is not None:
+        return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[1]
     lines = width * (heads // kv_heads)
     if dispatch.schedule() != "ragged" or segments.teams is None:
@@ -83,6 +91,33 @@ def attention(
         team = Cut(0, 0)
     cut = _asked_for(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
+
+
+def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
+    """The prompt of which this pass computes much, and nothing else; None for other passes."""
+    groups = segments.groups or ()
+    if segments.extent or len(groups) != 1 or q.dtype == torch.float32 or q.shape[3] > _LARGEST:
+        return None
+    return groups[0] if groups[0].queries >= _MANY else None
+
+
+def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float) -> Tensor:
+    """Attention [B, W, H D] of q [B, W, H, D], tiles one after the other, whose first
+    `group.queries` tokens are the last of that prompt; what fills the tiles up gives zeros."""
+    rows, width, heads, size = q.shape
+    span = slice(group.start, group.start + group.length)
+    keys, values = (store[None, :, span] for store in prompt)
+    found = functional.scaled_dot_product_attention(
+        q.view(1, -1, heads, size)[:, : group.queries].transpose(1, 2),
+        keys,
+        values,
+        attn_mask=causal_lower_right(group.queries, group.length),
+        scale=scale,
+        enable_gqa=True,
+    )
+    out = q.new_zeros(rows * width, heads, size)
+    out[: group.queries] = found[0].transpose(0, 1)
+    return out.view(rows, width, heads * size)
 
 
 def _launch(

@@ -23,11 +23,14 @@ _MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not
 
 
 class Group(NamedTuple):
-    """Rows that share one prompt span: positions [start, start + length) of the prompt store."""
+    """Rows that share one prompt span: positions [start, start + length) of the prompt store.
+    `queries`: how many of the last of these positions the pass computes, in a prefill, whose rows
+    are tiles of them."""
 
     start: int
     length: int
     rows: slice | Tensor
+    queries: int = 0
 
 
 class Teams(NamedTuple):

@@ -141,6 +141,35 @@ def test_queries_inside_the_prompt_see_what_is_before_them(members, window):
     )
 
 
+@pytest.mark.parametrize("window", [0, 30])
+def test_a_pass_over_much_of_one_prompt_is_torchs(window, monkeypatch):
+    """37 tokens, the last of 61, in tiles of 16, one of them not full; with a window it is a
+    ragged one all the same. What stands behind and before the prompt is not seen."""
+    from bass_kernels import ragged
+
+    monkeypatch.setattr(ragged, "_MANY", 37)
+    tokens, end, start = 37, 61, 20
+    positions = torch.full((48,), end - 1, device=DEVICE)
+    positions[:tokens] = torch.arange(end - tokens, end, device=DEVICE)
+    tiles = torch.full((3,), end, device=DEVICE)
+    group = ops.Group(start, end, slice(0, 3), tokens)
+    segments = ops.Segments(
+        positions.view(3, 16), tiles, torch.full_like(tiles, start), (group,), 0
+    )
+    prompt = tuple(randn(2, STORE, 16, dtype=torch.float16, seed=i) for i in range(2))
+    q = randn(3, 16, 6, 16, dtype=torch.float16, seed=9)
+    own = tuple(store[None] for store in prompt)
+    launched, launch = [], ragged._launch
+    monkeypatch.setattr(ragged, "_launch", lambda *given: launched.append(given) or launch(*given))
+    wanted = due((q, own, prompt, segments), window)
+    for store in prompt:
+        store[:, :start] = store[:, start + end :] = torch.nan
+    found = ragged.attention(q, own, prompt, segments, scale=0.25, window=window)
+    close(*(out.reshape(48, -1)[:tokens] for out in (found, wanted)), torch.float16)
+    assert bool(launched) == bool(window)
+    assert found.isfinite().all()
+
+
 def test_teams_in_every_place():
     """Many rows of one prompt, apart from each other, in tiles that are not full; sizes chosen
     by the shape."""

@@ -263,6 +263,34 @@ def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders
     assert captures(graphed) > 4
 
 
+@pytest.mark.parametrize(
+    ("length", "passes"),
+    [(95, [[48], [47], [7]]), (96, [[90], [6, 7]]), (200, [[90], [90], [20, 7]])],
+)
+def test_a_long_prompt_has_passes_of_its_own(decoders, length, passes, monkeypatch):
+    """Up to 90 tokens where 96 or more are left, never captured, and beside no other prompt; what
+    is stored is what passes that are shared store."""
+    monkeypatch.setattr(prompts, "PASS", 48)
+    monkeypatch.setattr(runner_module, "PASS", 48)
+    plain, long = runners(decoders("gemma3_text"), 0)
+    taken, run_pass = [], long._passes.run
+
+    def counted(parts, capture):
+        taken.append(([len(part.tokens) for part in parts], capture))
+        run_pass(parts, capture=capture)
+
+    monkeypatch.setattr(long._passes, "run", counted)
+    for runner, most in ((plain, 0), (long, 90)):
+        monkeypatch.setattr(prompts, "LONG", {"cpu": most})
+        runner.open("x", text(length))
+        runner.open("y", text(7, seed=1))
+        while runner.read():
+            pass
+    assert taken == [(counts, sum(counts) <= 48) for counts in passes]
+    for key, value in keys(plain).items():
+        torch.testing.assert_close(keys(long)[key], value, atol=1e-5, rtol=1e-4)
+
+
 def test_one_token_more_than_the_largest_pass(decoders):
     eager, graphed = runners(decoders("qwen2"), 1)
     for runner in (eager, graphed):
