@@ -133,7 +133,7 @@ def footprint(
             for spec in models
         ),
         graphs=_LIBRARIES[kind],
-        buffers=min(LONG.get(kind, PASS), max(prompt_tokens, 1))
+        buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens),
         prompts=position * max(ARENA[kind], prompt_tokens),
         prompt=position * prompt_tokens,

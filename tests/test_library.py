@@ -152,6 +152,18 @@ def test_importing_it_costs_nothing() -> None:
         _ = bass_cli.nothing_of_the_kind
 
 
+def test_a_run_imports_no_compiler_and_no_transformers() -> None:
+    """Each takes seconds, which every command would wait for; Triton's kernels included."""
+    code = (
+        "import sys, pathlib, importlib, bass_kernels, bass_cli.scheduler\n"
+        "for file in pathlib.Path(bass_kernels.__file__).parent.glob('*.py'):\n"
+        "    importlib.import_module(f'bass_kernels.{file.stem}')\n"
+        "print({'torch._dynamo', 'sympy', 'transformers', 'triton'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{'triton'}"
+
+
 def test_the_example_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pair.yaml").write_text(f"target: {model}\ndraft: lookup\n")
     spec = importlib.util.spec_from_file_location("library_example", EXAMPLE)

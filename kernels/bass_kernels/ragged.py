@@ -7,6 +7,7 @@ any lengths. A pass over much of one prompt is no ragged one: torch's own attent
 shapes, launches, schedules; the kernel: ragged_kernel.py.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from . import dispatch
 from .launch import SPARE, card, counters, fitting, processors
@@ -96,9 +96,18 @@ def attention(
 def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
     """The prompt of which this pass computes much, and nothing else; None for other passes."""
     groups = segments.groups or ()
-    if segments.extent or len(groups) != 1 or q.dtype == torch.float32 or q.shape[3] > _LARGEST:
+    if segments.extent or len(groups) != 1 or not _suits_flash(q.dtype, q.shape[3], q.device):
         return None
     return groups[0] if groups[0].queries >= _MANY else None
+
+
+@functools.cache
+def _suits_flash(dtype: torch.dtype, size: int, device: torch.device) -> bool:
+    here = device.type != "cuda" or (
+        torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(device)[0] >= 8
+    )
+    return here and dtype != torch.float32 and size % 8 == 0 and size <= _LARGEST
 
 
 def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float) -> Tensor:
@@ -107,17 +116,28 @@ def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float
     rows, width, heads, size = q.shape
     span = slice(group.start, group.start + group.length)
     keys, values = (store[None, :, span] for store in prompt)
-    found = functional.scaled_dot_product_attention(
-        q.view(1, -1, heads, size)[:, : group.queries].transpose(1, 2),
+    tokens = q.view(1, -1, heads, size)[:, : group.queries].transpose(1, 2)
+    out = q.new_zeros(rows * width, heads, size)
+    out[: group.queries] = _flash(tokens, keys, values, scale)[0].transpose(0, 1)
+    return out.view(rows, width, heads * size)
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Causal attention of q [1, H, M, D] over keys [1, K, N, D], the last query at the last key.
+    What torch has for that under a public name imports its compiler first, for 4 s."""
+    if q.is_cuda:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        found: Tensor = flash(q, keys, values, 0.0, True, scale=scale)[0]
+        return found
+    mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+    return functional.scaled_dot_product_attention(
+        q,
         keys,
         values,
-        attn_mask=causal_lower_right(group.queries, group.length),
+        attn_mask=mask.tril(keys.shape[2] - q.shape[2]),
         scale=scale,
         enable_gqa=True,
     )
-    out = q.new_zeros(rows * width, heads, size)
-    out[: group.queries] = found[0].transpose(0, 1)
-    return out.view(rows, width, heads * size)
 
 
 def _launch(

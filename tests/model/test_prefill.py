@@ -270,7 +270,6 @@ def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders
 def test_a_long_prompt_has_passes_of_its_own(decoders, length, passes, monkeypatch):
     """Up to 90 tokens where 96 or more are left, never captured, and beside no other prompt; what
     is stored is what passes that are shared store."""
-    monkeypatch.setattr(prompts, "PASS", 48)
     monkeypatch.setattr(runner_module, "PASS", 48)
     plain, long = runners(decoders("gemma3_text"), 0)
     taken, run_pass = [], long._passes.run
@@ -280,8 +279,8 @@ def test_a_long_prompt_has_passes_of_its_own(decoders, length, passes, monkeypat
         run_pass(parts, capture=capture)
 
     monkeypatch.setattr(long._passes, "run", counted)
-    for runner, most in ((plain, 0), (long, 90)):
-        monkeypatch.setattr(prompts, "LONG", {"cpu": most})
+    for runner, given in ((plain, {}), (long, {"cpu": (96, 90)})):
+        monkeypatch.setattr(prompts, "LONG", given)
         runner.open("x", text(length))
         runner.open("y", text(7, seed=1))
         while runner.read():
