@@ -3,8 +3,12 @@ before all that is slow."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
+import threading
+from typing import NoReturn
 
 from bass_cli.system import signals
 
@@ -20,7 +24,23 @@ def main() -> None:
     _open_closed_streams()
     from bass_cli.cli import commands
 
-    commands.main()
+    try:
+        commands.main()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process as Python does, but leave its memory and the device's to the system: to take
+    apart every module and library of torch takes 0.6 to 0.9 s, which whoever called waits for."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed, or its reader has gone
+            stream.flush()
+    os._exit(code)
 
 
 def _open_closed_streams() -> None:

@@ -159,3 +159,22 @@ def test_a_reader_of_the_messages_that_has_gone_costs_no_samples(tmp_path: Path)
     assert process.wait(60) in READER_GONE
     assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 9
     assert json.loads((tmp_path / "o.jsonl.manifest.json").read_text())["totals"]["samples"] == 9
+
+
+def test_the_process_ends_at_once_but_in_order():
+    """Threads are waited for, what is registered for the end runs, codes and output are kept."""
+    code = (
+        "import atexit, sys, threading, time; from bass_cli.__main__ import main\n"
+        "atexit.register(print, 'at exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(1.5), print('thread'))).start()\n"
+        "sys.argv[0] = 'bass'; main()"
+    )
+    for argument, said, status in (("--version", 1, 0), ("--nothing", 0, 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, argument], capture_output=True, text=True, timeout=60
+        )
+        lines = done.stdout.splitlines()
+        assert (len(lines), lines[-1]) == (said + 2, "at exit"), done
+        assert "thread" in lines
+        assert done.returncode == status
+        assert ("--nothing" in done.stderr) == bool(status)
