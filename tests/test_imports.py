@@ -19,7 +19,7 @@ drafting | lengths
 profiling
 footprint plan
 build intake endings unfinished scheduler library generation
-bench | eval
+bench | eval | distill
 cli __main__
 """
 PLACES = {name: (number, group) for number, line in enumerate(LAYERS.strip().splitlines())

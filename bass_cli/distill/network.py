@@ -1,0 +1,176 @@
+"""The decoder of model/decoder.py once more, in plain torch that gradients flow through: over
+training windows, without a cache.
+
+Target and student run the same code, on the same weights as everywhere (model/weights.py). Not
+here: what sees what (layout.py), the head (loss.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from bass_cli.distill.layout import Windows
+from bass_cli.model.decoder import Rope, Spec
+
+Weights = Mapping[str, Tensor]
+Angles = tuple[Tensor, Tensor]
+Bias = tuple[Tensor, Tensor | None]  # of the text, and of the masks
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+}
+
+
+def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights to compute with in `dtype`; gradients reach the ones they were made of. Embedding
+    and head stay: few of their rows are read, or they are cast where they are used."""
+    return {
+        name: weight if name.startswith(("embed.", "head.")) else weight.to(dtype)
+        for name, weight in weights.items()
+    }
+
+
+def run(spec: Spec, weights: Weights, windows: Windows, mask: int | None) -> Tensor:
+    """The final norm's output [B, T, width] in the dtype of the layers' weights: of text and masks
+    (their id is `mask`), or of the text alone."""
+    if mask is None:
+        tokens, positions = windows.tokens, windows.positions
+    else:
+        tokens, positions = windows.inputs(mask)
+    dtype = weights["layers.0.qkv.weight"].dtype
+    residual = functional.embedding(tokens, weights["embed.weight"]).to(dtype)
+    if spec.embed_scale != 1.0:
+        residual = residual * torch.tensor(spec.embed_scale, dtype=dtype)
+    if spec.rope is None:
+        places = positions.clamp(max=spec.context - 1)
+        residual = residual + functional.embedding(places, weights["positions.weight"])
+    angles = tuple(_angles(positions, rope) for rope in (spec.rope, spec.local_rope))
+    biases = {w: _biases(spec, windows, w, dtype, mask is not None) for w in set(spec.windows)}
+    for i in range(spec.layers):
+        window = spec.windows[i]
+        turned = angles[1] if window and spec.local_rope else angles[0]
+        residual = _block(spec, weights, f"layers.{i}.", residual, turned, biases[window], windows)
+    return _norm(spec, weights, "norm", residual)
+
+
+def _biases(spec: Spec, windows: Windows, window: int, dtype: torch.dtype, masks: bool) -> Bias:
+    """What is added to scores, 0 or -inf, for as many queries as share a key: [N, 1, G T, S]."""
+    share = spec.heads // spec.kv_heads
+
+    def of(seen: Tensor) -> Tensor:
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        return bias.masked_fill_(~seen, float("-inf")).repeat(1, share, 1)[:, None]
+
+    text, both = windows.seen(window)
+    return of(text), of(both) if masks and both is not None else None
+
+
+def _block(
+    spec: Spec,
+    weights: Weights,
+    at: str,
+    residual: Tensor,
+    angles: Angles | None,
+    bias: Bias,
+    windows: Windows,
+) -> Tensor:
+    """The residual stream [B, T, width] after a layer."""
+    normed = _norm(spec, weights, at + "norm1", residual)
+    qkv = _linear(weights, at + "qkv", normed).unflatten(-1, (-1, spec.head_size))
+    q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
+    if spec.norm.qk:
+        q = _norm(spec, weights, at + "q_norm", q)
+        k = _norm(spec, weights, at + "k_norm", k)
+    if angles is not None:
+        q, k = _rotate(q, *angles), _rotate(k, *angles)
+    mixed = _linear(weights, at + "o", _mix(spec, q, k, v, bias, windows))
+    if spec.parallel:
+        return residual + mixed + _feed(spec, weights, at, normed)
+    if spec.norm.sandwich:
+        mixed = _norm(spec, weights, at + "post1", mixed)
+    residual = residual + mixed
+    fed = _feed(spec, weights, at, _norm(spec, weights, at + "norm2", residual))
+    if spec.norm.sandwich:
+        fed = _norm(spec, weights, at + "post2", fed)
+    return residual + fed
+
+
+def _mix(spec: Spec, q: Tensor, k: Tensor, v: Tensor, bias: Bias, windows: Windows) -> Tensor:
+    """Attention [B, T, H D]: the text's to itself, each group's to the text and to itself."""
+    length, scale = windows.tokens.shape[1], spec.query_scale
+    text = _attend(q[:, :length], k[:, :length], v[:, :length], bias[0], scale)
+    if bias[1] is None:
+        return text
+    groups, masks = windows.layout.groups, windows.layout.masks
+
+    def of_groups(x: Tensor) -> Tensor:  # [B C, masks, ...]
+        return x[:, length:].unflatten(1, (groups, masks)).flatten(0, 1)
+
+    def with_text(x: Tensor) -> Tensor:  # [B C, L + masks, ...]
+        shared = x[:, None, :length].expand(-1, groups, -1, -1, -1).flatten(0, 1)
+        return torch.cat((shared, of_groups(x)), 1)
+
+    mixed = _attend(of_groups(q), with_text(k), with_text(v), bias[1], scale)
+    return torch.cat((text, mixed.unflatten(0, (-1, groups)).flatten(1, 2)), 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """q [N, T, H, D], k and v [N, S, K, D]: [N, T, H D]. Heads that share a key stand one behind
+    the other as queries, so that keys need no copies."""
+    rows, width, heads, size = q.shape
+    kv_heads = k.shape[2]
+    folded = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
+    out = functional.scaled_dot_product_attention(
+        folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=scale
+    )
+    out = out.unflatten(2, (heads // kv_heads, width)).permute(0, 3, 1, 2, 4)
+    return out.reshape(rows, width, heads * size)
+
+
+def _feed(spec: Spec, weights: Weights, at: str, normed: Tensor) -> Tensor:
+    inner, act = _linear(weights, at + "up", normed), _ACTIVATIONS[spec.activation]
+    if spec.gated:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = act(gate) * up
+    else:
+        inner = act(inner)
+    return _linear(weights, at + "down", inner)
+
+
+def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    return functional.linear(x, weights[name + ".weight"], weights.get(name + ".bias"))
+
+
+def _norm(spec: Spec, weights: Weights, name: str, x: Tensor) -> Tensor:
+    weight, size = weights[name + ".weight"].to(x.dtype), x.shape[-1:]
+    head = name.endswith(("q_norm", "k_norm"))
+    if spec.norm.kind == "layer" and not head:
+        bias = weights[name + ".bias"].to(x.dtype)
+        return functional.layer_norm(x, size, weight, bias, spec.norm.eps)
+    return functional.rms_norm(x, size, weight, spec.norm.eps)
+
+
+def _angles(positions: Tensor, rope: Rope | None) -> Angles | None:
+    """cos and sin, each [B, T, 1, size / 2] float32."""
+    if rope is None:
+        return None
+    exponents = torch.arange(0, rope.size, 2, device=positions.device).float() / rope.size
+    inverse = 1.0 / (rope.theta**exponents)
+    if rope.factors is not None:
+        inverse = inverse / torch.tensor(rope.factors, device=positions.device)
+    angles = positions[..., None, None].float() * inverse
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)

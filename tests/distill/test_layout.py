@@ -1,0 +1,153 @@
+"""Training windows show a model what drafting shows it: logits at anchors and masks are those of
+drafting/parallel.py's own pass; how many anchors have how many masks; which guesses count."""
+
+import functools
+
+import numpy
+import pytest
+import torch
+from checkpoints import FAMILIES, write_checkpoint
+from toys import AtOnce, drive, loop_for, rows_for
+
+from bass_cli.distill.layout import FLOOR, RATE, Layout, lay_out, thinned, whole
+from bass_cli.distill.network import run
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.weights import load, open_checkpoint
+
+MASK = 300
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """From a family's name: its spec, weights, and a Decoder over a copy of them."""
+
+    @functools.cache
+    def made(family):
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(family, folder)
+        checkpoint = open_checkpoint(folder)
+        weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+        return checkpoint.spec, weights, Decoder(checkpoint.spec, dict(weights))
+
+    return made
+
+
+def windows_of(texts, layout, *, length, seed=0, begins=0):
+    """One window in which these texts stand one behind the other."""
+    tokens, positions, numbers = (numpy.zeros((1, length), dtype=numpy.int64) for _ in range(3))
+    due = numpy.zeros((1, length), dtype=bool)
+    numbers -= 1
+    at = 0
+    for number, text in enumerate(texts):
+        to = slice(at, at + len(text))
+        tokens[0, to], positions[0, to], numbers[0, to] = text, range(len(text)), number
+        due[0, at + begins : at + len(text)] = True
+        at += len(text)
+    noise = numpy.random.default_rng(seed)
+    return lay_out(layout, tokens, positions, numbers, due, noise)
+
+
+def seen_by_drafting(decoder, widest):
+    """What the passes of a loop's drafts were: (a row's tokens, its logits [length, V])."""
+    found = []
+    loop = loop_for(decoder, AtOnce(decoder, MASK), rows=3, lengths=Fixed(widest))
+    runner, propose, logits = loop.drafter._runner, loop.drafter.propose, []
+    forward = runner.forward
+    runner.forward = lambda *given, **words: logits.append(forward(*given, **words)) or logits[-1]
+
+    def watched(batch, length):
+        proposal = propose(batch, length)
+        for row in range(len(batch.hosts) if length == widest else 0):
+            end = int(batch.lengths[row])
+            found.append((batch.tokens[row, :end].tolist(), logits[-1][row]))
+        return proposal
+
+    loop.drafter.propose = watched
+    drive(loop, rows_for([[5, 6, 7], [9, 10, 11, 12, 13]], 2, limit=11, temperature=0.8))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_shows_what_drafting_shows(models, family):
+    """The same logits, within what sums in another order leave; texts side by side in a window
+    are strangers, and so are the masks of one group."""
+    spec, weights, decoder = models(family)
+    passes = seen_by_drafting(decoder, widest := 7)[:6]
+    assert len({len(tokens) for tokens, _ in passes}) > 2
+    layout = Layout(sum(len(tokens) for tokens, _ in passes) + 3, 3, (3,) * (widest - 1))
+    windows = windows_of([tokens for tokens, _ in passes], layout, length=layout.window)
+    ends = numpy.cumsum([len(tokens) for tokens, _ in passes]) - 1
+    slots = torch.full((3 * 3,), -1)
+    slots[torch.tensor([8, 0, 4, 1, 3, 6])] = torch.from_numpy(ends)
+    windows.anchors.copy_(slots.view(1, 3, 3))
+    hidden = run(spec, weights, windows, MASK)[0]
+    logits = torch.nn.functional.linear(hidden, weights["head.weight"], weights.get("head.bias"))
+    anchors, numbers = (torch.from_numpy(part) for part in layout.slots())
+    for end, (_, due) in zip(ends, passes, strict=True):
+        slot = int((slots == end).nonzero())
+        group, number = divmod(slot, 3)
+        places = [layout.window + group * layout.masks + int(m)
+                  for m in (anchors == number).nonzero()]  # fmt: skip
+        assert numbers[anchors == number].tolist() == list(range(1, widest))
+        torch.testing.assert_close(logits[[int(end), *places]], due, atol=2e-4, rtol=1e-4)
+
+
+def test_the_text_alone_is_what_it_is_with_masks(models):
+    """Masks change nothing for the text; a target runs without them."""
+    spec, weights, _ = models("qwen3")
+    windows = windows_of([[5, 6, 7, 8], [9, 10, 11]], thinned(16, 4), length=16)
+    both = run(spec, weights, windows, MASK)
+    assert both.shape[1] == windows.layout.tokens > 16
+    torch.testing.assert_close(run(spec, weights, windows, None), both[:, :16])
+
+
+@pytest.mark.parametrize(("window", "drafts"), [(512, 8), (1024, 12), (64, 4)])
+def test_a_mask_is_kept_for_a_share_of_those_before_it(window, drafts):
+    layout = thinned(window, drafts)
+    assert len(layout.counts) == drafts - 1
+    for j, count in enumerate(layout.counts, 1):
+        assert layout.groups * count / window == pytest.approx(max(RATE**j, FLOOR), rel=0.25)
+    assert list(layout.counts) == sorted(layout.counts, reverse=True)
+    # the whole costs a few plain passes, not one for each draft
+    assert layout.tokens < 0.62 * drafts * window
+
+
+def test_masks_of_the_usual_window_are_whole_tiles():
+    layout = thinned(512, 8)
+    assert layout.masks % 8 == 0
+    assert 2.8 < layout.tokens / 512 < 3.8
+
+
+def test_guesses_count_where_the_target_chose_the_next_token():
+    """Not in a prompt, not beyond a text's end, not from an anchor that is none."""
+    texts, layout = [list(range(10, 22)), list(range(30, 35))], whole(20, 5, 8)
+    windows = windows_of(texts, layout, length=20, begins=3)
+    flat, text = windows.tokens.flatten(), windows.texts[0]
+    due = [i for i in range(17) if i not in (0, 1, 2, 12, 13, 14)]
+    anchors, numbers = layout.slots()
+    for student, target, place in zip(windows.student, windows.target, windows.place, strict=True):
+        assert int(target) in due
+        if student < 20:
+            assert (int(place), int(student)) == (0, int(target))
+            continue
+        group, mask = divmod(int(student) - 20, layout.masks)
+        anchor = int(windows.anchors[0, group, anchors[mask]])
+        assert int(place) == numbers[mask]
+        assert int(target) == anchor + int(place)
+        assert anchor in due
+        assert text[anchor] == text[int(target)]
+    assert (windows.student < 20).sum() == len(due)
+    assert sorted(windows.anchors[windows.anchors >= 0].tolist()) == due
+    assert (windows.anchors < 0).sum() == 16 - len(due)
+    # of the first text 9 are due, of the second 2: so many guesses lie 1, 2, 3, 4 places on
+    assert [int((windows.place == j).sum()) for j in range(5)] == [11, 9, 7, 6, 5]
+    assert flat[windows.target].min() >= 13
+
+
+def test_anchors_are_drawn_anew_and_by_the_seed_alone():
+    texts, layout = [list(range(60))], thinned(64, 4)
+    one, same, other = (windows_of(texts, layout, length=64, seed=s) for s in (1, 1, 2))
+    assert torch.equal(one.anchors, same.anchors)
+    assert torch.equal(one.student, same.student)
+    assert not torch.equal(one.anchors, other.anchors)

@@ -1,0 +1,92 @@
+"""The loss and its gradients against a naive one over the whole vocabulary; chances to stand
+against their formula, term by term, and against draws."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from bass_cli.distill import loss
+from bass_cli.distill.loss import Head, divergence, maximal_agreement, shared_agreement
+
+
+@pytest.mark.parametrize("elements", [1, 50 * 7, 1 << 28])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_loss_is_the_divergence_of_whole_laws(monkeypatch, elements, biased):
+    """In however many pieces it is made, with gradients for the student and its head alone."""
+    monkeypatch.setattr(loss, "ELEMENTS", elements)
+    torch.manual_seed(0)
+    n, vocab, width, wide = 23, 50, 8, 12
+    student = torch.randn(n, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(vocab, dtype=torch.float64, requires_grad=True) if biased else None
+    target = torch.randn(n, wide, dtype=torch.float64, requires_grad=True)
+    law = Head(torch.randn(vocab, wide, dtype=torch.float64, requires_grad=True), None)
+    of = [student, weight] + ([bias] if biased else [])
+    due_law = functional.log_softmax(target.detach() @ law.weight.detach().T, -1)
+    own = functional.log_softmax(functional.linear(student, weight, bias), -1)
+    naive = functional.kl_div(own, due_law, log_target=True, reduction="sum")
+    due = torch.autograd.grad(3.0 * naive, of)
+    found = divergence(student, Head(weight, bias), target, law)
+    (3.0 * found).backward()
+    torch.testing.assert_close(found.double(), naive, atol=1e-4, rtol=1e-5)
+    for one, gradient in zip(of, due, strict=True):
+        torch.testing.assert_close(one.grad, gradient, atol=2e-5, rtol=1e-4)
+    assert target.grad is None
+    assert law.weight.grad is None
+
+
+def test_the_loss_of_the_same_law_is_nothing():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 8), torch.randn(40, 8)
+    head = Head(weight, None)
+    assert float(divergence(hidden, head, hidden, head)) == pytest.approx(0.0, abs=1e-5)
+
+
+def laws(n, vocab, scale):
+    torch.manual_seed(1)
+    target, student = torch.randn(2, n, vocab) * scale
+    student[0] = target[0]
+    student[1, 3] = target[1, 5] = -200.0  # no chance at all
+    return target.log_softmax(-1), student.log_softmax(-1)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])
+def test_chances_under_shared_coupling_are_the_formula(scale):
+    target, student = laws(12, 31, scale)
+    p, q = target.double().exp(), student.double().exp()
+    tokens = torch.distributions.Categorical(p).sample()
+    both = torch.zeros_like(p)
+    for i in range(31):
+        ratio = torch.maximum(p / p[:, i : i + 1], q / q[:, i : i + 1]).sum(-1)
+        both[:, i] = (1 / ratio).nan_to_num(0.0)
+    found = shared_agreement(target, student, tokens)
+    torch.testing.assert_close(found.stands, both.sum(-1).float(), atol=1e-6, rtol=1e-5)
+    at = tokens[:, None]
+    given = (both.gather(1, at) / p.gather(1, at))[:, 0].float()
+    torch.testing.assert_close(found.given, given, atol=1e-6, rtol=1e-4)
+    assert float(found.stands[0]) == pytest.approx(1.0)
+    overlap = maximal_agreement(target, student, tokens)
+    assert (found.stands <= overlap.stands + 1e-6).all()
+
+
+def test_chances_are_the_shares_of_draws():
+    """Shared noise: both tokens are the best of log-law plus Gumbel noise."""
+    target, student = laws(4, 9, 1.0)
+    noise = -torch.empty(40000, 4, 9).exponential_().log()
+    p_tokens, q_tokens = ((law + noise).argmax(-1) for law in (target, student))
+    token = torch.tensor([1, 2, 0, 4])
+    found = shared_agreement(target, student, token)
+    same = (p_tokens == q_tokens).float()
+    torch.testing.assert_close(found.stands, same.mean(0), atol=0.012, rtol=0)
+    here = (p_tokens == token).float()
+    torch.testing.assert_close(found.given, (same * here).sum(0) / here.sum(0), atol=0.04, rtol=0)
+
+
+def test_chances_under_maximal_coupling():
+    target, student = laws(6, 9, 1.0)
+    token = torch.tensor([1, 2, 0, 4, 5, 6])
+    found = maximal_agreement(target, student, token)
+    p, q = target.exp(), student.exp()
+    torch.testing.assert_close(found.stands, torch.minimum(p, q).sum(-1))
+    at = (torch.arange(6), token)
+    torch.testing.assert_close(found.given, (q[at] / p[at]).clamp(max=1.0))
