@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from bass_cli import __version__
+from bass_cli.cli.distill import distill
 from bass_cli.cli.evaluate import evaluate
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.help import EPILOG, Command, Group
@@ -110,6 +111,7 @@ def generate(args: GenerateArgs) -> None:
 
 
 app.command(cls=Command, epilog=EPILOG)(profile)
+app.command(cls=Command, epilog=EPILOG)(distill)
 
 
 @app.command(cls=Command, epilog=EPILOG)

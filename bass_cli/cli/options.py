@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
@@ -284,9 +284,8 @@ OF_A_JOB = ("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size",
 # what a command says otherwise of a field that others have too
 OWN: dict[type, dict[str, Flag]] = {
     EvaluateArgs: {
-        "max_new_tokens": Flag("The most tokens a sample may "
-                               "get", SAMPLING, "N", "512, for xsum 128"),
-        "temperature": Flag("0 is greedy", SAMPLING, "NUMBER", "the pair's, or 0.2"),
+        "max_new_tokens": OPTIONS["max_new_tokens"]._replace(default="512, for xsum 128"),
+        "temperature": OPTIONS["temperature"]._replace(default="the pair's, or 0.2"),
         "out": Flag("Where samples go", OUTPUT, "FILE", "TASK-PAIR.jsonl, with --limit N "
                                                         "TASK-PAIR-firstN.jsonl"),
     },
@@ -297,8 +296,8 @@ OWN: dict[type, dict[str, Flag]] = {
                           "samples", OUTPUT),
     },
     ProfileArgs: {
-        "batch_sizes": Flag("Numbers of rows to "
-                            "measure", MEASURED, "N,...", "1,2,4,8; on a GPU to 64"),
+        "batch_sizes": Flag("Numbers of rows to measure", MEASURED, "N,...",
+                            "1,2,4,8; on a GPU to 64"),
     },
     BenchArgs: {
         **{name: OPTIONS[name]._replace(group=JOB, variable=False) for name in OF_A_JOB},
@@ -317,19 +316,21 @@ OWN: dict[type, dict[str, Flag]] = {
 Args = TypeVar("Args")
 
 
-def takes(kind: type[Args]) -> Callable[[Callable[[Args], None]], Callable[..., None]]:
+def takes(
+    kind: type[Args], own: Mapping[str, Flag] = {}
+) -> Callable[[Callable[[Args], None]], Callable[..., None]]:
     """Makes a command of a function that takes one such object: typer reads the options off the
-    signature made here."""
+    signature made here. `own`: a command's options that stand in a file of their own."""
 
     def command_of(body: Callable[[Args], None]) -> Callable[..., None]:
         @functools.wraps(body)
         def command(**values: Any) -> None:
             body(kind(**values))
 
-        types, flags = get_type_hints(kind), OPTIONS | OWN.get(kind, {})
+        types, flags = get_type_hints(kind), {**OPTIONS, **OWN.get(kind, {}), **own}
         hints = {
             field: Annotated[types[field], flags[field].info(field)]
-            for field in OPTIONS
+            for field in flags
             if field in types
         }
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -145,6 +145,32 @@ class BenchArgs(LawArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillArgs(PairArgs):
+    source: str | None = None
+    layers: int | None = None
+    prompts: str | None = None
+    chat: bool | None = None
+    prompt_column: str | None = None
+    limit: int | None = None
+    tokens: int | None = None
+    n: int | None = None
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    batch_size: str | None = None
+    draft_length: int | None = None
+    minutes: float | None = None
+    steps: int | None = None
+    learning_rate: float | None = None
+    windows: int | None = None
+    window_tokens: int | None = None
+    out: str | None = None
+    overwrite: bool = False
+    json_document: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PairsArgs:
     names: list[str] | None = None
     json_table: bool = False

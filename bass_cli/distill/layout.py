@@ -11,6 +11,7 @@ pass over all of them would look at too many pairs. Not here: texts (corpus.py),
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -80,7 +81,8 @@ class Windows:
     """B windows, int64. tokens, positions (in their text), texts (which one a token is of; -1:
     none) [B, L]; anchors [B, C, A]: places in the window, -1 where there is none. student: places
     in [B, L + C masks] whose guesses are compared; target: those of the text in [B, L] that know
-    what they should be; place: the number of the guess, 0 for an anchor's own. [N] each."""
+    what they should be; place: the number of the guess, 0 for an anchor's own. [N] each. slots
+    [2, masks]: the layout's."""
 
     layout: Layout
     tokens: Tensor
@@ -90,19 +92,19 @@ class Windows:
     student: Tensor
     target: Tensor
     place: Tensor
+    slots: Tensor
 
     def to(self, device: torch.device) -> Windows:
-        moved = (
-            getattr(self, name).to(device, non_blocking=True)
-            for name in Windows.__dataclass_fields__
-            if name != "layout"
-        )
-        return Windows(self.layout, *moved)
+        """A copy there. To a CUDA device it goes while that is still busy."""
+        parts = [getattr(self, name) for name in Windows.__dataclass_fields__ if name != "layout"]
+        if device.type == "cuda":
+            parts = [part.pin_memory().to(device, non_blocking=True) for part in parts]
+        return Windows(self.layout, *parts)
 
     def inputs(self, mask: int) -> tuple[Tensor, Tensor]:
         """Tokens and positions with the masks behind them, [B, L + C masks] each."""
         rows = len(self.tokens)
-        anchors, numbers = self._slots()
+        anchors, numbers = self.slots
         at = self.anchors.clamp(min=0)[:, :, anchors].flatten(1)
         behind = self.positions.gather(1, at) + numbers.repeat(self.layout.groups)
         masks = self.tokens.new_full((rows, behind.shape[1]), mask)
@@ -112,7 +114,7 @@ class Windows:
         """What sees what, bool: the text itself [B, L, L]; masks the text and their own group
         [B C, masks, L + masks], None without masks. window: how many of the latest positions are
         seen, itself included; 0 for all."""
-        rows, length = self.tokens.shape
+        length = self.layout.window
         order = torch.arange(length, device=self.tokens.device)
         same = self.texts[:, :, None] == self.texts[:, None, :]
         text = same & (order[:, None] >= order)
@@ -120,20 +122,16 @@ class Windows:
             text &= order[:, None] - order < window
         if not self.layout.groups:
             return text, None
-        anchors, numbers = self._slots()
+        anchors, numbers = self.slots
         at = self.anchors.clamp(min=0)[:, :, anchors]  # [B, C, masks]
-        before = self.texts.gather(1, at.flatten(1)).view_as(at)[..., None] == self.texts[:, None, None]
-        before = before & (order <= at[..., None])
+        own = self.texts.gather(1, at.flatten(1)).view_as(at)
+        before = (own[..., None] == self.texts[:, None, None]) & (order <= at[..., None])
         chain = (anchors[:, None] == anchors) & (numbers[:, None] >= numbers)
         if window:
             before &= (at + numbers)[..., None] - order < window
             chain &= numbers[:, None] - numbers < window
         both = torch.cat((before, chain.expand(*at.shape[:2], -1, -1)), -1)
         return text, both.flatten(0, 1)
-
-    def _slots(self) -> tuple[Tensor, Tensor]:
-        anchors, numbers = (torch.from_numpy(part) for part in self.layout.slots())
-        return anchors.to(self.tokens.device), numbers.to(self.tokens.device)
 
 
 def lay_out(
@@ -142,16 +140,17 @@ def lay_out(
     positions: numpy.ndarray,
     texts: numpy.ndarray,
     due: numpy.ndarray,
-    noise: numpy.random.Generator,
+    noise: Sequence[numpy.random.Generator],
 ) -> Windows:
     """Windows with anchors drawn from the places that are `due` [B, L] bool: whose next token the
-    target itself chose. A mask counts where its own place is due too, in its anchor's text."""
+    target itself chose. A mask counts where its own place is due too, in its anchor's text.
+    `noise`: one for each window, so that it does not matter which others it comes with."""
     rows, length = tokens.shape
     each = layout.groups * layout.anchors
     anchors = numpy.full((rows, each), -1, dtype=numpy.int64)
     for row in range(rows):
-        found = noise.permutation(numpy.flatnonzero(due[row]))[:each]
-        anchors[row, noise.permutation(each)[: len(found)]] = found
+        found = noise[row].permutation(numpy.flatnonzero(due[row]))[:each]
+        anchors[row, noise[row].permutation(each)[: len(found)]] = found
     shaped = anchors.reshape(rows, layout.groups, layout.anchors)
     slot_anchors, numbers = layout.slots()
     at = shaped[:, :, slot_anchors].reshape(rows, -1)
@@ -176,5 +175,6 @@ def lay_out(
         numpy.flatnonzero(every),
         chosen[0] * length + goals[chosen],
         places[chosen[1]],
+        numpy.stack((slot_anchors, numbers)),
     )
     return Windows(layout, *(torch.from_numpy(part.astype(numpy.int64)) for part in parts))

@@ -7,7 +7,7 @@ here: what sees what (layout.py), the head (loss.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]
 Bias = tuple[Tensor, Tensor | None]  # of the text, and of the masks
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),

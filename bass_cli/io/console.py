@@ -150,6 +150,19 @@ class Screen:
         finally:
             self._stop()
 
+    @contextlib.contextmanager
+    def watching(
+        self, line: Callable[[], str], share: Callable[[], float | None]
+    ) -> Iterator[Callable[[], None]]:
+        """Show a line that says itself how far something is; the function given has it shown
+        anew."""
+        if self._display is not None:
+            self._display.show(line, share=share)
+        try:
+            yield self._tick
+        finally:
+            self._stop()
+
     def note(self, message: str) -> None:
         """One line for the person, not in the way of the progress display."""
         if self._display is not None:

@@ -92,13 +92,17 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of a conversation that is the assistant's to go on; UserError if there is no
         template or it refuses."""
+        return self.encode_part(
+            self.render(messages), most
+        )  # the template has written its own special tokens
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of such a conversation."""
         if not self.has_chat_template:
             raise UserError(
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
             )
-        return self.encode_part(
-            self._template(messages), most
-        )  # the template has written its own special tokens
+        return self._template(messages)
 
     def _checked(self, text: str, most: int | None) -> str:
         """The text, if it is Unicode (half of a surrogate pair, which JSON can spell, has no

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint
 from bass_cli.model.decoder import Spec, parameters, stored_dtype
-from bass_cli.model.families import CODEGEN_BLOCKS
+from bass_cli.model.families import CODEGEN_BLOCKS, Slot
 from bass_cli.model.sources import locate
 from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
 from bass_cli.model.tensor_files import DTYPES
@@ -76,11 +76,8 @@ def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage) ->
         if not slot.how and target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype:
             read_into(file, entry, 0, target)
             return
-        order = (
-            _ORDERS[slot.how](spec, entry.shape[0]).to(target.device)
-            if slot.how in _ORDERS
-            else None
-        )
+        order = order_of(spec, slot)
+        order = None if order is None else order.to(target.device)
         for first, part in parts(file, entry, stage):
             _place(target, part, first, slot.how, order)
 
@@ -123,3 +120,8 @@ _ORDERS: dict[str, Callable[[Spec, int], Tensor]] = {
     "deinterleave": _deinterleave,
     "codegen": _codegen,
 }
+
+
+def order_of(spec: Spec, slot: Slot) -> Tensor | None:
+    """For each stored row of a slot the row of its part that it becomes, where rows are sorted."""
+    return _ORDERS[slot.how](spec, slot.rows) if slot.how in _ORDERS else None

@@ -1,0 +1,185 @@
+"""`bass distill` from its options to a folder: samples, training, the draft, a pair file, a report.
+
+Each part leaves what it made on the disk and is not done again: a run that was killed goes on.
+Not here: the parts themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bass_cli.config.args import DistillArgs
+from bass_cli.config.job import Pair
+from bass_cli.distill.folder import config_of, write_folder
+from bass_cli.distill.prompts import own_beginnings
+from bass_cli.distill.report import table
+from bass_cli.distill.sampling import draw, is_complete, usable
+from bass_cli.distill.settings import (
+    Training,
+    check_room,
+    find_source,
+    sampling_job,
+    training_of,
+    wanted_tokens,
+)
+from bass_cli.distill.student import Source
+from bass_cli.distill.work import Places, Work
+from bass_cli.errors import UserError
+from bass_cli.generation import describe
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import open_source, read_prompts
+from bass_cli.io.reading import parse_object, read_bytes
+from bass_cli.io.resume import write_json
+from bass_cli.io.saving import write_file
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.model.weights import locate
+from bass_cli.plan import Plan, make_plan
+from bass_cli.system.host import give_back_memory
+from bass_cli.system.threads import settle
+
+_MOST_BYTES = 1 << 24  # of a settings file
+
+
+def run(args: DistillArgs, screen: Screen) -> str:
+    """Everything that is not done yet; returns the report as JSON."""
+    assert args.out is not None
+    training, places = training_of(args), Places(Path(args.out))
+    pair, job = sampling_job(args)
+    settle(job.threads, screen.note)
+    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
+    plan = make_plan(job)
+    source = find_source(args, pair, plan)
+    config = config_of(
+        source.spec, eos_ids=source.checkpoint.eos_ids, place=str(source.checkpoint.path)
+    )
+    asked, results = _samples_of(args, plan, screen)
+    begun = _begin(places, training, source, results, overwrite=args.overwrite)
+    if begun and places.report.exists():
+        screen.note(f"{places.folder}: it is complete")
+        return _show(json.loads(places.report.read_text()), screen)
+    check_room(plan, source, training, places.folder, results["tokens"])
+    for note in plan.notes:
+        screen.note(note)
+    seconds = dict.fromkeys(("sampling", "training", "measuring"), 0.0)
+    began = time.monotonic()
+    if not is_complete(places.samples, results):
+        draw(
+            plan, asked, wanted=results["tokens"], path=places.samples, results=results,
+            screen=screen,
+        )  # fmt: skip
+        give_back_memory(plan.device)
+    seconds["sampling"] = time.monotonic() - began
+    work = Work(plan, source, training, places, screen)
+    document = work.run(seconds)
+    mask = {**config, "pard_token": source.mask}
+    write_folder(
+        places.draft,
+        source.spec,
+        work.weights,
+        config=mask,
+        tokenizer=Tokenizer.load(source.checkpoint.path).settled,
+        dtype=plan.dtype,
+    )
+    _write_pair(places, pair)
+    write_json(places.report, document, f"{places.report}: cannot write the report")
+    places.checkpoint.unlink(missing_ok=True)
+    screen.note(f"a draft in {places.draft}; try: bass generate PROMPTS --pair {places.pair}")
+    return _show(document, screen)
+
+
+def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dict[str, Any]]:
+    """What the target is asked, and what its samples depend on."""
+    if args.prompts is None:
+        asked: Any = own_beginnings(plan.tokenizer, args.chat)
+        digest: dict[str, Any] = {"prompts": list(asked)}
+    else:
+        file = open_source(args.prompts)
+        column = plan.job.prompt_column
+        prompts = usable(read_prompts(file, column=column, limit=plan.job.limit), plan, screen)
+        asked = functools.partial(iter, prompts)
+        digest = {"prompts": file.digest() or file.name, "prompt_column": column}
+    manifest = describe(plan, digest)
+    found = {**manifest["results"], "tokens": wanted_tokens(args, plan)}
+    return asked, json.loads(json.dumps(found, default=str))
+
+
+def _begin(
+    places: Places, training: Training, source: Source, results: dict[str, Any], *, overwrite: bool
+) -> bool:
+    """Whether the folder is that of the same command; UserError where it is another's."""
+    settings = {
+        "samples": results,
+        "source": source.checkpoint.fingerprint(),
+        "layers": source.layers,
+        "mask": source.mask,
+        **asdict(training),
+    }
+    settings = json.loads(json.dumps(settings))
+    folder = places.folder
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: this is a file, a folder is needed")
+    before: dict[str, Any] | None = None
+    if places.settings.exists():
+        try:
+            before = parse_object(read_bytes(places.settings, _MOST_BYTES))
+        except (OSError, ValueError) as error:
+            if not overwrite:
+                raise UserError(f"{places.settings}: {error}; use --overwrite") from None
+    elif folder.exists() and not overwrite:
+        strange = [one.name for one in folder.iterdir() if not one.name.startswith("samples.jsonl")]
+        if strange:
+            raise UserError(
+                f"--out {folder}: it holds other things ({strange[0]}); give a new or empty folder"
+            )
+    if before == settings and not overwrite:
+        return True
+    if before is not None and not overwrite:
+        bad = [key for key in {**before, **settings} if before.get(key) != settings.get(key)]
+        raise UserError(
+            f"--out {folder}: it was begun with other settings ({', '.join(bad)}); use --overwrite "
+            "to begin anew, or another folder"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (places.checkpoint, places.report, places.pair):
+        path.unlink(missing_ok=True)
+    shutil.rmtree(places.draft, ignore_errors=True)
+    if overwrite:
+        for path in folder.glob("samples.jsonl*"):
+            path.unlink()
+    write_json(places.settings, settings, f"{places.settings}: cannot write the settings")
+    return False
+
+
+def _write_pair(places: Places, pair: Pair) -> None:
+    """The pair of the target and its new draft; paths that were relative to another file are
+    made absolute."""
+
+    def found(source: str) -> str:
+        path = locate(source, folder=pair.folder)
+        is_path = Path(source).suffix == ".gguf" or Path(source).expanduser().exists()
+        near = pair.folder is not None and (pair.folder / source).exists()
+        return str(path) if is_path or near else source
+
+    words: dict[str, Any] = {"target": found(pair.target), "draft": "parallel:./draft"}
+    if pair.tokenizer is not None:
+        words["tokenizer"] = found(pair.tokenizer)
+    sampling = pair.sampling.model_dump(mode="json", exclude_unset=True)
+    if sampling:
+        words["sampling"] = sampling
+    if pair.dtype != "auto":
+        words["dtype"] = pair.dtype
+    write_file(places.pair, yaml.safe_dump(words, sort_keys=False).encode())
+
+
+def _show(document: dict[str, Any], screen: Screen) -> str:
+    columns, lines = table(document)
+    screen.table(columns, lines)
+    return json.dumps(document)

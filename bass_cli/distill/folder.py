@@ -1,0 +1,200 @@
+"""A decoder's weights as a folder that transformers and everybody else reads: config.json,
+model.safetensors, the tokenizer's files. The way back from model/hf_config.py and
+model/weights.py, by the same tables.
+
+Not here: which weights these are (student.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bass_cli.errors import UserError
+from bass_cli.io.saving import write_file
+from bass_cli.model.decoder import Rope, Spec, parameters
+from bass_cli.model.families import FAMILIES, Slot, slots
+from bass_cli.model.hf_config import ACTIVATIONS, spec_of_config
+from bass_cli.model.tokenizer_files import Settled
+from bass_cli.model.weights import order_of
+
+WEIGHTS = "model.safetensors"
+_LLAMA3 = (8192, 1.0, 4.0)  # original context, low and high factor of all published Llama 3.x
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "opt": "OPTForCausalLM",
+    "starcoder2": "Starcoder2ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gptj": "GPTJForCausalLM",
+    "codegen": "CodeGenForCausalLM",
+}
+
+
+def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, Any]:
+    """The config.json of a Spec; UserError, beginning with `place`, where a family's configuration
+    has no words for what a checkpoint (of another format) is."""
+    family, words = FAMILIES[spec.family], dict[str, Any]()
+    activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)
+    assert ACTIVATIONS[activation] == spec.activation
+    sizes = {
+        "layers": spec.layers,
+        "width": spec.width,
+        "heads": spec.heads,
+        "kv_heads": spec.kv_heads,
+        "head_size": spec.head_size,
+        "inner": spec.inner,
+        "vocab": spec.vocab,
+        "context": spec.context,
+        "eps": spec.norm.eps,
+        "activation": activation,
+    }
+    words |= {family.keys[word]: value for word, value in sizes.items() if family.keys[word]}
+    words |= {flag: bool(names & spec.biases) for flag, names in family.flags.items()}
+    words |= _windows(spec) | _ropes(spec)
+    words |= {
+        "model_type": spec.family,
+        "architectures": [_CLASSES[spec.family]],
+        "tie_word_embeddings": spec.tied,
+        "eos_token_id": list(eos_ids) or None,
+    }
+    if spec.family == "gemma3_text":
+        words["query_pre_attn_scalar"] = round(spec.query_scale**-2)  # a whole number in all sizes
+    if spec.family == "opt":
+        words |= {"word_embed_proj_dim": spec.width, "do_layer_norm_before": True}
+    if not _same(spec_of_config(words, place=place), spec):
+        raise UserError(
+            f"{place}: a {spec.family} model like this one has no config.json, so nothing can be "
+            "made of it that others read; give a folder with safetensors"
+        )
+    return words
+
+
+def _windows(spec: Spec) -> dict[str, Any]:
+    style, widest = FAMILIES[spec.family].windows, max(spec.windows)
+    if not style:
+        return {}
+    found: dict[str, Any] = {"sliding_window": widest or None, "use_sliding_window": widest > 0}
+    if style == "types":
+        found["layer_types"] = [
+            "sliding_attention" if window else "full_attention" for window in spec.windows
+        ]
+    if spec.family in ("gemma3_text", "mistral", "starcoder2"):
+        del found["use_sliding_window"]
+    return found
+
+
+def _ropes(spec: Spec) -> dict[str, Any]:
+    kind = FAMILIES[spec.family].rotary
+    if kind == "partial":
+        return {"rotary_dim": 0 if spec.rope is None else spec.rope.size}
+    if spec.rope is None:
+        return {}
+    full = _rope(spec, spec.rope)
+    if spec.local_rope is None:
+        # the older words too, for those who read no newer ones
+        older = {} if full["rope_type"] == "default" else {"rope_scaling": full}
+        return {"rope_parameters": full, "rope_theta": spec.rope.theta} | older
+    local = _rope(spec, spec.local_rope)
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
+def _rope(spec: Spec, rope: Rope) -> dict[str, Any]:
+    words: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.size != spec.head_size:
+        words["partial_rotary_factor"] = rope.size / spec.head_size
+    if rope.factors is None:
+        return words
+    factor = rope.factors[-1]
+    if len(set(rope.factors)) == 1:
+        return words | {"rope_type": "linear", "factor": factor}
+    original, low, high = _LLAMA3
+    return words | {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _same(found: Spec, spec: Spec) -> bool:
+    """Whether a configuration says the same; factors of a GGUF file are rounded."""
+    ropes = [(getattr(found, name), getattr(spec, name)) for name in ("rope", "local_rope")]
+    for one, other in ropes:
+        if one is None or other is None:
+            if one is not other:
+                return False
+            continue
+        ours, theirs = one.factors or (), other.factors or ()
+        near = len(ours) == len(theirs) and (one.theta, one.size) == (other.theta, other.size)
+        if not near or not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4), ours, theirs)):
+            return False
+    near = math.isclose(found.query_scale, spec.query_scale, rel_tol=1e-5)
+    turned = replace(found, rope=spec.rope, local_rope=spec.local_rope)
+    return near and replace(turned, query_scale=spec.query_scale) == spec
+
+
+def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by the name and in the form that the family's safetensors have it."""
+    family = FAMILIES[spec.family]
+    shapes = parameters(spec)
+    for name, slot in slots(spec, family.tensors).items():
+        assert slot.name in shapes
+        if spec.tied and slot.name == "head.weight":
+            continue
+        part = weights[slot.name][slot.first : slot.first + slot.rows]
+        yield family.prefix * (not name.startswith("lm_head")) + name, _back(spec, slot, part)
+
+
+def _back(spec: Spec, slot: Slot, part: Tensor) -> Tensor:
+    """The transform of model/weights.py undone."""
+    if (order := order_of(spec, slot)) is not None:
+        return part[order.to(part.device)].contiguous()
+    if slot.how == "transpose" and part.dim() == 2:
+        return part.T.contiguous()
+    if slot.how == "skip_two":
+        return torch.cat((part.new_zeros(2, *part.shape[1:]), part))
+    return (part - 1 if slot.how == "plus_one" else part).contiguous()
+
+
+def write_folder(
+    folder: Path,
+    spec: Spec,
+    weights: Mapping[str, Tensor],
+    *,
+    config: Mapping[str, Any],
+    tokenizer: Settled,
+    dtype: torch.dtype,
+) -> None:
+    """Each file in one step, config.json last: without one a folder is no model."""
+    from safetensors.torch import save
+
+    folder.mkdir(exist_ok=True)
+    tensors = {name: part.to("cpu", dtype).clone() for name, part in stored(spec, weights)}
+    write_file(folder / WEIGHTS, save(tensors, {"format": "pt"}))
+    write_file(folder / "tokenizer.json", tokenizer.content)
+    named = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.special,
+        "split_special_tokens": tokenizer.literal,
+        "chat_template": tokenizer.template,
+    }
+    _write_json(folder / "tokenizer_config.json", named)
+    kind = str(dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", {**config, "dtype": kind, "torch_dtype": kind})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    held = {key: value for key, value in content.items() if value is not None}
+    write_file(path, f"{json.dumps(held, indent=2, ensure_ascii=False)}\n".encode())

@@ -1,0 +1,150 @@
+"""What a target is asked for its own samples: a file's prompts again and again, or nothing that
+anybody has to write. A chat model writes the users' turns itself, from the beginning of one that
+is empty, and answers them; and every model goes on from the beginning of a text.
+
+Not here: drawing (sampling.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from bass_cli.errors import UserError
+from bass_cli.io.completion import Completion
+from bass_cli.io.prompts import Prompt
+from bass_cli.model.tokenizer import Tokenizer
+
+_MARK = "THE USER SAYS THIS"  # where a template puts what a user says
+TURN, ANSWER, TEXT = "turn", "answer", "text"  # how ids begin; a file's begin with a number
+
+
+class Own(NamedTuple):
+    """The beginnings of what a model writes itself: a user's `turn`, and a `text`; None: it is
+    not asked for those."""
+
+    turn: str | None
+    text: str | None
+
+
+def own_beginnings(tokenizer: Tokenizer, chat: bool | None) -> Own:
+    """For a model with this tokenizer. `chat`: only turns and their answers, or none of them; None:
+    both, where there is a template. UserError where there is nothing to begin with."""
+    turn = None
+    if chat and not tokenizer.has_chat_template:
+        raise UserError(f"--chat: {tokenizer.path}: the tokenizer has no chat template")
+    if chat is not False and tokenizer.has_chat_template:
+        begin, found, _ = tokenizer.render([{"role": "user", "content": _MARK}]).partition(_MARK)
+        turn = _as_prompt(tokenizer, begin) if found else None
+        if chat and not turn:
+            raise UserError(
+                "--chat: the template says nothing before what a user says, so no such turn can be "
+                "begun; give --prompts FILE"
+            )
+    text = None if chat else _first_text(tokenizer)
+    if not turn and text is None:
+        raise UserError(
+            "the tokenizer has no token that begins or ends a text, so none can be begun; give "
+            "--prompts FILE"
+        )
+    return Own(turn or None, text)
+
+
+def _as_prompt(tokenizer: Tokenizer, text: str) -> str:
+    """The text without the token that the tokenizer will put before it once more."""
+    due, begin = tokenizer.encode_part(text), tokenizer.settled.special.get("bos_token", "")
+    shorter = text.removeprefix(begin)
+    return shorter if tokenizer.encode(text) != due == tokenizer.encode(shorter) else text
+
+
+def _first_text(tokenizer: Tokenizer) -> str | None:
+    """What stands before every text: nothing, if the tokenizer puts a token there itself."""
+    if tokenizer.encode(""):
+        return ""
+    special = tokenizer.settled.special
+    named = (special.get(f"{name}_token") for name in ("bos", "pad", "eos"))
+    return next((text for text in named if text and len(tokenizer.encode(text)) == 1), None)
+
+
+class Supply(Iterator[Prompt]):
+    """Prompts of n samples each, until about `wanted` tokens come of them. Those of a `file` are
+    given anew with every call. What is drawn has to be told to `take`, in a run before too."""
+
+    def __init__(self, own: Own | Callable[[], Iterator[Prompt]], *, n: int, wanted: int):
+        self._n, self._wanted = n, wanted
+        self._file: Iterator[Prompt] | None = None
+        kinds: dict[str, Iterator[Prompt]] = {}
+        if isinstance(own, Own):
+            kinds = {kind: _numbered(kind, text) for kind, text in
+                     ((TURN, own.turn), (TEXT, own.text)) if text is not None}  # fmt: skip
+        else:
+            self._file = _again(own)
+        self._kinds = kinds
+        self._asked: list[Prompt] = []  # turns that wait for answers
+        self._known: set[str] = set()
+        self._spent = dict.fromkeys((TURN, TEXT), 0)  # tokens, answers with the turns
+        self._done: set[tuple[str, int]] = set()
+        self._given: dict[str, int] = {}  # samples that are to come
+        self.samples = self.tokens = 0
+
+    def __next__(self) -> Prompt:
+        while self._expected() < self._wanted:
+            prompt = self._next()
+            missing = sum((prompt.id, sample) not in self._done for sample in range(self._n))
+            if missing:
+                self._given[prompt.id] = missing
+                return prompt
+        raise StopIteration
+
+    def take(self, done: Completion) -> None:
+        """A sample is there, or a prompt cannot be run."""
+        missing = self._given.pop(done.id, 0) - (self._n if done.is_of_prompt else 1)
+        if missing > 0:
+            self._given[done.id] = missing
+        if done.is_of_prompt:
+            return
+        self._done.add((done.id, done.sample))
+        self.samples += 1
+        self.tokens += done.tokens
+        kind = done.id.partition("/")[0]
+        self._spent[TEXT if kind == TEXT else TURN] += done.tokens
+        says = done.text.strip()
+        if kind == TURN and done.finish_reason == "eos" and says and says not in self._known:
+            self._known.add(says)
+            id_ = f"{ANSWER}/{done.id.partition('/')[2]}.{done.sample}"
+            self._asked.append(_prompt(id_, None, [{"role": "user", "content": done.text}]))
+
+    @property
+    def done(self) -> set[tuple[str, int]]:
+        """The samples that are there."""
+        return set(self._done)
+
+    def _expected(self) -> float:
+        """Tokens that there are with those that are on their way."""
+        mean = self.tokens / self.samples if self.samples else 0.0
+        return self.tokens + mean * sum(self._given.values())
+
+    def _next(self) -> Prompt:
+        if self._file is not None:
+            return next(self._file)
+        behind = min(self._kinds, key=lambda kind: self._spent[kind])
+        return self._asked.pop() if behind == TURN and self._asked else next(self._kinds[behind])
+
+
+def _prompt(id_: str, text: str | None, messages: list[dict[str, Any]] | None) -> Prompt:
+    """What it says goes to its samples' lines, which are read for training."""
+    meta = {"text": text} if messages is None else {"messages": messages}
+    return Prompt(id_, text, messages, meta, None, id_)
+
+
+def _numbered(kind: str, text: str) -> Iterator[Prompt]:
+    return (_prompt(f"{kind}/{number}", text, None) for number in itertools.count())
+
+
+def _again(prompts: Callable[[], Iterator[Prompt]]) -> Iterator[Prompt]:
+    return (
+        _prompt(f"{turn}/{prompt.id}", prompt.text, prompt.messages)
+        for turn in itertools.count()
+        for prompt in prompts()
+    )

@@ -1,0 +1,50 @@
+"""What a distillation was and gave: a document, and a short table of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bass_cli.distill.trainer import Progress
+
+
+def report_of(
+    progress: Progress,
+    after: dict[str, Any],
+    samples: dict[str, int],
+    seconds: dict[str, float],
+    training: dict[str, Any],
+) -> dict[str, Any]:
+    """JSON. `before`, `after`: what stands on held-out texts (held_out.py), by how it was drafted;
+    a chain is the same model token by token, before."""
+    return {
+        "kind": "bass distill",
+        "before": progress.facts["before"],
+        "after": after,
+        "looks": progress.facts.get("looks", []),
+        "samples": samples,
+        "training": {
+            **training,
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "guesses": progress.guesses,
+            "loss": progress.loss,
+        },
+        "seconds": {part: round(spent, 1) for part, spent in seconds.items()},
+    }
+
+
+def table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: the share of drafts that stand under shared coupling where those before
+    them stand, by place; and how many do of a block."""
+    found = {
+        f"{moment} {name}": standing
+        for moment in ("before", "after")
+        for name, standing in document[moment].items()
+    }
+    longest = max(len(standing["shared"]) for standing in found.values())
+    columns = ["drafts that stand", "in all", *(str(place) for place in range(1, longest + 1))]
+    lines = [
+        [name, f"{standing['kept']:.2f}", *(f"{share:.3f}" for share in standing["shared"])]
+        for name, standing in found.items()
+    ]
+    return columns, lines

@@ -1,0 +1,139 @@
+"""The target's own samples, drawn by the same engine as everybody's into a file that a killed run
+goes on with, and read from there.
+
+Not here: prompts (prompts.py), what training makes of texts (corpus.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bass_cli.distill.corpus import Text
+from bass_cli.distill.prompts import ANSWER, TEXT, TURN, Own, Supply
+from bass_cli.errors import MachineError, UserError
+from bass_cli.intake import Intake
+from bass_cli.io.completion import Completion
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Prompt
+from bass_cli.io.reading import parse_object
+from bass_cli.io.results import open_output
+from bass_cli.io.resume import read_manifest
+from bass_cli.library import generate
+from bass_cli.plan import Plan
+
+ENOUGH = 0.98  # of the tokens that were asked for: how long samples get is only expected
+_TRIES = 4  # passes over the prompts until there are enough, where samples got shorter on the way
+
+
+def is_complete(path: Path, results: dict[str, Any]) -> bool:
+    """Whether a run with these settings has drawn all that it was to."""
+    try:
+        manifest = read_manifest(str(path))
+    except (OSError, ValueError):
+        return False
+    return manifest.get("finished") is True and manifest.get("results") == results
+
+
+def draw(
+    plan: Plan,
+    own: Own | Callable[[], Iterator[Prompt]],
+    *,
+    wanted: int,
+    path: Path,
+    results: dict[str, Any],
+    screen: Screen,
+) -> None:
+    """Samples of about `wanted` tokens in the file, which goes on where it was; `results` is what
+    they depend on (io/results.py)."""
+    supply = Supply(own, n=plan.job.n, wanted=wanted)
+    with open_output(str(path), {"results": results}) as writer:
+        for note in writer.notes:
+            screen.note(note)
+        for one in lines_of(path):
+            if one.finish_reason != "error":
+                supply.take(one)
+        tries = 0
+        while supply.tokens < ENOUGH * wanted:
+            if tries == _TRIES:
+                raise MachineError(
+                    f"{path}: {supply.tokens} tokens were drawn, not {wanted}: the target's "
+                    "samples are too short; give other --prompts, or fewer --tokens"
+                )
+            tries += 1
+            _draw(plan, supply, wanted, writer.write, screen)
+
+
+def _draw(
+    plan: Plan, supply: Supply, wanted: int, write: Callable[[Completion], None], screen: Screen
+) -> None:
+    samples = generate(
+        supply,
+        plan,
+        done=supply.done,
+        on_phase=screen.phase,
+        on_bytes=screen.bytes_read,
+        on_note=screen.note,
+    )
+    first = next(samples, None)  # loading, and the first round, are phases of their own
+    with screen.counting("tokens", wanted) as step:
+        for one in itertools.chain([] if first is None else [first], samples):
+            write(one)
+            supply.take(one)
+            step(min(supply.tokens, wanted), wanted)
+
+
+def lines_of(path: Path) -> Iterator[Completion]:
+    """The whole lines of a file of samples; what a kill tore is left out."""
+    with path.open("rb") as stream:
+        for line in stream:
+            try:
+                yield Completion(**parse_object(line))
+            except (ValueError, TypeError):
+                continue
+
+
+def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
+    """Those of a file that the target can run; UserError if it can run none."""
+    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    found, faults = list[Prompt](), list[str]()
+    for prompt in prompts:
+        try:
+            intake.take(prompt, (), now=0.0)
+            found.append(prompt)
+        except UserError as error:
+            faults.append(f"{prompt.place}: {error}")
+    if not found:
+        raise UserError(faults[0])
+    if faults:
+        screen.note(f"{len(faults)} prompts cannot be run and are left out; first {faults[0]}")
+    return found
+
+
+def texts_of(path: Path, plan: Plan) -> list[Text]:
+    """Every sample with its prompt before it, as the target saw them."""
+    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    prompts: dict[str, list[int]] = {}
+    found = []
+    for one in lines_of(path):
+        if not one.token_ids:
+            continue
+        if one.id not in prompts:
+            text, messages = one.meta.get("text"), one.meta.get("messages")
+            prompt = Prompt(one.id, text, messages, {}, None, f"{path}: {json.dumps(one.id)}")
+            prompts[one.id] = intake.take(prompt, (), now=0.0).tokens
+        begin = prompts[one.id]
+        found.append(Text(_origin(one.id), [*begin, *one.token_ids], len(begin)))
+    return found
+
+
+def _origin(id_: str) -> str:
+    """What samples that tell of each other have in common: an answer its turn, those of a file's
+    prompt all."""
+    kind, _, rest = id_.partition("/")
+    if kind in (TURN, ANSWER):
+        return f"{TURN}/{rest.partition('.')[0]}"
+    return id_ if kind == TEXT else rest

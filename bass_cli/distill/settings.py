@@ -1,0 +1,202 @@
+"""What a distillation is asked for, checked: the job that draws samples, what the draft is made of,
+how it is trained, and whether there is room for all of it.
+
+Nothing here reads a weight. Not here: doing it (command.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bass_cli.config.args import DistillArgs, job_args
+from bass_cli.config.draft_spec import parse_draft
+from bass_cli.config.job import Job, Pair, chosen_pair, make_job
+from bass_cli.distill.layout import Layout, thinned
+from bass_cli.distill.loss import ELEMENTS
+from bass_cli.distill.student import Source, source_of
+from bass_cli.errors import MachineError, UserError
+from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.plan import Plan, make_plan
+from bass_cli.system.host import free_memory, gigabytes
+
+_TOKENS = {"cpu": 50_000, "cuda": 10_000_000}
+_N, _NEW_TOKENS, _TEMPERATURE = 4, 384, 0.9
+_QUARTER = 4  # of the target's layers, where nothing else is said
+_LINE = 16  # bytes of a token in the file of samples: its id, and its text
+# Bytes a weight: itself, its gradient, AdamW's two means; and what a checkpoint keeps, twice for
+# the moment in which one replaces another, with the draft itself.
+_TRAINED, _KEPT = 16, 2 * 12 + 2
+_MARGIN = 0.9  # of the free memory
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The settings of a training, which a run that goes on must share."""
+
+    draft_length: int
+    window_tokens: int
+    windows: int
+    learning_rate: float
+    steps: int | None
+    minutes: float | None
+    seed: int
+
+    @property
+    def layout(self) -> Layout:
+        return thinned(self.window_tokens, self.draft_length)
+
+
+def training_of(args: DistillArgs) -> Training:
+    """UserError for a value that makes no sense."""
+
+    def checked(name: str, value: Any, least: float, most: float, default: Any) -> Any:
+        if value is None or (least <= value <= most and math.isfinite(value)):
+            return default if value is None else value
+        variable = name.upper().replace("-", "_")
+        raise UserError(
+            f"--{name} (or BASS_{variable}): a number from {least:g} to {most:g} is needed, not "
+            f"{value}"
+        )
+
+    window = checked("window-tokens", args.window_tokens, 16, 1 << 15, 512)
+    if window % 8:
+        raise UserError(f"--window-tokens {window}: a multiple of 8 is needed")
+    return Training(
+        checked("draft-length", args.draft_length, 2, 32, 8),
+        window,
+        checked("train-batch", args.windows, 1, 1 << 12, 16),
+        checked("learning-rate", args.learning_rate, 1e-8, 1.0, 1e-4),
+        checked("steps", args.steps, 1, 1 << 30, None),
+        checked("minutes", args.minutes, 0.001, 1e6, None),
+        args.seed or 0,
+    )
+
+
+def sampling_job(args: DistillArgs) -> tuple[Pair, Job]:
+    """The pair, and the job that draws its target's samples: plain decoding, whose many rows keep a
+    device busy; nothing is cut off the law, since any token may come in somebody's texts."""
+    pair = chosen_pair(args)
+    chosen = make_job(pair, job_args(args)).pair
+    given = job_args(
+        args,
+        draft="none",
+        draft_length=None,
+        temperature=_TEMPERATURE if args.temperature is None else args.temperature,
+        n=args.n or _N,
+        max_new_tokens=args.max_new_tokens or _NEW_TOKENS,
+        top_p=1.0,
+        top_k=0,
+        coupling="shared",
+        token_ids=True,
+        chat=args.chat if args.prompts else None,
+    )
+    job = make_job(chosen, given)
+    if not job.sampling.temperature:
+        raise UserError("--temperature 0: all samples of a prompt would be one; give one above 0")
+    if job.dtype == "fp16":
+        raise UserError("--dtype fp16: its values are too small to train with; use bf16 or fp32")
+    return chosen, job
+
+
+def wanted_tokens(args: DistillArgs, plan: Plan) -> int:
+    if args.tokens is None:
+        return _TOKENS[plan.device.type]
+    if args.tokens < 1:
+        raise UserError(f"--tokens (or BASS_TOKENS): {args.tokens} is not above 0")
+    return args.tokens
+
+
+def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
+    """What the draft is made of; UserError where it does not fit the target."""
+    if args.source is not None and args.layers is not None:
+        raise UserError("--from and --layers exclude each other: of which model are the layers?")
+    with _refusals("--from (or BASS_FROM)"):
+        words = parse_draft(args.source or pair.draft)
+    if args.source is not None and words.files is None:
+        raise UserError(f'--from: "{args.source}" is no model')
+    if words.files is None or args.layers is not None:
+        spec, tokenizer = plan.target.spec, plan.tokenizer
+        layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
+        return source_of(
+            plan.target, layers=layers, mask=None, vocab=min(tokenizer.size, spec.vocab),
+            size=tokenizer.size,
+        )  # fmt: skip
+    drafting = pair.model_copy(update={"draft": words.files})
+    both = make_plan(plan.job.model_copy(update={"pair": drafting, "batch_size": 1}))
+    assert both.draft is not None
+    tokenizer = Tokenizer.load(both.draft.path, vocabulary=both.draft.vocabulary)
+    mask = None
+    with contextlib.suppress(UserError):
+        mask = both.draft.mask()
+    return source_of(
+        both.draft, layers=None, mask=mask, vocab=both.draft_vocab, size=tokenizer.size
+    )
+
+
+@contextlib.contextmanager
+def _refusals(option: str) -> Any:
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
+def check_room(plan: Plan, source: Source, training: Training, out: Path, tokens: int) -> None:
+    """MachineError where disk or memory will not do."""
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    need, free = _KEPT * weights_of(source.spec) + _LINE * tokens, shutil.disk_usage(place).free
+    if need > free:
+        raise MachineError(
+            f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, and "
+            f"{gigabytes(free)} are free there; give another --out, or fewer --tokens"
+        )
+    if windows_at_once(plan, source, training, free_memory(plan.device), held=0) < 1:
+        raise MachineError(
+            f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "
+            f"than the {gigabytes(free_memory(plan.device))} of memory that are free; make it of a "
+            "smaller model, of fewer --layers, or with fewer --window-tokens"
+        )
+
+
+def windows_at_once(
+    plan: Plan, source: Source, training: Training, free: int, *, held: int | None = None
+) -> int:
+    """How many windows of a step are learnt from at once: their gradients add up to those of the
+    whole. `held`: bytes of `free` that weights will take; None: they are there."""
+    spec, item = source.spec, plan.dtype.itemsize
+    if held is not None:
+        free -= _TRAINED * weights_of(spec) + item * weights_of(plan.target.spec)
+    guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
+    free = int(_MARGIN * free) - item * weights_of(spec) - guesses - 4 * spec.vocab * spec.width
+    each = training.layout.tokens * _activations(spec, item) + _looked_at(plan, training, item)
+    return max(min(free // each, training.windows), 0)
+
+
+def weights_of(spec: Spec) -> int:
+    """How many there are."""
+    shapes = parameters(spec)
+    if spec.tied:
+        del shapes["head.weight"]
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _activations(spec: Spec, item: int) -> int:
+    """Bytes that a token leaves for backward: of each layer what its norms, products, attention
+    and activation were given; keys of a text are there once for each group of masks."""
+    heads, keys = spec.heads * spec.head_size, 2 * spec.kv_heads * spec.head_size
+    layer = 6 * spec.width + 5 * heads + 8 * keys + 5 * spec.inner
+    return spec.layers * layer * item
+
+
+def _looked_at(plan: Plan, training: Training, item: int) -> int:
+    """Bytes of what masks see of a window, as attention is given it, for the student and the
+    target alike."""
+    layout, spec = training.layout, plan.target.spec
+    pairs = layout.groups * layout.masks * (layout.window + layout.masks) + layout.window**2
+    return 3 * spec.heads * pairs * item

@@ -1,0 +1,192 @@
+"""The work between samples and a draft: models and texts measured, trained, measured again, with a
+line that says how far it is.
+
+Not here: what comes before and after (command.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bass_cli.distill.corpus import Batches, Corpus, split
+from bass_cli.distill.held_out import Standing, standing
+from bass_cli.distill.layout import Windows, whole
+from bass_cli.distill.report import report_of
+from bass_cli.distill.sampling import texts_of
+from bass_cli.distill.settings import Training, windows_at_once
+from bass_cli.distill.student import Source, student_weights
+from bass_cli.distill.trainer import Goal, Model, Progress, Trainer
+from bass_cli.errors import UserError
+from bass_cli.io.console import Screen
+from bass_cli.io.progress import Estimate, clock
+from bass_cli.model.weights import load
+from bass_cli.plan import Plan
+from bass_cli.system.host import free_memory
+
+_PASSES = 2  # over the samples, where nobody says how long to train
+_LOOK = 60.0  # seconds of training between two looks at held-out texts
+_ANCHORS = 16  # of a group: drafts that a held-out window is looked at with, twice
+_WINDOWS, _FEW = 48, 8  # held-out windows before and after training, and on the way
+TEMPERATURES = (1.0, 0.8)  # at which drafts are used
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The files of a distillation."""
+
+    folder: Path
+
+    @property
+    def settings(self) -> Path:
+        return self.folder / "distill.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples.jsonl"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    @property
+    def draft(self) -> Path:
+        return self.folder / "draft"
+
+    @property
+    def pair(self) -> Path:
+        return self.folder / "pair.yaml"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.json"
+
+
+class Work:
+    """Models and texts of a training: measured, trained, measured again."""
+
+    def __init__(
+        self, plan: Plan, source: Source, training: Training, places: Places, screen: Screen
+    ):
+        self._plan, self._source, self._training = plan, source, training
+        self._places, self._screen = places, screen
+        screen.phase("reading the samples")
+        texts = texts_of(places.samples, plan)
+        try:
+            learnt, held = split(texts)
+        except ValueError as error:
+            raise UserError(f"{places.samples}: {error}; draw more --tokens") from None
+        self._corpus = Corpus(learnt, training.window_tokens)
+        self._texts, self._drawn = len(texts), sum(len(one.tokens) - one.begins for one in texts)
+        self._held = self._windows(Corpus(held, training.window_tokens))
+        if not len(self._corpus) or not self._held:
+            raise UserError(f"{places.samples}: there is too little to learn from; draw more")
+        device = plan.device
+        screen.phase("loading the weights")
+        self._target = Model(
+            plan.target.spec, load(plan.target, dtype=plan.dtype, device=device), source.vocab
+        )
+        self.weights = student_weights(source, device)
+        self._student = Model(source.spec, self.weights, source.vocab)
+
+    def _windows(self, corpus: Corpus) -> list[Windows]:
+        """One each, with all masks: of texts that are chosen by no chance."""
+        layout = whole(self._training.window_tokens, self._training.draft_length, _ANCHORS)
+        count = min(len(corpus), _WINDOWS)
+        numbers = [number * len(corpus) // count for number in range(count)]
+        return [corpus.windows([number], layout, [(0, number)]) for number in numbers]
+
+    def run(self, seconds: dict[str, float]) -> dict[str, Any]:
+        """Train what is left to train; returns the report."""
+        plan, training, screen = self._plan, self._training, self._screen
+        most = max(windows_at_once(plan, self._source, training, free_memory(plan.device)), 1)
+        batches = Batches(
+            self._corpus, training.layout, size=training.windows, most=most, seed=training.seed
+        )
+        steps = training.steps
+        if steps is None and training.minutes is None:
+            steps = max(-(-_PASSES * len(self._corpus) // training.windows), 1)
+        limit = None if training.minutes is None else 60.0 * training.minutes
+        goal = Goal(steps, limit, training.learning_rate)
+        trainer = Trainer(
+            self._target, self._student, batches, goal, mask=self._source.mask, dtype=plan.dtype
+        )
+        began = time.monotonic()
+        if self._places.checkpoint.exists():
+            trainer.restore(self._places.checkpoint)
+            screen.note(f"going on from step {trainer.progress.step}")
+        else:
+            screen.phase("measuring the model before")
+            trainer.progress.facts["before"] = self._measure(chain=True)
+        seconds["measuring"] += time.monotonic() - began
+        screen.note(
+            f"{len(self._corpus)} windows to learn from, {training.windows} a step"
+            + (f", {most} at once" if most < training.windows else "")
+        )
+        self._train(trainer)
+        seconds["training"] = trainer.progress.seconds
+        began = time.monotonic()
+        screen.phase("measuring the draft")
+        after = self._measure(chain=False)
+        seconds["measuring"] += time.monotonic() - began
+        facts = {"samples": self._texts, "tokens": self._drawn, "windows": len(self._corpus)}
+        return report_of(trainer.progress, after, facts, seconds, asdict(training))
+
+    def _train(self, trainer: Trainer) -> None:
+        looks = self._look if self._held else None
+        view = _View(trainer, looks)
+        with self._screen.watching(view.line, lambda: trainer.share) as tick:
+
+            def on_step(progress: Progress) -> None:
+                view.step(progress)
+                tick()
+
+            trainer.run(on_step, checkpoint=self._places.checkpoint)
+
+    def _look(self) -> Standing:
+        return standing(
+            self._target, self._student, self._held[:_FEW], mask=self._source.mask,
+            dtype=self._plan.dtype, temperature=1.0, both=False,
+        )  # fmt: skip
+
+    def _measure(self, *, chain: bool) -> dict[str, Any]:
+        """By what drafts and temperature."""
+        kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
+        return {
+            f"{kind} T={temperature:g}": standing(
+                self._target, self._student, self._held, mask=mask, dtype=self._plan.dtype,
+                temperature=temperature,
+            ).document()
+            for kind, mask in kinds.items()
+            for temperature in TEMPERATURES
+        }  # fmt: skip
+
+
+class _View:
+    """The line that is shown while training."""
+
+    def __init__(self, trainer: Trainer, look: Callable[[], Standing] | None):
+        self._trainer, self._look = trainer, look
+        self._first, self._began = trainer.progress.tokens, time.monotonic()
+        self._looked, self._stands = trainer.progress.seconds, ""
+        self._estimate = Estimate(10_000)
+        self._estimate.update(round(trainer.share * 10_000), self._began)
+
+    def step(self, progress: Progress) -> None:
+        if self._look is not None and progress.seconds - self._looked >= _LOOK:
+            self._stands = "/".join(f"{share:.2f}" for share in self._look().shared)
+            progress.facts.setdefault("looks", []).append([progress.step, self._stands])
+            self._looked = progress.seconds
+        self._estimate.update(round(self._trainer.share * 10_000), time.monotonic())
+
+    def line(self) -> str:
+        done, now = self._trainer.progress, time.monotonic()
+        speed = (done.tokens - self._first) / max(now - self._began, 1e-9)
+        loss = "" if done.loss is None else f", loss {done.loss:.3f}"
+        held = f", held out {self._stands}" if self._stands else ""
+        left = self._estimate.left(now)
+        rest = "" if left is None else f", about {clock(left)} left"
+        return f"step {done.step}{loss}, {speed:.0f} tokens/s{held}{rest}"

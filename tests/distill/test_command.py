@@ -1,0 +1,168 @@
+"""`bass distill` from a tiny pair to a draft that is used: killed while it draws and while it
+trains, and refused where it should be."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from checkpoints import write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.distill.sampling import lines_of
+from bass_cli.model.weights import open_checkpoint
+
+FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--tokens", "1500", "--max-new-tokens", "20",
+         "--window-tokens", "48", "--train-batch", "6", "--draft-length", "4", "--learning-rate", "0.01")  # fmt: skip
+TRAINED = (*FLAGS, "--steps", "24")
+
+
+def write_models(folder):
+    small = {"draft": {"num_hidden_layers": 1}, "target": {}}
+    for seed, (name, sizes) in enumerate(small.items()):
+        write_checkpoint("qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **sizes)
+        write_tokenizer(folder / name)
+    (folder / "pair.yaml").write_text("target: target\ndraft: draft\nsampling: {temperature: 0.7}\n")
+    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(4)))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    write_models(tmp_path)
+    for name in [name for name in os.environ if name.startswith("BASS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def bass(*arguments):
+    return CliRunner().invoke(app, [str(one) for one in arguments])
+
+
+def ids_of(path):
+    return {(row["id"], row["sample"]): row["token_ids"]
+            for row in map(json.loads, path.read_text().splitlines())}  # fmt: skip
+
+
+def killed(folder, until, *flags):
+    """Run the command in a process of its own, and kill it when `until` is true."""
+    process = subprocess.Popen([sys.executable, "-m", "bass_cli", "distill", *flags], cwd=folder,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    end = time.monotonic() + 120
+    while not until() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it was over before"
+
+
+def test_from_a_pair_to_a_draft(here):
+    """Killed while samples are drawn; the second run goes on with them, and the draft is better
+    than what it was made of. Drafts change no sample, and the mask never comes."""
+    samples = here / "out/samples.jsonl"
+    killed(here, lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10, *TRAINED, "--out", "out")
+    kept = samples.read_bytes()
+    kept = kept[: kept.rindex(b"\n") + 1]
+    done = bass("distill", *TRAINED, "--out", "out", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert samples.read_bytes().startswith(kept)
+    lines = list(lines_of(samples))
+    assert len({(one.id, one.sample) for one in lines}) == len(lines)
+    assert {one.id.partition("/")[0] for one in lines} >= {"turn", "text"}
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == json.loads((here / "out/report.json").read_text())
+    before, after = (report[when]["parallel T=1"] for when in ("before", "after"))
+    assert after["kept"] > 1.2 * before["kept"]
+    assert all(late > early + 0.03 for early, late in zip(before["shared"], after["shared"], strict=True))
+    assert len(report["before"]["chain T=1"]["shared"]) == 4
+    assert report["training"]["steps"] == 24
+    assert not (here / "out/checkpoint.pt").exists()
+    table = re.sub(r" +", " ", done.stderr)
+    assert "drafts that stand in all 1 2 3 4" in table
+    mask = open_checkpoint(here / "out/draft").mask()
+    assert mask == 299  # the tokenizer's ids end there
+    pair = yaml.safe_load((here / "out/pair.yaml").read_text())
+    assert pair["draft"] == "parallel:./draft"
+    assert pair["sampling"] == {"temperature": 0.7}
+    flags = ("p.txt", "--pair", "out/pair.yaml", "--n", "3", "--max-new-tokens", "30", "--device", "cpu",
+             "--token-ids", "--draft-length")  # fmt: skip
+    for length in ("4", "0"):
+        found = bass("generate", *flags, length, "--out", f"{length}.jsonl")
+        assert found.exit_code == 0, found.stderr
+    drafted = ids_of(here / "4.jsonl")
+    assert drafted == ids_of(here / "0.jsonl")
+    assert max(token for ids in drafted.values() for token in ids) < mask
+    again = bass("distill", *TRAINED, "--out", "out")
+    assert again.exit_code == 0
+    assert "it is complete" in again.stderr
+    assert "after parallel T=1" in again.stdout
+
+
+def test_a_file_of_prompts_and_the_first_layers(here):
+    """And a training that is killed goes on: with --minutes it takes up the time that is left."""
+    flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.08", "--out", "out")
+    done = bass("distill", *flags)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((here / "out/report.json").read_text())
+    assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
+    assert 4.8 <= report["seconds"]["training"] < 15
+    assert open_checkpoint(here / "out/draft").spec.layers == 1
+    assert {one.id.partition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {"0", "1", "2", "3"}
+    other = bass("distill", *flags[:-2], "--out", "out", "--draft-length", "5")
+    assert other.exit_code == 2
+    assert "begun with other settings (draft_length)" in re.sub(r"\s+", " ", other.stderr)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--out", ""), "--out (or BASS_OUT): a folder for what is made is needed"),
+        (("--draft-length", "1"), "--draft-length (or BASS_DRAFT_LENGTH): a number from 2 to 32 is needed, not 1"),
+        (("--window-tokens", "50"), "--window-tokens 50: a multiple of 8"),
+        (("--learning-rate", "nan"), "--learning-rate (or BASS_LEARNING_RATE)"),
+        (("--tokens", "0"), "--tokens (or BASS_TOKENS): 0 is not above 0"),
+        (("--temperature", "0"), "--temperature 0: all samples"),
+        (("--dtype", "fp16"), "--dtype fp16"),
+        (("--layers", "9"), "has 3 layers, and 9 of them make no draft"),
+        (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
+        (("--from", "lookup"), '--from: "lookup" is no model'),
+        (("--from", "nowhere/at/all"), "nowhere/at/all"),
+        (("--from", "other"), "the vocabularies of target and draft differ: id 9 is"),
+        (("--out", "full"), "--out full: it holds other things (mine.txt)"),
+        (("--out", "p.txt"), "--out p.txt: this is a file"),
+    ],
+)
+def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
+    for place in ("bass_cli.build.load", "bass_cli.distill.work.load", "bass_cli.distill.student.load"):
+        monkeypatch.setattr(place, lambda *a, **k: pytest.fail("weights were read"))
+    write_checkpoint("qwen3", here / "other", seed=1, shards=False, use_sliding_window=False)
+    write_tokenizer(here / "other")
+    path = here / "other/tokenizer.json"
+    content = json.loads(path.read_text())
+    names = {id_: text for text, id_ in content["model"]["vocab"].items()}
+    content["model"]["vocab"] |= {names[9]: 10, names[10]: 9}
+    path.write_text(json.dumps(content))
+    (here / "full").mkdir()
+    (here / "full/mine.txt").write_text("mine")
+    refused = bass("distill", *TRAINED, "--out", "out", *flags)
+    assert refused.exit_code == 2, refused.stderr
+    assert reason in re.sub(r"\s+", " ", refused.stderr)
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(("name", "reason"), [
+    ("shutil.disk_usage", "samples, checkpoints and draft take up to"),
+    ("bass_cli.distill.settings.free_memory", "training a draft of 0 million weights takes more"),
+])  # fmt: skip
+def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name, reason):
+    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    room = type("Usage", (), {"free": 1000})()
+    monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
+    refused = bass("distill", *TRAINED, "--out", "out")
+    assert refused.exit_code == 3, refused.stderr
+    assert reason in re.sub(r"\s+", " ", refused.stderr)

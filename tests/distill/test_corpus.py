@@ -1,0 +1,185 @@
+"""Texts in windows, batches that follow from a seed and a step alone, prompts that a target asks
+itself, and samples that a killed run goes on with."""
+
+import itertools
+import json
+
+import numpy
+import pytest
+import torch
+from checkpoints import write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bass_cli.distill.corpus import Batches, Corpus, Text, split
+from bass_cli.distill.layout import thinned
+from bass_cli.distill.prompts import Own, Supply, own_beginnings
+from bass_cli.errors import UserError
+from bass_cli.io.completion import Completion
+from bass_cli.io.prompts import Prompt
+from bass_cli.model.tokenizer import Tokenizer
+
+LENGTH = 32
+
+
+def texts(count, seed=0):
+    noise = numpy.random.default_rng(seed)
+    sizes = noise.integers(2, 50, count)
+    return [Text(f"p{i % (count // 2)}", noise.integers(0, 300, size).tolist(), int(noise.integers(0, size)))
+            for i, size in enumerate(sizes)]  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=30))
+def test_every_token_of_the_target_s_is_in_one_window_once(shapes):
+    """But those that no guess leads to: the first of a text, or of a part of one that was cut."""
+    numbered = itertools.count()
+    given_ = [Text("p", list(itertools.islice(numbered, size)), begins) for size, begins in shapes]
+    corpus = Corpus(given_, LENGTH)
+    if not len(corpus):
+        assert all(len(one.tokens) <= max(one.begins, 1) for one in given_)
+        return
+    windows = corpus.windows(range(len(corpus)), thinned(LENGTH, 2), [(0,)] * len(corpus))
+    following = windows.tokens.flatten()[windows.target[windows.place == 0] + 1].tolist()
+    assert len(following) == len(set(following))
+    due = {token for one in given_ for token in one.tokens[one.begins :]}
+    assert set(following) <= due
+    assert len(due) - len(set(following)) <= sum(1 + len(one.tokens) // LENGTH for one in given_)
+    for row in range(len(corpus)):
+        of = windows.texts[row]
+        for number in range(int(of.max()) + 1):
+            part = windows.tokens[row][of == number]
+            assert (part.diff() == 1).all(), "a text's tokens follow each other"
+            assert windows.positions[row][of == number].tolist() == list(range(len(part)))
+
+
+def test_windows_are_nearly_full():
+    corpus = Corpus(texts(400), LENGTH)
+    assert corpus.tokens > 0.93 * LENGTH * len(corpus)
+
+
+def test_of_a_long_prompt_its_end_is_shown():
+    text = Text("p", list(range(100)), 90)
+    windows = Corpus([text], LENGTH).windows([0], thinned(LENGTH, 2), [(0,)])
+    assert windows.tokens[0, windows.texts[0] == 0].tolist() == list(range(74, 100))
+    assert windows.target[windows.place == 0].tolist() == list(range(15, 25))
+
+
+def test_batches_follow_from_the_step_alone():
+    """In however many parts they are asked for; each pass has every window once."""
+    corpus, layout = Corpus(texts(60), LENGTH), thinned(LENGTH, 4)
+    one, other = (Batches(corpus, layout, size=6, most=6, seed=3) for _ in range(2))
+    steps = [one.at(step)[0] for step in range(16)]
+    assert torch.equal(other.at(7)[0].tokens, steps[7].tokens)
+    assert torch.equal(other.at(7)[0].student, steps[7].student)
+    seen = [tuple(row.tolist()) for step in steps for row in step.tokens]
+    count = len(corpus)
+    assert len(set(seen[:count])) == count == len(set(seen[count : 2 * count])), (count, len(seen))
+    assert seen[:count] != seen[count : 2 * count]
+    parts = Batches(corpus, layout, size=6, most=4, seed=3).at(7)
+    assert [len(part.tokens) for part in parts] == [4, 2]
+    assert torch.equal(torch.cat([part.tokens for part in parts]), steps[7].tokens)
+    assert torch.equal(torch.cat([part.anchors for part in parts]), steps[7].anchors)
+
+
+def test_whole_prompts_are_held_out():
+    given_ = texts(200)
+    learnt, held = split(given_)
+    assert {one.key for one in learnt} & {one.key for one in held} == set()
+    assert len(learnt) + len(held) == 200
+    assert len({one.key for one in held}) == 2
+    assert split(given_[::-1])[1][0].key in {one.key for one in held}, "whatever their order"
+    with pytest.raises(ValueError, match="1 prompts have samples"):
+        split(given_[:1])
+
+
+def sample(prompt, number, text="says", reason="eos", tokens=10):
+    return Completion(prompt.id, number, text, reason, tokens, None, None, 0, 0, 0, 0, 0, 3, prompt.meta)
+
+
+def drain(supply, most=1000, **words):
+    """Take up what is supplied, four prompts at a time, and tell it."""
+    found, live = [], []
+    while len(found) < most:
+        new = list(itertools.islice(supply, 4 - len(live)))
+        live += new
+        found += new
+        if not live:
+            break
+        prompt = live.pop(0)
+        for number in range(2):
+            if (prompt.id, number) not in supply.done:
+                supply.take(sample(prompt, number, f"{prompt.id} {number}", **words))
+    return found
+
+
+def test_a_chat_model_asks_itself_and_goes_on_with_texts():
+    supply = Supply(Own("<user>", ""), n=2, wanted=1000)
+    found = drain(supply)
+    kinds = [prompt.id.split("/")[0] for prompt in found]
+    assert set(kinds) == {"turn", "answer", "text"}
+    assert kinds.count("text") / len(kinds) == pytest.approx(0.5, abs=0.1)
+    assert len({prompt.id for prompt in found}) == len(found)
+    answer = next(prompt for prompt in found if prompt.id.startswith("answer"))
+    turn = answer.id.removeprefix("answer/").split(".")
+    assert answer.messages == [{"role": "user", "content": f"turn/{turn[0]} {turn[1]}"}]
+    assert answer.meta == {"messages": answer.messages}
+    assert 1000 <= supply.tokens <= 1100
+
+
+def test_turns_that_did_not_end_or_came_before_are_not_asked():
+    assert {p.id.split("/")[0] for p in drain(Supply(Own("<user>", None), n=2, wanted=400), reason="length")} == {"turn"}
+    supply = Supply(Own("<user>", None), n=2, wanted=400)
+    first = next(supply)
+    supply.take(sample(first, 0, "same"))
+    supply.take(sample(first, 1, " same "))
+    ids = [prompt.id for prompt in itertools.islice(supply, 3)]
+    assert [id_ for id_ in ids if id_.startswith("answer")] == ["answer/0.0"]
+
+
+def test_a_second_run_asks_for_what_is_missing():
+    own = Own("<user>", "")
+    first = Supply(own, n=2, wanted=1000)
+    seen = []
+    take = first.take
+    first.take = lambda one: (seen.append(one), take(one))[1]
+    drain(first, most=20)
+    again = Supply(own, n=2, wanted=1000)
+    for one in seen[:-1]:  # the last line was torn
+        again.take(one)
+    rest = drain(again)
+    whole = {(one.id, one.sample) for one in seen}
+    assert not {(p.id, n) for p in rest for n in (0, 1)} & (whole - {(seen[-1].id, 0), (seen[-1].id, 1)})
+    assert seen[-1].id in {prompt.id for prompt in rest}
+
+
+def test_a_file_is_asked_again_and_again():
+    prompts = [Prompt(name, f"text {name}", None, {"x": 1}, None, name) for name in "ab"]
+    found = drain(Supply(lambda: iter(prompts), n=2, wanted=100))
+    assert [prompt.id for prompt in found][:5] == ["0/a", "0/b", "1/a", "1/b", "2/a"]
+    assert found[0].meta == {"text": "text a"}
+
+
+def test_where_a_turn_begins(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    own = own_beginnings(tokenizer, None)
+    assert own == Own("<s>[user] ", "<s>")
+    assert own_beginnings(tokenizer, True) == Own("<s>[user] ", None)
+    assert own_beginnings(tokenizer, False) == Own(None, "<s>")
+    # a tokenizer that puts <s> before every text puts it there once
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["post_processor"] = {"type": "TemplateProcessing", "pair": [],
+                                 "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                                 "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(tmp_path)
+    own = own_beginnings(tokenizer, None)
+    assert own == Own("[user] ", "")
+    assert tokenizer.encode(own.turn)[0] == 1 != tokenizer.encode(own.turn)[1]
+    write_tokenizer(tmp_path, template=False)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    bare = Tokenizer.load(tmp_path)
+    assert own_beginnings(bare, None).turn is None
+    with pytest.raises(UserError, match="no chat template"):
+        own_beginnings(bare, True)

@@ -1,0 +1,94 @@
+"""What is written is read again, by us and by transformers: every family, from safetensors and
+from GGUF files."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    FAMILIES,
+    GGUF_FAMILIES,
+    tokenizer_metadata,
+    write_checkpoint,
+    write_gguf,
+    write_tokenizer,
+)
+
+from bass_cli.distill.folder import config_of, write_folder
+from bass_cli.errors import UserError
+from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
+from bass_cli.model.weights import load, open_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def written_again(path, folder, tokenizer):
+    """The folder's checkpoint and weights, beside those that it was made of."""
+    first = open_checkpoint(path)
+    weights = load(first, dtype=torch.float32, device=CPU)
+    config = config_of(first.spec, eos_ids=first.eos_ids, place=str(path))
+    write_folder(folder, first.spec, weights, config={**config, "pard_token": 300},
+                 tokenizer=tokenizer.settled, dtype=torch.float32)  # fmt: skip
+    second = open_checkpoint(folder)
+    assert second.mask() == 300
+    assert second.eos_ids == first.eos_ids
+    again = load(second, dtype=torch.float32, device=CPU)
+    assert again.keys() == weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(again[name], weight, msg=name, atol=1e-6, rtol=1e-6)
+    return first.spec, second.spec
+
+
+def same_logits(folder, theirs):
+    ours = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 250, 3]])
+    with torch.no_grad():
+        due = theirs(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(ours.eval()(input_ids=ids, use_cache=False).logits, due, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_comes_back(tmp_path, family):
+    theirs = write_checkpoint(family, tmp_path / "one", shards=False)
+    write_tokenizer(tmp_path / "one")
+    tokenizer = Tokenizer.load(tmp_path / "one")
+    if family == "llama3":  # factors that are not Llama 3's published ones have no other words here
+        with pytest.raises(UserError, match=r"has no config\.json"):
+            written_again(tmp_path / "one", tmp_path / "two", tokenizer)
+        return
+    first, second = written_again(tmp_path / "one", tmp_path / "two", tokenizer)
+    assert first == second
+    check_same_vocabulary(tokenizer, Tokenizer.load(tmp_path / "two"))
+    same_logits(tmp_path / "two", theirs)
+
+
+@pytest.mark.parametrize("family", sorted(set(GGUF_FAMILIES) - {"llama3"}))
+def test_a_gguf_file_becomes_a_folder(tmp_path, family):
+    write_tokenizer(tmp_path)
+    # transformers cuts texts as Qwen does wherever a configuration says Qwen
+    pre = "qwen2" if family.startswith("qwen") else "gpt-2"
+    metadata = tokenizer_metadata(tmp_path, pad_to=301, pre=pre)
+    theirs = write_gguf(family, tmp_path / "one.gguf", metadata=metadata)
+    tokenizer = Tokenizer.load(tmp_path / "one.gguf")
+    first, second = written_again(tmp_path / "one.gguf", tmp_path / "two", tokenizer)
+    assert (first.windows, first.biases, first.tied) == (second.windows, second.biases, second.tied)
+    other = Tokenizer.load(tmp_path / "two")
+    check_same_vocabulary(tokenizer, other)
+    messages = [{"role": "user", "content": "the cat 12 sat"}]
+    assert other.encode_chat(messages) == tokenizer.encode_chat(messages)
+    assert other.encode("the cat </s> 12") == tokenizer.encode("the cat </s> 12")
+    assert other.eos_ids == tokenizer.eos_ids
+    assert other.size >= tokenizer.size  # transformers' class has tokens of its own, without rows
+    same_logits(tmp_path / "two", theirs)
+
+
+def test_published_llama_factors_are_known_again(tmp_path):
+    theirs = write_checkpoint("llama3", tmp_path / "one", shards=False)
+    config = json.loads((tmp_path / "one/config.json").read_text())
+    config["rope_parameters"] |= {"rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 8192}
+    (tmp_path / "one/config.json").write_text(json.dumps(config))
+    write_tokenizer(tmp_path / "one")
+    first, second = written_again(tmp_path / "one", tmp_path / "two", Tokenizer.load(tmp_path / "one"))
+    assert first.rope == second.rope
+    del theirs

@@ -1,0 +1,192 @@
+"""Training brings a student nearer to its target, on any family; a killed one goes on as if
+nothing had been; what stands is what one pass after the other would say."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from checkpoints import write_checkpoint
+from test_layout import windows_of
+
+from bass_cli.distill.corpus import Batches, Corpus, Text
+from bass_cli.distill.held_out import standing
+from bass_cli.distill.layout import Layout, thinned, whole
+from bass_cli.distill.loss import shared_agreement
+from bass_cli.distill.network import run
+from bass_cli.distill.student import source_of, student_weights
+from bass_cli.distill.trainer import Goal, Model, Trainer
+from bass_cli.errors import MachineError
+from bass_cli.model.weights import load, open_checkpoint
+
+CPU, WINDOW, VOCAB = torch.device("cpu"), 48, 299
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_checkpoint("qwen3", folder / "target", seed=0, shards=False)
+    write_checkpoint("qwen2", folder / "small", seed=1, shards=False, num_hidden_layers=1)
+    return {name: open_checkpoint(folder / name) for name in ("target", "small")}
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    found = checkpoints["target"]
+    return Model(found.spec, load(found, dtype=torch.float32, device=CPU), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    noise = numpy.random.default_rng(0)
+    return Corpus([Text(str(i), noise.integers(3, VOCAB, 30).tolist(), 5) for i in range(12)], WINDOW)
+
+
+def student_of(checkpoint, layers=None, mask=None):
+    source = source_of(checkpoint, layers=layers, mask=mask, vocab=VOCAB, size=VOCAB)
+    return source, Model(source.spec, student_weights(source, CPU), VOCAB)
+
+
+def trainer_of(target, checkpoint, corpus, goal, *, most=4, layers=None):
+    source, student = student_of(checkpoint, layers)
+    batches = Batches(corpus, thinned(WINDOW, 4), size=4, most=most, seed=0)
+    return Trainer(target, student, batches, goal, mask=source.mask, dtype=torch.float32)
+
+
+def test_a_killed_training_goes_on_as_if_nothing_had_been(target, checkpoints, corpus, tmp_path):
+    goal = Goal(8, None, 0.01)
+    undisturbed, losses = trainer_of(target, checkpoints["small"], corpus, goal), []
+    undisturbed.run(lambda done: losses.append(done.loss))
+    assert losses[-1] < losses[0]
+    ticks = itertools.count()
+    killed = trainer_of(target, checkpoints["small"], corpus, goal)
+
+    def kill(done):
+        if done.step == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # after step 6; step 4 is the last that was kept
+        killed.run(kill, checkpoint=tmp_path / "c.pt", every=2.5, now=lambda: float(next(ticks)))
+    again = trainer_of(target, checkpoints["small"], corpus, goal)
+    again.restore(tmp_path / "c.pt")
+    assert 0 < again.progress.step < 6
+    again.run(lambda done: None, checkpoint=tmp_path / "c.pt")
+    assert again.progress.step == 8
+    assert (again.progress.tokens, again.progress.guesses) == (
+        undisturbed.progress.tokens, undisturbed.progress.guesses)  # fmt: skip
+    for name, weight in undisturbed.weights.items():
+        assert torch.equal(again.weights[name], weight), name
+    (tmp_path / "c.pt").write_bytes(b"torn")
+    with pytest.raises(MachineError, match=r"c\.pt: the checkpoint cannot be read"):
+        again.restore(tmp_path / "c.pt")
+
+
+def test_parts_of_a_step_add_up(target, checkpoints, corpus):
+    """To what one part would learn, whose masks are the same."""
+    one, parts = (
+        trainer_of(target, checkpoints["small"], corpus, Goal(2, None, 0.01), most=most)
+        for most in (4, 3)
+    )
+    for trainer in (one, parts):
+        trainer.run(lambda _: None)
+    for name, weight in one.weights.items():
+        torch.testing.assert_close(parts.weights[name], weight, atol=1e-4, rtol=1e-3)
+    assert parts.progress.loss == pytest.approx(one.progress.loss, rel=1e-5)
+    assert parts.progress.guesses == one.progress.guesses
+
+
+def test_time_ends_training_and_lowers_the_rate(target, checkpoints, corpus):
+    ticks, rates = itertools.count(), []
+    trainer = trainer_of(target, checkpoints["small"], corpus, Goal(None, 10.0, 0.01))
+    trainer.run(
+        lambda _: rates.append(trainer._optimiser.param_groups[0]["lr"]),
+        now=lambda: float(next(ticks)),
+    )
+    assert trainer.progress.step == len(rates) == 9
+    assert rates[0] < rates[1] > rates[-1] > 0
+    assert max(rates) <= 0.01
+
+
+def test_a_loss_that_is_none_ends_it(target, checkpoints, corpus):
+    trainer = trainer_of(target, checkpoints["small"], corpus, Goal(3, None, 0.01))
+    with torch.no_grad():
+        trainer.weights["norm.weight"].fill_(float("nan"))
+    with pytest.raises(MachineError, match="the loss of step 1 is not finite"):
+        trainer.run(lambda _: None)
+
+
+def test_first_layers_make_a_student(target, checkpoints, corpus):
+    source, student = student_of(checkpoints["target"], layers=2)
+    assert (source.spec.layers, len(source.spec.windows), source.mask) == (2, 2, VOCAB)
+    assert not any(name.startswith("layers.2.") for name in student.weights)
+    trainer = trainer_of(target, checkpoints["target"], corpus, Goal(4, None, 0.01), layers=2)
+    losses = []
+    trainer.run(lambda done: losses.append(done.loss))
+    assert losses[-1] < losses[0]
+
+
+def test_a_mask_has_an_embedding(checkpoints):
+    """The mean of all tokens, in a row that fills the vocabulary up, or a new one; a trained one
+    keeps its own."""
+    small = checkpoints["small"]
+    plain = load(small, dtype=torch.float32, device=CPU)
+    for size, rows in ((299, 301), (301, 302)):
+        source = source_of(small, layers=None, mask=None, vocab=size, size=size)
+        weights = student_weights(source, CPU)
+        assert (source.mask, source.spec.vocab) == (size, rows)
+        assert weights["embed.weight"].shape[0] == weights["head.weight"].shape[0] == rows
+        torch.testing.assert_close(weights["embed.weight"][size], plain["embed.weight"][:size].mean(0))
+        torch.testing.assert_close(weights["embed.weight"][:size], plain["embed.weight"][:size])
+        assert (weights["head.weight"] is weights["embed.weight"]) == small.spec.tied
+    kept = student_weights(source_of(small, layers=None, mask=7, vocab=299, size=299), CPU)
+    assert torch.equal(kept["embed.weight"], plain["embed.weight"])
+
+
+def guesses_one_by_one(target, student, mask, tokens, anchor, places, temperature):
+    """Log-laws of both [K, V] for the drafts behind an anchor, by plain causal passes."""
+
+    def laws(model, ids, count):
+        windows = windows_of([ids], Layout(len(ids), 0, ()), length=len(ids))
+        hidden = run(model.spec, model.weights, windows, None)[0, -count:]
+        logits = hidden @ model.weights["head.weight"][:VOCAB].T
+        return (logits / temperature).log_softmax(-1)
+
+    due = laws(target, tokens[: anchor + places], places)
+    begin = tokens[: anchor + 1]
+    if mask is None:
+        return due, laws(student, tokens[: anchor + places], places)
+    return due, laws(student, [*begin, *[mask] * (places - 1)], places)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_what_stands_is_counted_by_place(target, checkpoints, masks):
+    source, student = student_of(checkpoints["small"])
+    noise = numpy.random.default_rng(1)
+    texts = [noise.integers(3, VOCAB, size).tolist() for size in (13, 9)]
+    windows = windows_of(texts, whole(24, 4, 12), length=24, begins=2)
+    mask, temperature = source.mask if masks else None, 0.7
+    found = standing(target, student, [windows], mask=mask, dtype=torch.float32, temperature=temperature)
+    weights, stands = torch.zeros(4), torch.zeros(4)
+    drafts = 0
+    for tokens in texts:
+        for anchor in range(2, len(tokens) - 4):
+            due, own = guesses_one_by_one(target, student, mask, tokens, anchor, 4, temperature)
+            agreement = shared_agreement(due, own, torch.tensor(tokens[anchor + 1 : anchor + 5]))
+            alive = 1.0
+            for place in range(4):
+                weights[place] += alive
+                stands[place] += alive * agreement.stands[place]
+                alive *= float(agreement.given[place])
+            drafts += 1
+    assert found.drafts == drafts > 8
+    torch.testing.assert_close(torch.tensor(found.shared), stands / weights, atol=1e-4, rtol=1e-4)
+    assert found.kept == pytest.approx(float(stands.sum()) / drafts, rel=1e-4)
+    assert all(one >= other - 1e-6 for one, other in zip(found.maximal[:1], found.shared[:1], strict=True))
+
+
+def test_the_target_itself_always_stands(target):
+    windows = windows_of([list(range(20, 44))], whole(24, 4, 8), length=24)
+    for both in (True, False):
+        found = standing(target, target, [windows], mask=None, dtype=torch.float32, temperature=1.0, both=both)
+        assert found.shared == pytest.approx((1.0,) * 4, abs=1e-4)
+        assert found.kept == pytest.approx(4.0, abs=1e-3)
