@@ -88,11 +88,10 @@ def distill(args: DistillArgs) -> None:
 
     \b
     Examples:
-      bass distill --pair mine.yaml --out mine-draft --minutes 10
-      bass distill --model Qwen/Qwen2.5-7B-Instruct --from Qwen/Qwen2.5-0.5B-Instruct --out drafts
-      bass generate prompts.jsonl --pair mine-draft/pair.yaml
+      bass distill --pair mine.yaml --out drafts --minutes 10
+      bass distill --model big.gguf --from small.gguf --out drafts
 
-    Given again after an interruption, the same command goes on where it was.
+    The folder gets a pair file for bass generate --pair. Given again after an interruption, the same command goes on where it was.
     """
     screen = Screen(args.quiet, document=args.json_document)
     with exit_codes(screen, "interrupted; the same command goes on from here"):

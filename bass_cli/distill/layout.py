@@ -1,12 +1,10 @@
 """Where masks stand in a training window, and what they see: what a pass of drafting/parallel.py
 shows its model, for many anchors at once.
 
-An anchor is a token of a text after which a draft is tried: masks follow it at the positions
-behind, see the text up to it and each other, and guess one token each, as the anchor itself does.
-Most anchors have few masks (conditional drop, arXiv 2504.18583), so that many cost what two or
-three passes over the text do. Masks stand in groups, each of which sees the text and itself: a
-pass over all of them would look at too many pairs. Not here: texts (corpus.py), attention
-(network.py).
+An anchor is a token of a text behind which a draft is tried: masks follow it, see the text up to
+it and each other, and guess a token each, as it does itself. Most anchors have few masks
+(conditional drop, arXiv 2504.18583). They stand in groups, each of which sees the text and itself:
+a pass over all would look at too many pairs. Not here: texts (corpus.py), attention (network.py).
 """
 
 from __future__ import annotations

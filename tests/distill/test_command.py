@@ -26,9 +26,13 @@ TRAINED = (*FLAGS, "--steps", "24")
 def write_models(folder):
     small = {"draft": {"num_hidden_layers": 1}, "target": {}}
     for seed, (name, sizes) in enumerate(small.items()):
-        write_checkpoint("qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **sizes)
+        write_checkpoint(
+            "qwen3", folder / name, seed=seed, shards=False, use_sliding_window=False, **sizes
+        )
         write_tokenizer(folder / name)
-    (folder / "pair.yaml").write_text("target: target\ndraft: draft\nsampling: {temperature: 0.7}\n")
+    (folder / "pair.yaml").write_text(
+        "target: target\ndraft: draft\nsampling: {temperature: 0.7}\n"
+    )
     (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(4)))
 
 
@@ -65,7 +69,13 @@ def test_from_a_pair_to_a_draft(here):
     """Killed while samples are drawn; the second run goes on with them, and the draft is better
     than what it was made of. Drafts change no sample, and the mask never comes."""
     samples = here / "out/samples.jsonl"
-    killed(here, lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10, *TRAINED, "--out", "out")
+    killed(
+        here,
+        lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10,
+        *TRAINED,
+        "--out",
+        "out",
+    )
     kept = samples.read_bytes()
     kept = kept[: kept.rindex(b"\n") + 1]
     done = bass("distill", *TRAINED, "--out", "out", "--json")
@@ -78,7 +88,9 @@ def test_from_a_pair_to_a_draft(here):
     assert report == json.loads((here / "out/report.json").read_text())
     before, after = (report[when]["parallel T=1"] for when in ("before", "after"))
     assert after["kept"] > 1.2 * before["kept"]
-    assert all(late > early + 0.03 for early, late in zip(before["shared"], after["shared"], strict=True))
+    assert all(
+        late > early + 0.03 for early, late in zip(before["shared"], after["shared"], strict=True)
+    )
     assert len(report["before"]["chain T=1"]["shared"]) == 4
     assert report["training"]["steps"] == 24
     assert not (here / "out/checkpoint.pt").exists()
@@ -112,7 +124,12 @@ def test_a_file_of_prompts_and_the_first_layers(here):
     assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
     assert 4.8 <= report["seconds"]["training"] < 15
     assert open_checkpoint(here / "out/draft").spec.layers == 1
-    assert {one.id.partition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {"0", "1", "2", "3"}
+    assert {one.id.partition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {
+        "0",
+        "1",
+        "2",
+        "3",
+    }
     other = bass("distill", *flags[:-2], "--out", "out", "--draft-length", "5")
     assert other.exit_code == 2
     assert "begun with other settings (draft_length)" in re.sub(r"\s+", " ", other.stderr)
@@ -122,7 +139,10 @@ def test_a_file_of_prompts_and_the_first_layers(here):
     ("flags", "reason"),
     [
         (("--out", ""), "--out (or BASS_OUT): a folder for what is made is needed"),
-        (("--draft-length", "1"), "--draft-length (or BASS_DRAFT_LENGTH): a number from 2 to 32 is needed, not 1"),
+        (
+            ("--draft-length", "1"),
+            "--draft-length (or BASS_DRAFT_LENGTH): a number from 2 to 32 is needed, not 1",
+        ),
         (("--window-tokens", "50"), "--window-tokens 50: a multiple of 8"),
         (("--learning-rate", "nan"), "--learning-rate (or BASS_LEARNING_RATE)"),
         (("--tokens", "0"), "--tokens (or BASS_TOKENS): 0 is not above 0"),
@@ -138,7 +158,11 @@ def test_a_file_of_prompts_and_the_first_layers(here):
     ],
 )
 def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
-    for place in ("bass_cli.build.load", "bass_cli.distill.work.load", "bass_cli.distill.student.load"):
+    for place in (
+        "bass_cli.build.load",
+        "bass_cli.distill.work.load",
+        "bass_cli.distill.student.load",
+    ):
         monkeypatch.setattr(place, lambda *a, **k: pytest.fail("weights were read"))
     write_checkpoint("qwen3", here / "other", seed=1, shards=False, use_sliding_window=False)
     write_tokenizer(here / "other")

@@ -94,7 +94,9 @@ def test_whole_prompts_are_held_out():
 
 
 def sample(prompt, number, text="says", reason="eos", tokens=10):
-    return Completion(prompt.id, number, text, reason, tokens, None, None, 0, 0, 0, 0, 0, 3, prompt.meta)
+    return Completion(
+        prompt.id, number, text, reason, tokens, None, None, 0, 0, 0, 0, 0, 3, prompt.meta
+    )
 
 
 def drain(supply, most=1000, **words):
@@ -128,7 +130,10 @@ def test_a_chat_model_asks_itself_and_goes_on_with_texts():
 
 
 def test_turns_that_did_not_end_or_came_before_are_not_asked():
-    assert {p.id.split("/")[0] for p in drain(Supply(Own("<user>", None), n=2, wanted=400), reason="length")} == {"turn"}
+    assert {
+        p.id.split("/")[0]
+        for p in drain(Supply(Own("<user>", None), n=2, wanted=400), reason="length")
+    } == {"turn"}
     supply = Supply(Own("<user>", None), n=2, wanted=400)
     first = next(supply)
     supply.take(sample(first, 0, "same"))
@@ -149,7 +154,9 @@ def test_a_second_run_asks_for_what_is_missing():
         again.take(one)
     rest = drain(again)
     whole = {(one.id, one.sample) for one in seen}
-    assert not {(p.id, n) for p in rest for n in (0, 1)} & (whole - {(seen[-1].id, 0), (seen[-1].id, 1)})
+    assert not {(p.id, n) for p in rest for n in (0, 1)} & (
+        whole - {(seen[-1].id, 0), (seen[-1].id, 1)}
+    )
     assert seen[-1].id in {prompt.id for prompt in rest}
 
 

@@ -45,7 +45,9 @@ def same_logits(folder, theirs):
     ids = torch.tensor([[5, 6, 7, 8, 9, 10, 250, 3]])
     with torch.no_grad():
         due = theirs(input_ids=ids, use_cache=False).logits
-        torch.testing.assert_close(ours.eval()(input_ids=ids, use_cache=False).logits, due, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            ours.eval()(input_ids=ids, use_cache=False).logits, due, atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,9 +88,15 @@ def test_a_gguf_file_becomes_a_folder(tmp_path, family):
 def test_published_llama_factors_are_known_again(tmp_path):
     theirs = write_checkpoint("llama3", tmp_path / "one", shards=False)
     config = json.loads((tmp_path / "one/config.json").read_text())
-    config["rope_parameters"] |= {"rope_theta": 500000.0, "factor": 32.0, "original_max_position_embeddings": 8192}
+    config["rope_parameters"] |= {
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+    }
     (tmp_path / "one/config.json").write_text(json.dumps(config))
     write_tokenizer(tmp_path / "one")
-    first, second = written_again(tmp_path / "one", tmp_path / "two", Tokenizer.load(tmp_path / "one"))
+    first, second = written_again(
+        tmp_path / "one", tmp_path / "two", Tokenizer.load(tmp_path / "one")
+    )
     assert first.rope == second.rope
     del theirs

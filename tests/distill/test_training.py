@@ -39,7 +39,9 @@ def target(checkpoints):
 @pytest.fixture(scope="module")
 def corpus():
     noise = numpy.random.default_rng(0)
-    return Corpus([Text(str(i), noise.integers(3, VOCAB, 30).tolist(), 5) for i in range(12)], WINDOW)
+    return Corpus(
+        [Text(str(i), noise.integers(3, VOCAB, 30).tolist(), 5) for i in range(12)], WINDOW
+    )
 
 
 def student_of(checkpoint, layers=None, mask=None):
@@ -135,7 +137,9 @@ def test_a_mask_has_an_embedding(checkpoints):
         weights = student_weights(source, CPU)
         assert (source.mask, source.spec.vocab) == (size, rows)
         assert weights["embed.weight"].shape[0] == weights["head.weight"].shape[0] == rows
-        torch.testing.assert_close(weights["embed.weight"][size], plain["embed.weight"][:size].mean(0))
+        torch.testing.assert_close(
+            weights["embed.weight"][size], plain["embed.weight"][:size].mean(0)
+        )
         torch.testing.assert_close(weights["embed.weight"][:size], plain["embed.weight"][:size])
         assert (weights["head.weight"] is weights["embed.weight"]) == small.spec.tied
     kept = student_weights(source_of(small, layers=None, mask=7, vocab=299, size=299), CPU)
@@ -165,7 +169,9 @@ def test_what_stands_is_counted_by_place(target, checkpoints, masks):
     texts = [noise.integers(3, VOCAB, size).tolist() for size in (13, 9)]
     windows = windows_of(texts, whole(24, 4, 12), length=24, begins=2)
     mask, temperature = source.mask if masks else None, 0.7
-    found = standing(target, student, [windows], mask=mask, dtype=torch.float32, temperature=temperature)
+    found = standing(
+        target, student, [windows], mask=mask, dtype=torch.float32, temperature=temperature
+    )
     weights, stands = torch.zeros(4), torch.zeros(4)
     drafts = 0
     for tokens in texts:
@@ -181,12 +187,16 @@ def test_what_stands_is_counted_by_place(target, checkpoints, masks):
     assert found.drafts == drafts > 8
     torch.testing.assert_close(torch.tensor(found.shared), stands / weights, atol=1e-4, rtol=1e-4)
     assert found.kept == pytest.approx(float(stands.sum()) / drafts, rel=1e-4)
-    assert all(one >= other - 1e-6 for one, other in zip(found.maximal[:1], found.shared[:1], strict=True))
+    assert all(
+        one >= other - 1e-6 for one, other in zip(found.maximal[:1], found.shared[:1], strict=True)
+    )
 
 
 def test_the_target_itself_always_stands(target):
     windows = windows_of([list(range(20, 44))], whole(24, 4, 8), length=24)
     for both in (True, False):
-        found = standing(target, target, [windows], mask=None, dtype=torch.float32, temperature=1.0, both=both)
+        found = standing(
+            target, target, [windows], mask=None, dtype=torch.float32, temperature=1.0, both=both
+        )
         assert found.shared == pytest.approx((1.0,) * 4, abs=1e-4)
         assert found.kept == pytest.approx(4.0, abs=1e-3)
