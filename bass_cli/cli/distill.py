@@ -71,6 +71,7 @@ _FLAGS = {
     ),
     "windows": Flag("Windows of text a step", _TRAINING, "N", "16", flag="--train-batch"),
     "window_tokens": Flag("Tokens of a window, a multiple of 8", _TRAINING, "N", "512"),
+    "dtype": OPTIONS["dtype"]._replace(takes="auto|bf16|fp32"),
     "out": Flag(
         "The folder for samples, checkpoint, draft, pair file and report; given again, the same "
         "command goes on with it",
@@ -91,7 +92,8 @@ def distill(args: DistillArgs) -> None:
       bass distill --pair mine.yaml --out drafts --minutes 10
       bass distill --model big.gguf --from small.gguf --out drafts
 
-    The folder gets a pair file for bass generate --pair. Given again after an interruption, the same command goes on where it was.
+    The folder gets a pair file for bass generate --pair. Given again after an interruption, the
+    same command goes on where it was.
     """
     screen = Screen(args.quiet, document=args.json_document)
     with exit_codes(screen, "interrupted; the same command goes on from here"):

@@ -176,9 +176,15 @@ def test_where_a_turn_begins(tmp_path):
     assert own_beginnings(tokenizer, False) == Own(None, "<s>")
     # a tokenizer that puts <s> before every text puts it there once
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["post_processor"] = {"type": "TemplateProcessing", "pair": [],
-                                 "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                                 "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}}  # fmt: skip
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "pair": [],
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = Tokenizer.load(tmp_path)
     own = own_beginnings(tokenizer, None)
