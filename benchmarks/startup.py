@@ -12,6 +12,7 @@ and converts: --repeats 1 shows it.
 """
 
 import argparse
+import atexit
 import collections
 import json
 import runpy
@@ -95,11 +96,13 @@ def child(began, out, command):
     watch.steps.append((0.0, time.monotonic() - began, time.process_time(), 0.0, "  Python"))
     sys.meta_path.insert(0, watch)
     sys.argv = ["bass", *command]
-    try:
-        runpy.run_module("bass_cli", run_name="__main__")
-    finally:
+
+    def write():
         steps = sorted(watch.steps)
         Path(out).write_text(json.dumps({"steps": steps, "imports": watch.imports}))
+
+    atexit.register(write)
+    runpy.run_module("bass_cli", run_name="__main__")
 
 
 def measure(command):
