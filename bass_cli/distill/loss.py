@@ -51,8 +51,8 @@ class _Divergence(torch.autograd.Function):
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for first in range(0, len(student), step):
             hidden = student[first : first + step]
-            due = other.logits(target[first : first + step]).float().log_softmax(-1)
-            found = own.logits(hidden).float().log_softmax(-1)
+            due = _law(other.logits(target[first : first + step]))
+            found = _law(own.logits(hidden))
             chance = due.exp()
             total += (due.sub_(found) * chance).sum()
             apart = found.exp_().sub_(chance)
@@ -70,6 +70,11 @@ class _Divergence(torch.autograd.Function):
         ctx.grads = None
         scaled = (None if one is None else one.mul_(outer[0]) for one in (student, weight, bias))
         return (*scaled, None, None)
+
+
+def _law(logits: Tensor) -> Tensor:
+    """Log-probabilities in float32, without a copy of the logits in it before."""
+    return logits.log_softmax(-1, dtype=torch.float32)
 
 
 class Agreement(NamedTuple):

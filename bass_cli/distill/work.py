@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bass_cli.distill.corpus import Batches, Corpus, split
 from bass_cli.distill.held_out import Standing, standing
 from bass_cli.distill.layout import Windows, whole
@@ -85,6 +87,8 @@ class Work:
         if not len(self._corpus) or not self._held:
             raise UserError(f"{places.samples}: there is too little to learn from; draw more")
         device = plan.device
+        if device.type == "cuda":  # one kernel for all shapes, with a mask
+            torch.backends.cuda.enable_cudnn_sdp(False)
         screen.phase("loading the weights")
         self._target = Model(
             plan.target.spec, load(plan.target, dtype=plan.dtype, device=device), source.vocab
