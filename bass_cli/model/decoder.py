@@ -19,9 +19,10 @@ from torch.nn import functional
 
 import bass_kernels as ops
 from bass_cli.model import fused_decode
-from bass_cli.model.kv_cache import Pass
+from bass_cli.model.kv_cache import Layers, Pass
+from bass_cli.model.taps import ReadsHidden, Taps
 
-_NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm"}
+_NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
 _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
 
@@ -139,27 +140,44 @@ class Decoder:
 
     `weights` maps the names of `parameters(spec)` to tensors of their `stored_dtype` on one
     device; the decoder takes the dict over, and replaces matrices in it by packed ones where
-    that is faster. `vocab` cuts the head to the first ids (those the tokenizer knows: a
-    checkpoint's padding rows must never be sampled). `layers` are the layers that are run.
+    that is faster. Embedding and head may be missing: they are those of `shared` then. `vocab`
+    cuts the head to the first ids (those the tokenizer knows: a checkpoint's padding rows must
+    never be sampled). `layers` are the layers that are run; `reader`: see `read_by`.
     """
 
-    def __init__(self, spec: Spec, weights: dict[str, Tensor], *, vocab: int | None = None):
+    def __init__(
+        self,
+        spec: Spec,
+        weights: dict[str, Tensor],
+        *,
+        vocab: int | None = None,
+        shared: Decoder | None = None,
+    ):
         self.spec = spec
         self.layers = tuple(range(spec.layers))
         self.vocab = min(vocab or spec.vocab, spec.vocab)
+        self.reader: ReadsHidden | None = None
         self._weights = weights
+        if "embed.weight" not in weights:
+            assert shared is not None
+            weights["embed.weight"] = shared._weights["embed.weight"]
         embed = weights["embed.weight"]
         self.device, self.dtype = embed.device, embed.dtype
-        bias = weights.pop("head.bias", None)
-        self._head = (
-            ops.pack(weights.pop("head.weight")[: self.vocab]),
-            None if bias is None else bias[: self.vocab],
-        )
+        self._head: tuple[Tensor, Tensor | None]
+        if "head.weight" in weights:
+            bias = weights.pop("head.bias", None)
+            self._head = (
+                ops.pack(weights.pop("head.weight")[: self.vocab]),
+                None if bias is None else bias[: self.vocab],
+            )
+        else:
+            assert shared is not None
+            self._head = shared._head
         for name in weights:
             if name.endswith(_MATRICES):
                 weights[name] = ops.pack(weights[name])
         self._frequencies = tuple(
-            _inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
+            inverse_frequencies(rope, self.device) for rope in (spec.rope, spec.local_rope)
         )
 
     @property
@@ -167,11 +185,23 @@ class Decoder:
         """The most positions a sequence may have."""
         return self.spec.context
 
+    @property
+    def cached(self) -> tuple[Layers, ...]:
+        """What a store of keys and values has for it, its reader's layers last."""
+        own = Layers(len(self.layers), self.spec.kv_heads, self.spec.head_size)
+        return (own,) if self.reader is None else (own, self.reader.cached)
+
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
         """The same weights with only these layers run: the others are skipped
         (self-speculation)."""
         other = copy.copy(self)
         other.layers = tuple(layers)
+        return other
+
+    def read_by(self, reader: ReadsHidden) -> Decoder:
+        """The same weights, whose passes `reader` is given some layers' outputs of."""
+        other = copy.copy(self)
+        other.reader = reader
         return other
 
     def forward(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
@@ -182,26 +212,45 @@ class Decoder:
         positions of each row (all by default), or None for last = 0 (prefill: only the cache is
         wanted).
         """
-        normed = self._normed(tokens, step, last)
-        return None if normed is None else ops.linear(normed, *self._head)
+        taps, reader = None, self.reader
+        if reader is not None:
+            taps = Taps(reader.taps, tokens, self._weights["embed.weight"])
+        normed = self._normed(tokens, step, last, taps)
+        if reader is not None and taps is not None:
+            reader.read(taps.hidden, step)
+        return None if normed is None else self.logits(normed)
 
-    def _normed(self, tokens: Tensor, step: Pass, last: int | None) -> Tensor | None:
+    def hidden(self, tokens: Tensor, step: Pass) -> Tensor:
+        """As `forward`, but what the head takes: the final norm's output [B, W, width]."""
+        normed = self._normed(tokens, step, None, None)
+        assert normed is not None
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., vocab] of the final norm's output [..., width]."""
+        return ops.linear(hidden, *self._head)
+
+    def _normed(
+        self, tokens: Tensor, step: Pass, last: int | None, taps: Taps | None
+    ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
         if self._frequencies[0] is not None and fused_decode.serves(
             self.spec, tokens, self._weights["embed.weight"], step
         ):
             normed = fused_decode.run(
-                self.spec, self._weights, self.layers, self._frequencies[0], tokens, step
+                self.spec, self._weights, self.layers, self._frequencies[0], tokens, step, taps
             )
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
         residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(max=self.spec.context - 1)
             residual = residual + functional.embedding(places, self._weights["positions.weight"])
-        angles = tuple(_angles(step.positions, f) for f in self._frequencies)
+        angles = tuple(angles_of(step.positions, f) for f in self._frequencies)
         slots = step.slots()
         for slot, i in enumerate(self.layers):
             residual = self._block(i, slot, residual, step, slots, angles)
+            if taps is not None:
+                taps.take(i, residual)
         if last == 0:
             return None
         if last is not None:
@@ -274,7 +323,7 @@ class Decoder:
         )[0]
 
 
-def _inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:
+def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:
     """[size / 2] float32, scaled."""
     if rope is None:
         return None
@@ -285,7 +334,7 @@ def _inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | No
     return inverse.to(device)
 
 
-def _angles(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """cos and sin, each [B, W, size / 2] float32."""
     if inverse is None:
         return None

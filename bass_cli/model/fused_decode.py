@@ -12,14 +12,15 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.model.kv_cache import Pass
+from bass_cli.model.taps import Taps
 
 if TYPE_CHECKING:
     from bass_cli.model.decoder import Spec
 
 
 def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
-    """Whether `run` takes these tokens [B, W]: few of them, no prefill, a family without
-    exceptions, and queries and keys that fit the device."""
+    """Whether `run` takes these tokens [B, W]: few of them, no prefill, none that sees those
+    behind it, a family without exceptions, and queries and keys that fit the device."""
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may not fit
     from bass_kernels import cuts, dispatch, mixing
@@ -28,6 +29,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
     rope = spec.rope is not None and spec.local_rope is None
     few = (
         step.prefill is None
+        and not step.mutual
         and tokens.numel() <= cuts.MOST_TOKENS
         and dispatch.schedule() == "ragged"
     )
@@ -48,6 +50,7 @@ def run(
     frequencies: Tensor,
     tokens: Tensor,
     step: Pass,
+    taps: Taps | None = None,
 ) -> Tensor:
     """The final norm's output [B, W, width] for tokens [B, W], whose keys and values are
     written. Positions must not lie before a row's own slot 0. frequencies [half]: of rope."""
@@ -96,6 +99,8 @@ def run(
         stream = products.add(
             inner, weights[at + "down.weight"], stream, norms[slot + 1], early=early
         )
+        if taps is not None:
+            taps.take(i, stream.residual)
     return residual.finish(stream, norms[-1], eps=eps, early=early).view(*tokens.shape, spec.width)
 
 

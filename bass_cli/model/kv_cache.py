@@ -61,16 +61,34 @@ class Span:
         return self.open or bool(self.rows)
 
 
+class Layers(NamedTuple):
+    """How many layers' keys and values a store has of one shape."""
+
+    number: int
+    kv_heads: int
+    head_size: int
+
+
 class Pass(NamedTuple):
     """One forward pass's view of a store: where its tokens stand and what they may see.
     positions [B, W] int64. `prefill` [1, W] int64: where in the prompt store the one row of
     tokens goes, parts of several prompts one after the other, which `segments` takes for rows;
-    None: these are the first B rows."""
+    None: these are the first B rows. `first`: the store's layer that is the pass's layer 0;
+    `mutual`: its tokens see each other, also those behind them."""
 
     positions: Tensor
     segments: Segments
     store: KVCache
     prefill: Tensor | None
+    first: int = 0
+    mutual: bool = False
+
+    def block(self, first: int) -> Pass:
+        """The same tokens as a block in which all see all, by the store's layers from `first`
+        on: what a query sees goes by its row's last position, where keys go by their own."""
+        last = self.positions[:, -1:].expand_as(self.positions)
+        segments = self.segments._replace(positions=last)
+        return self._replace(segments=segments, first=first, mutual=True)
 
     def slots(self) -> Tensor:
         """Where in `own` the keys and values of its tokens go, [B, W] int64."""
@@ -82,51 +100,55 @@ class Pass(NamedTuple):
         """Keys and values that it writes to, the rows' own spans or the prompt store,
         [B, K, S, D] each."""
         if self.prefill is None:
-            rows = self.positions.shape[0]
-            return self.store.own_keys[layer][:rows], self.store.own_values[layer][:rows]
+            rows, at = self.positions.shape[0], self.first + layer
+            return self.store.own_keys[at][:rows], self.store.own_values[at][:rows]
         keys, values = self.prompt(layer)
         return keys[None], values[None]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt store, [K, T, D] each."""
-        return self.store.prompt_keys[layer], self.store.prompt_values[layer]
+        at = self.first + layer
+        return self.store.prompt_keys[at], self.store.prompt_values[at]
 
 
 class KVCache:
     """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they
     share.
 
-    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K,
-    span, D] a layer, all of them views of one block [layers, 2, rows, K, span, D], so that a row
-    moves in one copy; `prompt_keys`, `prompt_values`: [K, T, D] a layer, T growing; `version`
-    changes when they move to another address, and when the first rows share a long prompt
-    (passes are launched otherwise then). A prompt span that no row reads and that is closed is
-    free again. Rows that are not live are at base 0.
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span,
+    D] a layer, of the `shapes` one after the other; those of one shape are views of one block
+    [layers, 2, rows, K, span, D], so that a row moves in one copy. `prompt_keys`,
+    `prompt_values`: [K, T, D] a layer, T growing. `version` changes when they move to another
+    address, and when the first rows share a long prompt (passes are launched otherwise then). A
+    prompt span that no row reads and that is closed is free again. Rows that are not live are at
+    base 0.
     """
 
     def __init__(
         self,
+        shapes: Sequence[Layers],
         *,
-        layers: int,
-        kv_heads: int,
-        head_size: int,
         rows: int,
         span: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        def zeros(*shape: int) -> list[Tensor]:
-            return [torch.zeros(*shape, dtype=dtype, device=device) for _ in range(layers)]
+        def zeros() -> list[Tensor]:
+            arena = ARENA.get(device.type, 1024)
+            return [
+                torch.zeros(heads, arena, size, dtype=dtype, device=device)
+                for count, heads, size in shapes
+                for _ in range(count)
+            ]
 
-        self._own = torch.zeros(
-            layers, 2, rows, kv_heads, span, head_size, dtype=dtype, device=device
+        self._own = [
+            torch.zeros(count, 2, rows, heads, span, size, dtype=dtype, device=device)
+            for count, heads, size in shapes
+        ]
+        self.own_keys, self.own_values = (
+            [layer for block in self._own for layer in block[:, part]] for part in (0, 1)
         )
-        self.own_keys, self.own_values = list(self._own[:, 0]), list(self._own[:, 1])
-        arena = ARENA.get(device.type, 1024)
-        self.prompt_keys, self.prompt_values = (
-            zeros(kv_heads, arena, head_size),
-            zeros(kv_heads, arena, head_size),
-        )
+        self.prompt_keys, self.prompt_values = zeros(), zeros()
         self.span = span
         self.version = 0
         # together, so that one operation sets both
@@ -202,12 +224,13 @@ class KVCache:
         self._host[:, targets] = self._host[:, sources]
         self._host[:, sources] = 0
         used = max(useds)
-        one = self._own[:, :, 0, :, :used]
-        at_once = max(_MOVED // max(one.numel() * one.element_size(), 1), 1)
-        for part in range(0, len(moved), at_once):
-            places = numpy.array((sources, targets))[:, part : part + at_once]
-            old, new = sent(places, self._own.device)
-            self._own[:, :, new, :, :used] = self._own[:, :, old, :, :used]
+        for own in self._own:
+            one = own[:, :, 0, :, :used]
+            at_once = max(_MOVED // max(one.numel() * one.element_size(), 1), 1)
+            for part in range(0, len(moved), at_once):
+                places = numpy.array((sources, targets))[:, part : part + at_once]
+                old, new = sent(places, own.device)
+                own[:, :, new, :, :used] = own[:, :, old, :, :used]
 
     def _span_of(self, row: int) -> Span:
         span = self._of_row[row]
@@ -307,11 +330,8 @@ class KVCache:
         """Whether the prompt store can have so many positions more; for a moment one of its
         tensors is there twice."""
         keys = self.prompt_keys[0]
-        more = (
-            keys[:, :1].numel()
-            * keys.element_size()
-            * (2 * len(self.prompt_keys) * positions + keys.shape[1])
-        )
+        each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
+        more = 2 * sum(each) * positions + max(each) * keys.shape[1]
         return more <= free_memory(keys.device)
 
     def _rows_by_span(self, rows: int) -> tuple[Group, ...]:

@@ -5,6 +5,7 @@ Not here: what is fed and why (drafting/, engine/step.py), passes over prompts (
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -50,16 +51,9 @@ class Runner:
     def __init__(
         self, decoder: Decoder, *, rows: int, span: int, lag: int, record: Recorder | None = None
     ):
-        spec = decoder.spec
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(
-            layers=len(decoder.layers),
-            kv_heads=spec.kv_heads,
-            head_size=spec.head_size,
-            rows=rows,
-            span=span + lag,
-            dtype=decoder.dtype,
-            device=decoder.device,
+            decoder.cached, rows=rows, span=span + lag, dtype=decoder.dtype, device=decoder.device
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
@@ -112,6 +106,14 @@ class Runner:
             room -= tiled(len(part.tokens), self._passes.tile)
             if room <= 0:
                 return
+
+    def read_by_nobody(self) -> Runner:
+        """The same store and prompts, with rounds that leave their reader's layers out: for plain
+        decoding beside it, never with rows of the other."""
+        other = copy.copy(self)
+        other.decoder = copy.copy(self.decoder)
+        other.decoder.reader = None
+        return other
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:

@@ -13,17 +13,14 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.laws import noise_key
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.kv_cache import KVCache
+from bass_cli.model.kv_cache import KVCache, Layers
 from bass_cli.model.runner import Runner
 
 
 class _NoLayers:
     """A decoder as a Runner sees it, with next to nothing in it."""
 
-    class spec:  # noqa: N801
-        kv_heads, head_size = 1, 2
-
-    layers, dtype, device = (0,), torch.float32, torch.device("cpu")
+    cached, dtype, device = (Layers(1, 1, 2),), torch.float32, torch.device("cpu")
 
     def forward(self, tokens, step, *, last=None):
         return None
@@ -31,13 +28,7 @@ class _NoLayers:
 
 def store(rows=4, span=8):
     return KVCache(
-        layers=2,
-        kv_heads=2,
-        head_size=4,
-        rows=rows,
-        span=span,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        [Layers(2, 2, 4)], rows=rows, span=span, dtype=torch.float32, device=torch.device("cpu")
     )
 
 
