@@ -18,10 +18,11 @@ from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
-from bass_cli.plan import Plan, longest_draft
+from bass_cli.plan import Plan
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {
@@ -36,10 +37,12 @@ _CAPTURED = 16  # the longest draft length that is captured beforehand where the
 
 
 class Models(NamedTuple):
-    """What a plan's weights became; `drafting` is None where no model drafts."""
+    """What a plan's weights became; `drafting` is None where no model drafts, `head` where
+    nothing reads the target."""
 
     target: Decoder
     drafting: Decoder | None
+    head: FeatureHead | None = None
 
 
 def load_models(
@@ -59,6 +62,8 @@ def load_models(
     drafting = None
     if plan.draft is not None:
         weights = load(plan.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
+        if plan.draft.head is not None:
+            return Models(target, None, FeatureHead(plan.draft.head, weights, target))
         drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
     elif plan.skipped:
         drafting = target.keep_layers(
@@ -72,19 +77,24 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     plan, loaded now."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
-    drafting = models.drafting if job.pair.draft != "none" else None
-    target = models.target
-    runner = None if drafting is None else Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
+    decoder, drafting, head = models if job.pair.draft != "none" else Models(models.target, None)
+    if head is not None:
+        decoder = decoder.read_by(head)
+    target = Runner(decoder, rows=plan.rows, span=plan.span, lag=1)
+    runner = None if head is None else target
+    if drafting is not None:
+        runner = Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
         mask=plan.mask,
+        head=head,
         coupling=speculation.coupling,
         temperature=speculation.draft_temperature,
     )
     return Loop(
         batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
-        target=Runner(target, rows=plan.rows, span=plan.span, lag=1),
+        target=target,
         drafter=drafter,
         lengths=lengths_for(plan),
         coupling=speculation.coupling,
@@ -107,7 +117,7 @@ def lengths_for(plan: Plan) -> Lengths:
     speculation = plan.job.speculation
     return make_lengths(
         speculation.length,
-        limit=speculation.max,
+        limit=plan.longest or speculation.max,
         coupling=speculation.coupling,
         surface=plan.surface,
         at_once=plan.mask is not None,
@@ -120,7 +130,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     knows nothing of it."""
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
-    longest = min(longest_draft(job), loop.drafter.longest)
+    longest = min(plan.longest, loop.drafter.longest)
     # a free controller can do with less
     longer = longest if loop.exact else min(longest, _CAPTURED)
     decoded = (0, min(longest, _CAPTURED))

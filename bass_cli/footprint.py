@@ -19,6 +19,7 @@ import torch
 from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
 from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.prefill import LONG, PASS
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
@@ -103,17 +104,19 @@ def footprint(
     device: torch.device,
     longest: int,
     at_once: bool = False,
+    head: HeadSpec | None = None,
     kept_layers: int = 0,
     prompt_tokens: int = 0,
 ) -> Footprint:
     """The footprint of a pair with drafts of up to `longest` tokens, which the draft makes one by
-    one or `at_once`. `kept_layers`: how many of the target's own layers draft, where they do.
+    one or `at_once`. `head`: what the draft is beside its layers, if it reads the target's hidden
+    states. `kept_layers`: how many of the target's own layers draft, where they do.
     `prompt_tokens`: of the longest prompt, if that is known."""
     kind, places = device.type, longest + 1
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in a pass of each: one that drafts at once takes as many masks, almost, as
     # tokens that it may have missed
-    fed = (places, 2 * longest if at_once else places)
+    fed = (places, 2 * longest if at_once and head is None else places)
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype
     )
@@ -121,17 +124,20 @@ def footprint(
     scores = [_SCORES[kind] * spec.heads for spec in models]
     # float32 values between a layer's products
     wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]
+    if head is not None:  # the outputs that it reads, while the target runs
+        wide[0] += len(head.taps) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
     logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
+    packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
     beside = beyond(longest) + _SLACK  # positions of a row beside those of its new tokens
     work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
     work += _INTEGER * ARENA[kind]
     return Footprint(
         weights=sum(
-            _weights(spec, dtype, packed=kind == "cpu" and dtype == torch.float32)
-            for spec in models
-        ),
+            _weights(spec, dtype, packed=packed) for spec in (models if head is None else [target])
+        )
+        + (0 if head is None else _head_weights(head, dtype, copied=packed)),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens),
@@ -154,6 +160,14 @@ def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
     if spec.tied and not packed:
         del shapes["head.weight"]
     return sum(map(math.prod, shapes.values())) * dtype.itemsize
+
+
+def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool) -> int:
+    """Bytes of what is loaded of a head; where weights are packed, its projections to keys and
+    values are there twice."""
+    body = head.body
+    keys = 2 * body.layers * body.kv_heads * body.head_size * body.width
+    return (sum(map(math.prod, head_parameters(head).values())) + keys * copied) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

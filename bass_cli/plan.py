@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bass_cli import __version__
-from bass_cli.config.draft_spec import parse_draft, parse_layers
+from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError, UserError
@@ -26,7 +26,7 @@ from bass_cli.footprint import Footprint, Need, footprint, usable
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
-from bass_cli.model.weights import Checkpoint, locate, open_checkpoint
+from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -102,8 +102,14 @@ class Plan:
         """How many positions of its own a row needs: no sample is longer than the target's
         context leaves room for."""
         return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + beyond(
-            longest_draft(self.job)
+            _reach(self.job, self.draft)
         )
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that are drafted at once."""
+        most, head = longest_draft(self.job), None if self.draft is None else self.draft.head
+        return most if head is None else min(most, head.drafts)
 
     @property
     def need(self) -> Need:
@@ -219,9 +225,14 @@ def _open(job: Job) -> _Files:
     target = open_checkpoint(target_path)
     words = parse_draft(pair.draft)
     draft_path = None if words.files is None else locate(words.files, folder=pair.folder)
-    draft = None if draft_path is None else open_checkpoint(draft_path)
-    mask = draft.mask() if draft is not None and words.parallel else None
-    skipped = _skipped(words.model or "", target.spec.layers)
+    draft, mask = None, None
+    if draft_path is not None and words.reads:
+        draft = open_head(draft_path, target.spec)
+    elif draft_path is not None:
+        draft = open_checkpoint(draft_path)
+    if draft is not None and (words.parallel or words.reads):
+        mask = draft.mask()
+    skipped = skipped_layers(words.model or "", target.spec.layers)
     if pair.draft == "none" and job.speculation.length not in ("auto", 0):
         raise UserError(
             f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
@@ -232,7 +243,7 @@ def _open(job: Job) -> _Files:
     else:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
-    if draft is not None and draft_path is not None:
+    if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
         check_same_vocabulary(tokenizer, other)
         draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
@@ -288,8 +299,9 @@ def _footprint(
         None if files.draft is None else files.draft.spec,
         dtype=dtype,
         device=device,
-        longest=longest_draft(job),
+        longest=_reach(job, files.draft),
         at_once=files.mask is not None,
+        head=None if files.draft is None else files.draft.head,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
     )
@@ -305,8 +317,15 @@ def _tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
         return context
 
 
+def _reach(job: Job, draft: Checkpoint | None) -> int:
+    """The most places of a row that a round writes to behind its last token: a block is never
+    cut to the drafts that are wanted."""
+    block = 0 if draft is None or draft.head is None else draft.head.block
+    return max(longest_draft(job), block)
+
+
 def longest_draft(job: Job) -> int:
-    """The most tokens that are drafted at once."""
+    """The most tokens that a job may ask for at once."""
     if job.pair.draft == "none":
         return 0
     length = job.speculation.length
@@ -327,21 +346,3 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[wanted]
-
-
-def _skipped(draft: str, layers: int) -> frozenset[int]:
-    """The layers in skip:LAYERS, like skip:4-9,12; UserError unless they are some but not all of
-    the target's."""
-    runs = parse_layers(draft)
-    inside = all(last < layers for _, last in runs)
-    found = (
-        {layer for first, last in runs for layer in range(first, last + 1)}
-        if inside
-        else set[int]()
-    )
-    if not inside or len(found) == layers:
-        raise UserError(
-            f'draft "{draft}": the target has layers 0 to {layers - 1}; skip at least one and not '
-            "all"
-        )
-    return frozenset(found)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bass_cli.bench.settings import Settings
-from bass_cli.bench.shapes import AT_ONCE, count_parameters, spec_of
+from bass_cli.bench.shapes import AT_ONCE, HEADS, count_parameters, head_of, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
 from bass_cli.build import load_models
 from bass_cli.drafting.factory import NoDrafter, make_drafter
@@ -27,6 +27,8 @@ from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder, Spec
+from bass_cli.model.feature_head import FeatureHead
+from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.runner import Runner
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan
 
@@ -42,7 +44,8 @@ KINDS = {
 @dataclass(frozen=True, slots=True)
 class Models:
     """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft;
-    `plan` a real pair's; `mask` of a draft that drafts in one pass."""
+    `plan` a real pair's; `mask` of a draft that drafts in one pass; `head`: the draft, if it
+    reads the target (then `drafting` is its layers)."""
 
     kind: str
     label: str
@@ -50,6 +53,7 @@ class Models:
     drafting: Decoder | None
     plan: Plan | None
     mask: int | None = None
+    head: FeatureHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +82,15 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         return plan.need  # `make_plan` has checked it
     assert settings.shape is not None
     target, draft = _specs(settings)
+    head = draft if isinstance(draft, HeadSpec) else None
     found = footprint(
         target,
-        draft,
+        draft.body if isinstance(draft, HeadSpec) else draft,
         dtype=dtype_of(settings.job.dtype, device),
         device=device,
-        longest=settings.longest,
+        longest=settings.longest if head is None else max(settings.longest, head.block),
         at_once=settings.draft_shape in AT_ONCE,
+        head=head,
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
     )
@@ -105,15 +111,20 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
         settings.longest,
         settings.job.speculation.coupling,
     )
-    span = settings.new_tokens + beyond(longest)
+    head, decoder = models.head, models.target
+    reach = longest if head is None else max(longest, head.spec.block)
+    span = settings.new_tokens + beyond(reach)
     device = models.target.device
-    batch = Batch(rows=rows, context=context + beyond(longest), device=device)
-    target = Runner(models.target, rows=rows, span=span, lag=1)
+    batch = Batch(rows=rows, context=context + beyond(reach), device=device)
+    if head is not None:
+        decoder = decoder.read_by(head)
+    target = Runner(decoder, rows=rows, span=span, lag=1)
 
     def loop(drafter: Drafter, acceptance: tuple[Rate, ...] | None) -> Loop:
+        plain = isinstance(drafter, NoDrafter)
         return Loop(
             batch=batch,
-            target=target,
+            target=target.read_by_nobody() if plain else target,
             drafter=drafter,
             lengths=Fixed(0),
             coupling=coupling,
@@ -125,13 +136,14 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     draft = settings.job.pair.draft
     if draft == "none" or longest == 0:
         return Loops(loop(NoDrafter(), None), None)
-    runner = (
-        None if models.drafting is None else Runner(models.drafting, rows=rows, span=span, lag=2)
-    )
+    runner = None if head is None else target
+    if models.drafting is not None and head is None:
+        runner = Runner(models.drafting, rows=rows, span=span, lag=2)
     drafter = make_drafter(
         draft,
         runner=runner,
         mask=models.mask,
+        head=head,
         coupling=coupling,
         temperature=settings.job.speculation.draft_temperature,
     )
@@ -139,9 +151,10 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
 
 
 def _real_models(plan: Plan) -> Models:
-    target, drafting = load_models(plan)
+    target, drafting, head = load_models(plan)
     label = f"{plan.job.pair.name}, a real pair"
-    return Models("real", label, target, drafting, plan, plan.mask)
+    drafting = drafting if head is None else head.body
+    return Models("real", label, target, drafting, plan, plan.mask, head)
 
 
 def _random_models(settings: Settings) -> Models:
@@ -154,6 +167,13 @@ def _random_models(settings: Settings) -> Models:
     if settings.depth is not None and settings.scale is not None:
         scale_layers(weights, spec, first=settings.depth, scale=settings.scale)
     target = Decoder(spec, weights)
+    if isinstance(draft, HeadSpec):
+        weights = random_weights(
+            draft.body, dtype=dtype, device=device, seed=seed + 1, shapes=head_parameters(draft)
+        )
+        head = FeatureHead(draft, weights, target)
+        label = f"{name}, acceptance set"
+        return Models("set", label, target, head.body, None, draft.mask, head)
     if draft is not None:
         drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
         mask = drafting.spec.vocab - 1 if settings.draft_shape in AT_ONCE else None
@@ -164,12 +184,14 @@ def _random_models(settings: Settings) -> Models:
     return Models("plain", f"{name}, random weights, no draft", target, None, None)
 
 
-def _specs(settings: Settings) -> tuple[Spec, Spec | None]:
+def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
     """The shapes of target and draft; the draft's vocabulary is the target's."""
     assert settings.shape is not None
     spec = spec_of(settings.shape, option="--shape")
     if settings.draft_shape is None:
         return spec, None
+    if settings.draft_shape in HEADS:
+        return spec, head_of(settings.draft_shape, spec, option="--draft-shape")
     return spec, spec_of(settings.draft_shape, option="--draft-shape", vocab=spec.vocab)
 
 

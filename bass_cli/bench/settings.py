@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bass_cli.bench.shapes import AT_ONCE, spec_of
+from bass_cli.bench.shapes import AT_ONCE, HEADS, head_of, spec_of
 from bass_cli.config.args import BenchArgs, job_args
 from bass_cli.config.job import CONTROLLERS, Job, Pair, chosen_pair, make_job, parse_duration
 from bass_cli.engine.imposed import Rate
@@ -194,9 +194,12 @@ def _rate(word: str) -> Rate:
 
 def _random_pair(args: BenchArgs, shape: str) -> Pair:
     """A Pair that names what is made up, so that a Job can be built; nothing ever opens it."""
-    layers = spec_of(shape, option=_option("shape")).layers
-    draft, depth = "none", args.depth
-    if args.draft_shape is not None:
+    target = spec_of(shape, option=_option("shape"))
+    layers, draft, depth = target.layers, "none", args.depth
+    if args.draft_shape in HEADS:
+        head_of(args.draft_shape, target, option=_option("draft_shape"))
+        draft = f"heads:{args.draft_shape}"
+    elif args.draft_shape is not None:
         spec_of(args.draft_shape, option=_option("draft_shape"))
         draft = f"parallel:{args.draft_shape}" if args.draft_shape in AT_ONCE else args.draft_shape
     elif depth is not None:

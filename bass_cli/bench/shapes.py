@@ -2,18 +2,20 @@
 tokenizer here.
 
 `wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes.
-`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft.
-`tiny` is for tests.
+`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft. `dspark-8b` and `dflash-8b` read
+the hidden states of qwen3-8b, as published for it. `tiny` and `dspark-tiny` are for tests.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.model.decoder import Norm, Rope, Spec, parameters
+from bass_cli.model.head_config import HeadSpec
 from bass_cli.model.hf_config import llama3_factors
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
@@ -25,6 +27,15 @@ def spec_of(name: str, *, option: str, vocab: int | None = None) -> Spec:
     if name not in SHAPES:
         raise UserError(f'{option}: there is no shape "{name}"; {nearest(name, SHAPES)}')
     return SHAPES[name](vocab)
+
+
+def head_of(name: str, target: Spec, *, option: str) -> HeadSpec:
+    """The drafter of that name in HEADS; UserError if it reads another target."""
+    shape, head = HEADS[name]
+    due = SHAPES[shape](None)
+    if (target.width, target.layers, target.vocab) != (due.width, due.layers, due.vocab):
+        raise UserError(f"{option}: {name} reads the hidden states of {shape}, and nothing else's")
+    return head(due)
 
 
 def count_parameters(spec: Spec) -> int:
@@ -52,9 +63,10 @@ def _modern(
     eps: float = 1e-6,
     biased: bool = False,
     tied: bool = False,
+    qk: bool = False,
 ) -> Spec:
     """RMS norm, rotary positions, gated SiLU, grouped heads. `rope`: theta, and the factor of
-    Llama 3's scaling."""
+    Llama 3's scaling; `qk`: queries and keys have norms."""
     size = width // heads
     theta, factor = rope
     factors = (
@@ -72,7 +84,7 @@ def _modern(
         inner=inner,
         vocab=vocab or own_vocab,
         context=context,
-        norm=Norm("rms", eps),
+        norm=Norm("rms", eps, qk),
         activation="silu",
         gated=True,
         rope=Rope(theta, size, factors),
@@ -129,6 +141,16 @@ def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -
     )
 
 
+def _head(
+    target: Spec, *, layers: int, taps: tuple[int, ...], block: int, first: int, rank: int = 0
+) -> HeadSpec:
+    """Layers like the target's, with norms of queries and keys; its last id is the mask."""
+    norm = target.norm._replace(qk=True)
+    body = replace(target, layers=layers, windows=(0,) * layers, norm=norm, tied=False)
+    kind = "dspark" if rank else "dflash"
+    return HeadSpec(kind, body, taps, block, first, target.vocab - 1, rank)
+
+
 # those that draft all in one pass; the last id stands for their mask token
 AT_ONCE = frozenset({"pard-0.5b"})
 
@@ -147,6 +169,18 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
     ),
     "pard-0.5b": partial(
         _qwen, layers=24, width=896, heads=14, kv_heads=2, inner=4864, own_vocab=151936, tied=True
+    ),
+    "qwen3-8b": partial(
+        _modern,
+        family="qwen3",
+        layers=36,
+        width=4096,
+        heads=32,
+        kv_heads=8,
+        inner=12288,
+        own_vocab=151936,
+        context=40960,
+        qk=True,
     ),
     "llama-3.1-8b": partial(
         _llama, layers=32, width=4096, heads=32, kv_heads=8, inner=14336, rope=(5e5, 8.0)
@@ -180,4 +214,12 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
         own_vocab=301,
         context=512,
     ),
+}
+
+_TAPS = (1, 9, 17, 25, 33)
+# drafters that read hidden states: of which shape, and how they are made for it
+HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
+    "dspark-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=7, first=0, rank=256)),
+    "dflash-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=16, first=1)),
+    "dspark-tiny": ("tiny", partial(_head, layers=2, taps=(0, 2), block=7, first=0, rank=8)),
 }

@@ -7,6 +7,8 @@ holds some hundreds of ids, as in text, and not nearly the whole vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,18 @@ LOGIT_SPREAD = 4.0  # standard deviation of the logits
 
 
 def random_weights(
-    spec: Spec, *, dtype: torch.dtype, device: torch.device, seed: int
+    spec: Spec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """All of `parameters(spec)`: normal matrices, norms of 1, biases of 0. A tied head is the
-    embedding itself."""
+    """All of `shapes` (`parameters(spec)`): normal matrices, norms of 1, biases of 0. A tied head
+    is the embedding itself."""
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
-    for name, shape in parameters(spec).items():
+    for name, shape in (shapes or parameters(spec)).items():
         if name == "head.weight" and spec.tied:
             weights[name] = weights["embed.weight"]
         else:

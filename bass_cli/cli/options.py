@@ -125,9 +125,9 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "ID|FOLDER|FILE",
     ),
     "draft": Flag(
-        "What drafts: a model (like --model), parallel:MODEL (one trained to draft in one pass), "
-        "lookup (in the text so far), lookup:SOURCES (of own, siblings, prompt, reference), "
-        "skip:LAYERS (the target without them), or none",
+        "What drafts: a model (like --model), parallel:MODEL (trained to draft in one pass), "
+        "heads:PATH (to read the target's hidden states), lookup[:SOURCES] (in the text: own, "
+        "siblings, prompt, reference), skip:LAYERS (the target without them), or none",
         MODELS,
         "MODEL|HOW",
         "the pair's",
@@ -217,7 +217,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "NAME",
     ),
     "draft_shape": Flag(
-        "The same as draft, with --acceptance; pard-0.5b is the 0.5B shape that drafts in one pass",
+        "The same as draft, with --acceptance; pard-0.5b, dspark-8b, dflash-8b draft in one pass",
         RANDOM,
         "NAME",
     ),

@@ -1,5 +1,5 @@
-"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, or parallel:MODEL. Only the
-words.
+"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, parallel:MODEL or
+heads:PATH. Only the words.
 
 Not here: whether the model is there (plan.py), who drafts (drafting/).
 """
@@ -10,19 +10,22 @@ import difflib
 import re
 from typing import NamedTuple
 
+from bass_cli.errors import UserError
+
 SOURCES = ("own", "siblings", "prompt", "reference")
-_LOOKUP, _SKIP, _PARALLEL = "lookup", "skip:", "parallel:"
+_LOOKUP, _SKIP, _PARALLEL, _HEADS = "lookup", "skip:", "parallel:", "heads:"
 _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class Draft(NamedTuple):
     """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder,
     file or skip:LAYERS; None with lookup, or without a draft. `parallel`: it drafts all in one
-    pass."""
+    pass; `reads`: it is no model by itself, but reads the target's hidden states."""
 
     sources: tuple[str, ...]
     model: str | None
     parallel: bool = False
+    reads: bool = False
 
     @property
     def files(self) -> str | None:
@@ -36,7 +39,11 @@ def parse_draft(text: str) -> Draft:
     if text == "none":
         return Draft((), None)
     if text.startswith(_PARALLEL):
-        return Draft((), _parallel(text), parallel=True)
+        what = "a hub id, a folder or a .gguf file of a model that was trained to draft in one pass"
+        return Draft((), _behind(_PARALLEL, "MODEL", what, text), parallel=True)
+    if text.startswith(_HEADS):
+        what = "a folder or a hub id of a drafter that reads hidden states (DFlash, DSpark)"
+        return Draft((), _behind(_HEADS, "PATH", what, text), reads=True)
     if not _is_lookup(text):
         parse_layers(text)
         return Draft((), text)
@@ -61,19 +68,32 @@ def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
     return runs
 
 
+def skipped_layers(text: str, layers: int) -> frozenset[int]:
+    """The layers in skip:LAYERS, like skip:4-9,12; none for another draft. UserError unless they
+    are some but not all of the target's."""
+    runs = parse_layers(text)
+    inside = all(last < layers for _, last in runs)
+    found = {layer for first, last in runs for layer in range(first, last + 1) if inside}
+    if not inside or len(found) == layers:
+        raise UserError(
+            f'draft "{text}": the target has layers 0 to {layers - 1}; skip at least one and not '
+            "all"
+        )
+    return frozenset(found)
+
+
 def check_draft(text: str) -> str:
     """The text as it is; ValueError as in `parse_draft`."""
     parse_draft(text)
     return text
 
 
-def _parallel(text: str) -> str:
-    model = text.removeprefix(_PARALLEL).strip()
-    if not model or model == "none" or _is_lookup(model) or model.startswith((_SKIP, _PARALLEL)):
-        raise ValueError(
-            f'"{text}": write it like parallel:MODEL, with a hub id, a folder or a .gguf file of a '
-            "model that was trained to draft in one pass"
-        )
+def _behind(prefix: str, word: str, what: str, text: str) -> str:
+    """The model behind a prefix."""
+    model = text.removeprefix(prefix).strip()
+    others = (_SKIP, _PARALLEL, _HEADS)
+    if not model or model == "none" or _is_lookup(model) or model.startswith(others):
+        raise ValueError(f'"{text}": write it like {prefix}{word}, with {what}')
     return model
 
 

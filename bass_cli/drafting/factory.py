@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bass_cli.config.draft_spec import parse_draft
+from bass_cli.drafting.feature_heads import HeadDrafter
 from bass_cli.drafting.model_drafter import ModelDrafter
 from bass_cli.drafting.ngram import LookupDrafter
 from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
+from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
 
 
@@ -45,14 +47,18 @@ def make_drafter(
     coupling: str,
     temperature: float | None,
     mask: int | None = None,
+    head: FeatureHead | None = None,
 ) -> Drafter:
     """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds
     its model, if it has one: a draft model, or the target with layers skipped; with `mask`, the
-    id of its mask token, it drafts in one pass."""
+    id of its mask token, it drafts in one pass. With `head` it is the target's own (lag 1)."""
     words = parse_draft(draft)
     if words.model is None:
         return LookupDrafter(words.sources) if words.sources else NoDrafter()
     assert runner is not None
+    assert words.reads == (head is not None)
+    if head is not None:
+        return HeadDrafter(runner, head, coupling=coupling, temperature=temperature)
     assert words.parallel == (mask is not None)
     if mask is not None:
         return ParallelDrafter(runner, mask=mask, coupling=coupling, temperature=temperature)

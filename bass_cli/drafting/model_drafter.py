@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_maximal, propose_scored, propose_shared
+from bass_cli.drafting.sampling import propose_maximal, propose_scored, propose_shared, stacked
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.laws import Laws
@@ -122,7 +122,7 @@ class ModelDrafter(ModelRows):
             tokens, positions = chosen[-1][:, None], places[step][:, None]
         if len(chosen) < length:  # `expect` took all of them for fed
             self._fed -= length - len(chosen)
-        return Proposal(torch.stack(chosen, 1), _stacked(drawn_from) if drawn_from else None)
+        return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
 
     def _choose(
         self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor
@@ -130,9 +130,3 @@ class ModelDrafter(ModelRows):
         if self._coupling == "shared":
             return propose_shared(logits, laws, places), None
         return propose_maximal(logits, laws, places, lengths)
-
-
-def _stacked(laws: list[ops.Law]) -> ops.Law:
-    """The laws [B, V] of a round's steps as one, [B, k, V]."""
-    values, edges = zip(*laws, strict=True)
-    return ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))

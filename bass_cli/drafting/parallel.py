@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import bass_kernels as ops
 from bass_cli.drafting.model_drafter import ModelRows
-from bass_cli.drafting.sampling import propose_maximal, propose_shared
+from bass_cli.drafting.sampling import propose_at_once
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal
 from bass_cli.model.runner import Runner
@@ -48,16 +47,8 @@ class ParallelDrafter(ModelRows):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         logits = self._runner.forward(*self._input(batch, length), last=length)
-        laws = batch.laws.at(self._temperature).repeat(length)
-        lengths = batch.lengths[: batch.rows, None].expand(-1, length)
-        places = (lengths + torch.arange(length, device=batch.device)).flatten()
-        flat = logits.flatten(0, 1)
-        if self._coupling == "shared":
-            return Proposal(propose_shared(flat, laws, places).view(-1, length), None)
-        tokens, law = propose_maximal(flat, laws, places, lengths.flatten())
-        values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
-        assert values is not None
-        return Proposal(tokens.view(-1, length), ops.Law(values, edges))
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        return propose_at_once(logits, laws, lengths, coupling=self._coupling)
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
         """The tokens of a pass and their positions, [B, 2 length] each, and the rows' ends

@@ -3,9 +3,11 @@ engine/verify.py."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.laws import Laws
 
 
@@ -32,3 +34,24 @@ def propose_maximal(
     return ops.draft_sample(
         logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places, lengths
     )
+
+
+def propose_at_once(logits: Tensor, laws: Laws, lengths: Tensor, *, coupling: str) -> Proposal:
+    """Drafts from logits [B, k, V] of the places behind rows of `lengths` [B] tokens, each by
+    itself."""
+    rows, length = logits.shape[:2]
+    starts = lengths[:, None].expand(-1, length)
+    places = (starts + torch.arange(length, device=lengths.device)).flatten()
+    flat, each = logits.flatten(0, 1), laws.repeat(length)
+    if coupling == "shared":
+        return Proposal(propose_shared(flat, each, places).view(rows, length), None)
+    tokens, law = propose_maximal(flat, each, places, starts.flatten())
+    values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
+    assert values is not None
+    return Proposal(tokens.view(rows, length), ops.Law(values, edges))
+
+
+def stacked(laws: list[ops.Law]) -> ops.Law:
+    """The laws [B, V] of places one after the other as one, [B, k, V]."""
+    values, edges = zip(*laws, strict=True)
+    return ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))

@@ -62,7 +62,7 @@ class Ladder:
     the kind of its rounds with drafts."""
 
     def __init__(self, graphs: Graphs, *, longest: int, drafts: Kind = "round"):
-        self._graphs, self._drafts = graphs, drafts
+        self._graphs, self._drafts, self._longest = graphs, drafts, longest
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._lost: dict[
             Shape, tuple[int, float]
@@ -84,7 +84,8 @@ class Ladder:
             if lost < price or left * lost < price * times:
                 return Step(near, "replay")
         elif fit == "wider":
-            wish = wish._replace(width=cover(wish.width))
+            usual = min(cover(wish.width), self._longest)  # more is never drafted
+            wish = wish._replace(width=max(usual, wish.width))
         if left < _FEW or not self._graphs.is_warm(wish):
             return Step(wish, "run")
         return Step(wish, "capture")

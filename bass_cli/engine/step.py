@@ -301,10 +301,11 @@ class Loop:
             return
         captured.renew(self._members.version)
         self._catching.prepare()
+        longest = self.drafter.longest
         usual: Callable[[int], int] = int if each else cover if self.exact else step_down
         captured.prepare(
             rows,
-            [usual(min(width, self.drafter.longest)) for width in widths],
+            [min(usual(min(width, longest)), longest) for width in widths],
             only_compile=only_compile,
             catch_up=sizes if catching_up and isinstance(self.drafter, CatchesUp) else None,
         )

@@ -22,6 +22,7 @@ from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
+from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters
 from bass_cli.model.hf_config import mask_of, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.tensor_content import parts
@@ -38,6 +39,15 @@ _FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
     ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
 )
 _GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
+# of a drafter that reads hidden states: its tensors beside those of its layers, and those that are
+# not used here (a confidence in each draft, copies for training, ids of a whole vocabulary)
+_HEAD_TENSORS = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "markov_head.markov_w1.weight": "markov.before.weight",
+    "markov_head.markov_w2.weight": "markov.after.weight",
+}
+_HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
 
 
@@ -51,7 +61,8 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty;
-    `vocabulary` a digest of what a tokenizer is made of there."""
+    `vocabulary` a digest of what a tokenizer is made of there. `head`: what makes it a drafter
+    that reads a target's hidden states, if it is one; then `spec` is that of its layers."""
 
     path: Path
     spec: Spec
@@ -59,6 +70,12 @@ class Checkpoint:
     metadata: Mapping[str, Any]
     pieces: tuple[Piece, ...]
     vocabulary: str | None = None
+    head: HeadSpec | None = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of its tensors as they are loaded."""
+        return parameters(self.spec) if self.head is None else head_parameters(self.head)
 
     @property
     def size(self) -> int:
@@ -72,6 +89,8 @@ class Checkpoint:
         digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
         if mask is not None:
             digest.update(f"mask {mask}".encode())
+        if self.head is not None:
+            digest.update(repr(replace(self.head, body=plain)).encode())
         for path in sorted({piece.entry.file for piece in self.pieces}):
             with path.open("rb") as file:
                 size = file.seek(0, 2)
@@ -83,6 +102,8 @@ class Checkpoint:
 
     def mask(self) -> int:
         """The id of the mask token by which it drafts in one pass; UserError if it says none."""
+        if self.head is not None:
+            return self.head.mask
         vocab = self.spec.vocab
         if not self.path.is_dir():
             return mask_of(self.metadata, vocab=vocab, place=str(self.path), keys=_GGUF_MASKS)
@@ -110,7 +131,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     shapes = {name: entry.shape for name, entry in entries.items()}
     spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
     tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
-    pieces = _assign(spec, families.slots(spec, tensors), entries, path, gguf_config.IGNORED)
+    slots = families.slots(spec, tensors)
+    pieces = _assign(spec, slots, entries, path, gguf_config.IGNORED, parameters(spec))
     eos = [
         id_
         for kind in ("eos", "eot")
@@ -126,12 +148,37 @@ def _open_folder(path: Path) -> Checkpoint:
     entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
     if spec.tied and _differs(entries, family):
         spec = replace(spec, tied=False)
-    pieces = _assign(spec, families.slots(spec, family.tensors), entries, path, families.IGNORED)
+    slots = families.slots(spec, family.tensors)
+    pieces = _assign(spec, slots, entries, path, families.IGNORED, parameters(spec))
     generation = path / "generation_config.json"
     eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
     return Checkpoint(
         path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces
     )
+
+
+def open_head(path: Path, target: Spec) -> Checkpoint:
+    """Read and check a folder with a drafter for this target that reads its hidden states, by
+    headers alone; UserError names the fault."""
+    if not path.is_dir():
+        raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
+    place = path / "config.json"
+    head = head_of_config(_read_json(place), target, place=str(place))
+    family = FAMILIES[head.body.family]
+    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    slots = families.slots(head.body, family.tensors)
+    own = {slots[name].name for name in entries if name in slots}
+    head = replace(head, embeds="embed.weight" in own, heads="head.weight" in own)
+    shapes = head_parameters(head)
+    slots = {name: slot for name, slot in slots.items() if slot.name in shapes}
+    slots |= {
+        theirs: Slot(ours, 0, shapes[ours][0])
+        for theirs, ours in _HEAD_TENSORS.items()
+        if ours in shapes
+    }
+    ignored = families.IGNORED + _HEAD_IGNORED
+    pieces = _assign(head.body, slots, entries, path, ignored, shapes)
+    return Checkpoint(path, head.body, (), {}, pieces, head=head)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -210,6 +257,7 @@ def _assign(
     entries: Mapping[str, Entry],
     path: Path,
     ignored: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Piece, ...]:
     """Pair every stored tensor with its slot, both ways in full, shapes and types checked."""
     wanted = {
@@ -224,7 +272,6 @@ def _assign(
     }
     if extra := [name for name in known if name not in slots]:
         raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
-    shapes = parameters(spec)
     for name, slot in wanted.items():
         entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
         if entry.shape != shape:

@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint
-from bass_cli.model.decoder import Spec, parameters, stored_dtype
+from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint, open_head
+from bass_cli.model.decoder import Spec, stored_dtype
 from bass_cli.model.families import CODEGEN_BLOCKS, Slot
 from bass_cli.model.sources import locate
 from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
 from bass_cli.model.tensor_files import DTYPES
 from bass_kernels import import_kernels
 
-__all__ = ["Checkpoint", "load", "locate", "open_checkpoint"]
+__all__ = ["Checkpoint", "load", "locate", "open_checkpoint", "open_head"]
 
 _WORKERS = 4  # threads that read: enough to copy from the page cache as fast as a GPU takes it
 
@@ -36,12 +36,12 @@ def load(
     device: torch.device,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Tensor]:
-    """All of `parameters(spec)` on the device in their `stored_dtype`; a tied head is the
+    """All of its `shapes` on the device in their `stored_dtype`; a tied head is the
     embedding itself. `on_read` is told the bytes of each tensor that is done."""
     spec = checkpoint.spec
     weights = {
         name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
-        for name, shape in parameters(spec).items()
+        for name, shape in checkpoint.shapes.items()
         if not (spec.tied and name == "head.weight")
     }
     own = threading.local()

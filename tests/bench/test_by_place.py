@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ from bass_cli.bench import grid
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, needs
 from bass_cli.bench.figures import Run, Step
-from bass_cli.bench.pairs import build_loops, build_models
+from bass_cli.bench.pairs import build_loops, build_models, need_of
+from bass_cli.bench.shapes import count_parameters, head_of, spec_of
+from bass_cli.drafting.feature_heads import HeadDrafter
 from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.imposed import Imposed
 from bass_cli.errors import UserError
+from bass_cli.model.head_config import head_parameters
 
 
 def test_a_profile_says_each_places_own_chance() -> None:
@@ -127,3 +131,35 @@ def test_the_floor_of_one_pass_is_one_reading_of_the_draft() -> None:
     assert chain.work.bytes == 200 + 4 * 42
     assert once.work.bytes == 200 + 42
     assert once.work.operations == 2 * 100 * (5 + 1) + 2 * (40 * 8 + 2 * 4)
+
+
+def test_a_shape_that_reads_the_target() -> None:
+    """Plain decoding beside it is read by nobody."""
+    given = SET | {"shape": "tiny", "draft_shape": "dspark-tiny", "acceptance": ["1/1/0"]}
+    chosen = settings(**given, methods="2,4,auto")
+    assert chosen.job.pair.draft == "heads:dspark-tiny"
+    models = build_models(chosen, None)
+    loops = build_loops(models, chosen, context=60)
+    assert loops.speculative is not None
+    assert isinstance(loops.speculative.drafter, HeadDrafter)
+    assert loops.speculative.target.decoder.reader is models.head  # type: ignore[attr-defined]
+    assert loops.plain.target.decoder.reader is None  # type: ignore[attr-defined]
+    [document] = grid.measure(chosen, lambda _: None)
+    cells = {cell["method"]: cell for cell in document["cells"]}
+    assert cells["4"]["mean_accepted"] == 2.0
+    parts = cells["4"]["parts_ms"]
+    assert parts["draft_step"] == parts["draft"] > 0
+    with pytest.raises(UserError, match="dspark-8b reads the hidden states of qwen3-8b"):
+        settings(**given | {"draft_shape": "dspark-8b"})
+    need = need_of(chosen, None, torch.device("cpu"))
+    without = need_of(settings(shape="tiny", methods="plain"), None, torch.device("cpu"))
+    assert need.footprint.weights > without.footprint.weights
+
+
+def test_shapes_that_read_qwen3_are_as_published() -> None:
+    spec = spec_of("qwen3-8b", option="--shape")
+    assert round(count_parameters(spec) / 1e9, 1) == 8.2
+    for name, drafts, numbers in (("dspark-8b", 7, 1.1), ("dflash-8b", 15, 1.0)):
+        head = head_of(name, spec, option="--draft-shape")
+        assert (head.drafts, head.taps) == (drafts, (1, 9, 17, 25, 33))
+        assert round(sum(map(math.prod, head_parameters(head).values())) / 1e9, 1) == numbers

@@ -1,0 +1,93 @@
+"""Drafts by layers that read the target's hidden states, a whole block in one pass (DFlash), each
+place then with a bias by the token before it (DSpark).
+
+What they read is written in every pass of the target (model/feature_head.py): nothing is missing
+after plain rounds or before a row's first, and nothing here follows prompts and rows. A block
+always has all its places, however few drafts are asked for: its places see each other, so a
+draft would depend on how many others there are, and on what happens to be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.drafting.sampling import propose_at_once, propose_maximal, propose_shared, stacked
+from bass_cli.engine.batch import Batch, Change
+from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.engine.laws import Laws
+from bass_cli.model.feature_head import FeatureHead
+from bass_cli.model.runner import Runner
+
+
+class HeadDrafter:
+    """Drafts with `head`, which reads the target of `runner`. `coupling` is "shared" or
+    "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
+
+    on_device, at_once, version = True, True, 0
+
+    def __init__(
+        self, runner: Runner, head: FeatureHead, *, coupling: str, temperature: float | None = None
+    ):
+        assert runner.decoder.reader is head
+        self._runner, self._head = runner, head
+        self._coupling, self._temperature = coupling, temperature
+        self.longest = head.spec.drafts
+
+    def open(
+        self,
+        key: str,
+        tokens: Sequence[int],
+        reference: Sequence[int] = (),
+        in_time: InTime | None = None,
+    ) -> bool:
+        return True
+
+    def close(self, key: str) -> None:
+        pass
+
+    def follow(self, change: Change) -> None:
+        pass
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        length = min(length, self.longest)
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        block, spec = self._block(batch), self._head.spec
+        positions = batch.lengths[: batch.rows, None] + torch.arange(
+            -1, spec.block - 1, device=batch.device
+        )
+        step = self._runner.cache.decode(positions, batch.ends(spec.block - 1))
+        logits = self._head.draft(block, step, length)
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        if not spec.rank:
+            return propose_at_once(logits, laws, lengths, coupling=self._coupling)
+        return self._one_by_one(logits, block[:, 0], laws, lengths)
+
+    def _block(self, batch: Batch) -> Tensor:
+        """The rows' last tokens and the masks behind them, [B, block]."""
+        anchors, _ = batch.last(1)
+        spec = self._head.spec
+        masks = anchors.new_full((batch.rows, spec.block - 1), spec.mask)
+        return torch.cat((anchors, masks), 1)
+
+    def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, lengths: Tensor) -> Proposal:
+        """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
+        `anchors` [B] the first."""
+        chosen: list[Tensor] = [anchors]
+        drawn_from: list[ops.Law] = []
+        for place in range(logits.shape[1]):
+            further = self._head.follows(chosen[-1])
+            assert further is not None
+            line, at = logits[:, place] + further, lengths + place
+            if self._coupling == "shared":
+                chosen.append(propose_shared(line, laws, at))
+            else:
+                token, law = propose_maximal(line, laws, at, lengths)
+                chosen.append(token)
+                drawn_from.append(law)
+        tokens = torch.stack(chosen[1:], 1)
+        return Proposal(tokens, stacked(drawn_from) if drawn_from else None)

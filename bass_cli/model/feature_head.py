@@ -1,0 +1,86 @@
+"""A drafter that reads its target's hidden states (DFlash, arXiv 2602.06036; DSpark): a few layers,
+whose keys and values of what has been read come from the target's own layers.
+
+The outputs of some layers of the target, side by side, become one context feature a token (`fc`,
+norm); each draft layer projects it to keys and values, which stand in the target's store, behind
+the target's own: so prompts, rows that move and rejected drafts are the store's matter alone. A
+block of an anchor and masks sees all of that, and all of itself. Not here: which tokens a block
+has and what is chosen (drafting/feature_heads.py), how a config says it (head_config.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+import bass_kernels as ops
+from bass_cli.model.decoder import Decoder, angles_of, inverse_frequencies
+from bass_cli.model.head_config import HeadSpec
+from bass_cli.model.kv_cache import Layers, Pass
+
+
+class FeatureHead:
+    """Reads `target` (taps.ReadsHidden) and drafts for it. `weights` maps the names of
+    `head_parameters(spec)` to tensors; embedding and head are the target's where it has none."""
+
+    def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
+        self.spec, body = spec, spec.body
+        self._behind = len(target.layers)  # its own layers in the store are behind these
+        self._fc = ops.pack(weights.pop("fc.weight"))
+        self._norm = weights.pop("context_norm.weight")
+        self._before = weights.pop("markov.before.weight", None)
+        after = weights.pop("markov.after.weight", None)
+        self._after = None if after is None else ops.pack(after[: target.vocab])
+        query = body.heads * body.head_size
+        self._projections = []
+        for at in (f"layers.{i}." for i in range(body.layers)):
+            bias = weights.get(at + "qkv.bias")
+            norms = (weights[at + "q_norm.weight"], weights[at + "k_norm.weight"])
+            self._projections.append(
+                (
+                    ops.pack(weights[at + "qkv.weight"][query:]),
+                    None if bias is None else bias[query:],
+                    norms if body.norm.qk else None,
+                )
+            )
+        self.body = Decoder(body, weights, vocab=target.vocab, shared=target)
+        self._frequencies = inverse_frequencies(body.rope, self.body.device)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.spec.taps
+
+    @property
+    def cached(self) -> Layers:
+        return Layers(self.spec.body.layers, self.spec.body.kv_heads, self.spec.body.head_size)
+
+    def read(self, hidden: Tensor, step: Pass) -> None:
+        """Write the keys and values of the tokens of `step`, from hidden [B, W, taps * width]."""
+        eps = self.spec.body.norm.eps
+        fused = ops.linear(hidden, self._fc, None)
+        context = ops.norm(None, fused, self._norm, None, eps=eps, kind="rms")[0]
+        angles, slots = angles_of(step.positions, self._frequencies), step.slots()
+        for i, (weight, bias, norms) in enumerate(self._projections):
+            ops.rope_write(
+                ops.linear(context, weight, bias),
+                angles,
+                slots,
+                step.own(self._behind + i),
+                heads=0,
+                norms=norms,
+                eps=eps,
+            )
+
+    def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
+        """Logits [B, length, vocab] of the first drafts of blocks [B, block], without what the
+        tokens before them add."""
+        hidden = self.body.hidden(tokens, step.block(self._behind))
+        first = self.spec.first
+        return self.body.logits(hidden[:, first : first + length].contiguous())
+
+    def follows(self, tokens: Tensor) -> Tensor | None:
+        """What tokens [B] add to the logits of the places behind them, [B, vocab]: None if
+        nothing."""
+        if self._before is None or self._after is None:
+            return None
+        return ops.linear(functional.embedding(tokens, self._before), self._after, None)

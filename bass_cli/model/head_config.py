@@ -1,0 +1,233 @@
+"""config.json of a drafter that reads a target's hidden states, to a HeadSpec: what is published of
+DFlash (arXiv 2602.06036) and DSpark, in their authors' layout and in that of speculators.
+
+Not here: the sizes of the layers themselves (hf_config.py), tensors (checkpoint.py), what is done
+with them (feature_head.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bass_cli.errors import UserError
+from bass_cli.io.reading import shown, truth
+from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.hf_config import Values, known, mask_of, spec_of_config
+
+# by the class that a config names, which kind it is; speculators name the kind itself
+_CLASSES = {
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+}
+_KINDS = ("dflash", "dspark")
+_LATER = ("eagle3", "eagle")
+# What else of such a drafter would change its arithmetic: the only value that is read of each.
+_ONLY: Mapping[str, Any] = {
+    "markov_head_type": "vanilla",
+    "causal": False,
+    "is_causal": False,
+    "use_swa": False,
+    "attention_sink_bias": False,
+    "attn_output_gate": False,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "embedding_scale": 1.0,
+    "hybrid_context_fusion": False,
+    "selector_top_k": 0,
+    "selector_rank": 0,
+    "conv_kernel_size": 0,
+}
+_LONGEST = 64  # places of a block: more than is ever drafted at once
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """A drafter over the outputs of a target's layers `taps`: `body` are its own layers. A block
+    has `block` places, the anchor and masks of id `mask`; `first`: the one that drafts first, 0
+    for the anchor. `rank`: of the bias by the token before, 0 for none. `embeds`, `heads`:
+    whether it has an embedding and a head of its own, not the target's."""
+
+    kind: str
+    body: Spec
+    taps: tuple[int, ...]
+    block: int
+    first: int
+    mask: int
+    rank: int = 0
+    embeds: bool = False
+    heads: bool = False
+
+    @property
+    def drafts(self) -> int:
+        """The most tokens that a block drafts."""
+        return self.block - self.first
+
+
+def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all its tensors: those of its layers, and of what makes one context
+    feature of the taps."""
+    width, vocab = head.body.width, head.body.vocab
+    shapes = parameters(head.body)
+    for name, own in (("embed.weight", head.embeds), ("head.weight", head.heads)):
+        if not own:
+            del shapes[name]
+    shapes["fc.weight"] = width, len(head.taps) * width
+    shapes["context_norm.weight"] = (width,)
+    if head.rank:
+        shapes |= {f"markov.{way}.weight": (vocab, head.rank) for way in ("before", "after")}
+    return shapes
+
+
+def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> HeadSpec:
+    """The HeadSpec of a parsed config.json; UserError for what is not known, or does not fit the
+    target. Whether it has an embedding and a head of its own, its tensors say. Read so, where a
+    config is silent:
+
+    - `target_layer_ids` count layers from 0, and mean their outputs. `aux_hidden_state_layer_ids`
+      (speculators) count the layers behind a hidden state: 2 is the output of layer 1.
+    - A block is the row's last token, the anchor, then masks. A DFlash drafts at its masks, of
+      each the token at its own place: one less than `block_size`. A DSpark drafts at every place
+      the token that follows it, `block_size` in all. `sample_from_anchor` says so of either (and
+      `dspark_bonus_anchor` the contrary). A DSpark with `markov_rank` 0 is DeepSpec's DFlash.
+    - The layers' own inputs are normed, what they read is not but for its norm behind `fc`.
+    """
+    kind = _kind(config, place)
+    values = Values(config, {}, place)
+    nested = values.mapping("dspark_config") | values.mapping("dflash_config")
+    _refuse({**nested, **config}, place)
+    body = _body(config, target, place)
+    from_anchor = _from_anchor({**nested, **config}, kind, place)
+    block = Values({**nested, **config}, {}, place).count("block_size")
+    first = 0 if from_anchor else 1
+    if not first < block <= _LONGEST:
+        raise UserError(
+            f'{place}: key "block_size": from {first + 1} to {_LONGEST} places are supported, not '
+            f"{block}"
+        )
+    return HeadSpec(
+        kind=kind,
+        body=body,
+        taps=_taps(config, nested, target.layers, place),
+        block=block,
+        first=first,
+        mask=mask_of({**nested, **config}, vocab=body.vocab, place=place, keys=("mask_token_id",)),
+        rank=_rank(config, nested, kind, place),
+    )
+
+
+def _kind(config: Mapping[str, Any], place: str) -> str:
+    key = "speculators_model_type"
+    word = config.get(key)
+    if word is None:
+        key = "architectures"
+        classes = config.get(key)
+        if not isinstance(classes, list) or not classes:
+            raise UserError(
+                f'{place}: the key "{key}" (or speculators_model_type) is missing: a drafter that '
+                "reads hidden states says there which it is; a plain model is written without "
+                "heads:"
+            )
+        if "eagle" in str(classes[0]).lower():
+            word = "eagle3"
+        else:
+            known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
+            return _CLASSES[classes[0]]
+    if word in _LATER:
+        raise UserError(f'{place}: key "{key}": EAGLE-3 drafters are not supported yet')
+    known(word, _KINDS, place, f'key "{key}": the drafter')
+    return str(word)
+
+
+def _refuse(values: Mapping[str, Any], place: str) -> None:
+    for key, only in _ONLY.items():
+        got = values.get(key, only)
+        if got is not None and got != only:
+            raise UserError(
+                f'{place}: key "{key}": {shown(got)} is not supported, only {only!r} is'
+            )
+
+
+def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
+    """Its layers, of a kind that can be run as a block, on the target's own embedding."""
+    layers = config
+    if "transformer_layer_config" in config:
+        layers = Values(config, {}, place).mapping("transformer_layer_config")
+        place = f"{place}: transformer_layer_config"
+    body = replace(spec_of_config(layers, place=place), tied=False)
+    for key, ours, theirs in (
+        ("hidden_size", body.width, target.width),
+        ("vocab_size", body.vocab, target.vocab),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f'{place}: key "{key}": it was trained for a target of {ours}, and this one has '
+                f"{theirs}"
+            )
+    if any(body.windows):
+        raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
+    plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
+    if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
+        raise UserError(f'{place}: key "model_type": layers like those of "{body.family}" are not '
+                        "supported in such a drafter; known: llama, qwen2, qwen3")  # fmt: skip
+    if target.embed_scale != 1.0:
+        raise UserError(
+            f'{place}: the target\'s family "{target.family}" scales its embedding, and such '
+            "drafters are not supported for it"
+        )
+    full = config.get("draft_vocab_size")
+    if full not in (None, body.vocab):
+        raise UserError(
+            f'{place}: key "draft_vocab_size": {shown(full)} is not supported, only the whole '
+            f"vocabulary, {body.vocab}, is"
+        )
+    return body
+
+
+def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:
+    found = {}
+    for key, meaning in (("sample_from_anchor", True), ("dspark_bonus_anchor", False)):
+        if values.get(key) is not None:
+            try:
+                found[key] = truth(values[key]) == meaning
+            except ValueError as error:
+                raise UserError(f'{place}: key "{key}": {error}') from None
+    if len(set(found.values())) > 1:
+        raise UserError(f'{place}: keys "{", ".join(found)}" say the contrary of each other')
+    return next(iter(found.values()), kind == "dspark")
+
+
+def _taps(
+    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
+) -> tuple[int, ...]:
+    """The layers whose outputs it reads, from 0."""
+    key, shift = "target_layer_ids", 0
+    found = nested.get(key) or config.get(key)
+    if found is None and "speculators_model_type" in config:
+        key, shift = "aux_hidden_state_layer_ids", 1
+        found = config.get(key)
+    if found is None:
+        raise UserError(f'{place}: the key "{key}" is missing')
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(type(one) is int and shift <= one < layers + shift for one in found)
+        or sorted(set(found)) != found
+    ):
+        raise UserError(
+            f'{place}: key "{key}": rising numbers of the target\'s layers, from {shift} to '
+            f"{layers - 1 + shift}, are needed, not {shown(found)}"
+        )
+    return tuple(one - shift for one in found)
+
+
+def _rank(config: Mapping[str, Any], nested: Mapping[str, Any], kind: str, place: str) -> int:
+    rank = config.get("markov_rank", nested.get("markov_rank", 0 if kind == "dflash" else None))
+    if rank == 0 and type(rank) is int:
+        return 0
+    values = Values({"markov_rank": rank}, {}, place)
+    if (count := values.count("markov_rank")) and kind == "dflash":
+        raise UserError(f'{place}: key "markov_rank": {count} is not supported in a DFlash')
+    return count

@@ -1,0 +1,435 @@
+"""Drafters that read the target's hidden states: the very drafts of a full forward by the papers,
+whatever came before; that nothing is tapped unless somebody reads; what is refused."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from fakes import FakeGraphs, Ticks
+from heads import MASK, config_of, write_head
+from test_ahead import Settled, ready
+from test_captured import Tour, rows
+from toys import SPAN, Reactive, drive, loop_for, plain
+from typer.testing import CliRunner
+
+import bass_kernels as ops
+from bass_cli.cli.commands import app
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.errors import UserError
+from bass_cli.footprint import footprint
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.model import decoder, fused_decode
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.feature_head import FeatureHead
+from bass_cli.model.head_config import head_of_config
+from bass_cli.model.kv_cache import Change
+from bass_cli.model.runner import Runner
+from bass_cli.model.weights import load, open_checkpoint, open_head
+
+CPU = torch.device("cpu")
+KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function from a target's family and a drafter's kind to both: as transformers and the
+    papers have them, and as we read them."""
+
+    @functools.cache
+    def made(family, kind, form=None):
+        folder = tmp_path_factory.mktemp(family)
+        theirs = write_checkpoint(family, folder / "target")
+        width = theirs.config.hidden_size
+        reading = write_head(folder / "head", kind, width=width)
+        ops.use(form)  # kernels read no packed weights
+        try:
+            checkpoint = open_checkpoint(folder / "target")
+            target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+            opened = open_head(folder / "head", checkpoint.spec)
+            weights = load(opened, dtype=torch.float32, device=CPU)
+            head = FeatureHead(opened.head, weights, target)
+        finally:
+            ops.use(None)
+        return theirs, reading, target, head
+
+    return made
+
+
+def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None):
+    """A loop whose drafter reads its target."""
+    runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
+    drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
+    return Loop(
+        batch=Batch(rows=rows, context=128, device=CPU),
+        target=runner,
+        drafter=drafter,
+        lengths=lengths,
+        coupling=coupling,
+        clock=Clock(Ticks() if graphs is None else graphs.ticks),
+        acceptance=acceptance,
+        graphs=graphs,
+    )
+
+
+class Compared:
+    """Holds every proposal of a loop's drafter under shared coupling against the papers' words:
+    logits and tokens."""
+
+    def __init__(self, loop, theirs, reading):
+        self._loop, self._theirs, self._reading, self.seen = loop, theirs, reading, []
+        self._propose, loop.drafter.propose = loop.drafter.propose, self.propose
+        head = loop.drafter._head
+        self._draft = head.draft
+        loop.drafter._head = self
+        self.spec, self.follows = head.spec, head.follows
+
+    def draft(self, *given):
+        self._logits = self._draft(*given)
+        return self._logits
+
+    @torch.inference_mode()
+    def propose(self, batch, length):
+        proposal = self._propose(batch, length)
+        assert proposal.tokens.shape[1] == length
+        for row, host in enumerate(batch.hosts if length else ()):
+            end = int(batch.lengths[row])
+            tokens = batch.tokens[row, :end].tolist()
+            due = self._reading.base(self._theirs, tokens)[:length]
+            torch.testing.assert_close(self._logits[row], due, atol=1e-4, rtol=1e-4)
+            laws, before = batch.laws, tokens[-1]
+            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            own = tuple(part[row : row + 1] for part in own)
+            for place, draft in enumerate(proposal.tokens[row].tolist()):
+                line = (due[place] + self._reading.bias(before))[None]
+                assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
+                before = draft
+            self.seen.append((length, end - host.prompt_length))
+        return proposal
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen3", "dflash"), ("llama3", "dspark"), ("codegen", "dflash-speculators"), ("opt", "dspark-speculators")],
+)  # fmt: skip
+def test_drafts_are_those_of_a_full_forward(models, family, kind):
+    """Also of rows that have just begun, siblings, rows that were moved, after full, partial and
+    no acceptance, after plain rounds and longer drafts; with plain decoding's tokens."""
+    theirs, reading, target, head = models(family, kind)
+    due, seen = plain(target, rows()), set()
+    for batch, lengths, acceptance in (
+        (3, Tour(), (0.8, 1.0)),
+        (5, Tour(), None),
+        (2, Reactive(), None),
+    ):
+        loop = loop_of(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
+        compared = Compared(loop, theirs, reading)
+        found = drive(loop, rows(18) if acceptance else rows())
+        assert acceptance or found == due
+        seen |= set(compared.seen)
+    lengths = {length for length, _ in seen}
+    assert {1, 2, 3, head.spec.drafts} <= lengths
+    assert max(lengths) == head.spec.drafts == reading.block - kind.startswith("dflash")
+    assert any(generated == 0 for _, generated in seen)
+
+
+def test_prompts_are_read_for_both(models):
+    """Also what one prompt has in common with another and copies, prompts of several passes, and
+    one that is read with a deadline."""
+    theirs, reading, target, head = models("qwen3", "dspark")
+    text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
+    live = [
+        Row(str(p), s, 1, tokens, 4 + s, temperature=0.7)
+        for p, tokens in enumerate((text, [*text[:131], 5, 6, 7], text[:40], [9]))
+        for s in range(2)
+    ]
+    loop = loop_of(target, head, rows=8, lengths=Fixed(3))
+    compared = Compared(loop, theirs, reading)
+    for p in range(4):
+        assert loop.open(
+            str(p), live[2 * p].tokens, deadline=loop.clock.now() + 1e6 if p == 2 else None
+        )
+    loop.exchange((), live)
+    loop.round()
+    loop.round()
+    assert len(compared.seen) == 16
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_captured_rounds_and_those_launched_ahead(models, batch):
+    """Whatever length graphs have and whenever they begin, the tokens are plain decoding's, and
+    the drafts those of the papers."""
+    theirs, reading, target, head = models("qwen3", "dflash")
+    due = plain(target, rows())
+    for lengths in (Settled(), Goodput(limit=head.spec.drafts, at_once=True)):
+        loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
+        compared, flights = Compared(loop, theirs, reading), ready(loop)
+        assert drive(loop, rows(), ahead=True) == due
+        assert not any(shape.kind == "catch up" for _, shape in loop.graphs.done)
+        assert {shape.width for _, shape in loop.graphs.done} <= {0, 1, 2, 3, 4, 5}
+        if isinstance(lengths, Settled):
+            assert flights.behind > 5
+            assert len({length for length, _ in compared.seen}) > 4
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_captures_change_no_sample_under_maximal_coupling(models, kind):
+    """A longer graph that serves drafts the same tokens: a block is never cut."""
+    _, _, target, head = models("qwen3", kind)
+    due = drive(loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
+    loop = loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
+    assert drive(loop, rows()) == due
+    longer = [shape.width for how, shape in loop.graphs.done if shape.kind == "block"]
+    assert longer
+    assert max(longer) <= head.spec.drafts
+    assert loop.graphs.count("replay", "block") > 3
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
+    """The first two tokens of many samples against the law of transformers' model, over a
+    vocabulary of twelve, by chi-square; some drafts are kept, and some are not."""
+    theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
+    mask = {"mask_token_id": 11, "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}}
+    write_head(tmp_path / "head", kind, vocab=12, taps=(0,), **mask)
+    checkpoint = open_checkpoint(tmp_path / "target")
+    target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+    opened = open_head(tmp_path / "head", checkpoint.spec)
+    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
+    count, prompt, warm = 3000, [3, 1, 4], 2.0
+    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
+    loop = Loop(
+        batch=Batch(rows=count, context=24, device=CPU),
+        target=runner,
+        drafter=make_drafter(
+            "heads:x", runner=runner, head=head, coupling="maximal", temperature=None
+        ),
+        lengths=Fixed(3),
+        coupling="maximal",
+        clock=Clock(),
+    )
+    done = []
+    found = drive(
+        loop,
+        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
+        on_round=lambda one, _: done.append(one),
+    )
+    with torch.inference_mode():
+        texts = torch.tensor([[*prompt, token] for token in range(12)])
+        logits = theirs(texts).logits.double() / warm
+        first, second = logits[0, 2].softmax(-1), logits[:, 3].softmax(-1)
+    law = (first[:, None] * second).flatten()
+    seen = torch.tensor([12 * one + other for one, other in found.values()]).bincount(minlength=144)
+    square = ((seen - count * law) ** 2 / (count * law)).sum().item()
+    assert square < 143 + 4 * (2 * 143) ** 0.5
+    kept = sum(done[0].accepted) / count
+    assert 0.3 < kept < 2.7
+
+
+def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
+    """No tensor, no layer in its store, no operation: with a drafter beside it, too."""
+    _, _, target, head = models("qwen3", "dflash")
+    due, tapped = plain(target, rows()), []
+    taps = decoder.Taps
+    monkeypatch.setattr(decoder, "Taps", lambda *given: tapped.append(1) or taps(*given))
+    for lengths in (Fixed(0), Tour()):
+        loop = loop_for(target, target, rows=3, lengths=lengths)
+        assert drive(loop, rows()) == due
+        assert len(loop.target.cache.own_keys) == len(target.layers)
+    assert tapped == []
+    loop = loop_of(target, head, rows=3, lengths=Fixed(0))
+    assert drive(loop, rows()) == due
+    assert tapped
+    assert len(loop.target.cache.own_keys) == len(target.layers) + head.spec.body.layers
+    tapped.clear()
+    loop.target = loop.target.read_by_nobody()
+    loop._verifier._target = loop.target
+    live = [Row("x", s, 0, [4, 5], 9) for s in range(3)]
+    loop.open("x", [4, 5])
+    loop.exchange((), live)
+    tapped.clear()  # of the prompt
+    loop.round()
+    assert tapped == []
+
+
+@pytest.mark.parametrize("width", [3, 17])
+def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, width):
+    """Up to 16 tokens of the target take the fused layers, whose residual stream is tapped too;
+    blocks always take the ordinary ones."""
+    pytest.importorskip("triton")
+    _, _, target, head = models("qwen2", "dspark", "triton")
+    found, fused, run = [], [], fused_decode.run
+    monkeypatch.setattr(fused_decode, "run", lambda *given: fused.append(1) or run(*given))
+    for form in ("reference", "triton"):
+        ops.use(form)
+        try:
+            runner = Runner(target.read_by(head), rows=1, span=30, lag=1)
+            runner.open("0", [5, 6, 7, 8, 9])
+            runner.follow(Change((), (), (((0,), "0"),)))
+            with torch.inference_mode():
+                tokens = torch.arange(20, 20 + width)[None]
+                runner.forward(tokens, torch.arange(4, 4 + width)[None], None)
+                block = torch.tensor([[11] + [MASK] * 4])
+                step = runner.cache.decode(torch.arange(4 + width, 9 + width)[None], None)
+                found.append(head.draft(block, step, 4))
+        finally:
+            ops.use(None)
+    assert bool(fused) == (width <= 16)
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+
+
+FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A pair with a drafter in each layout: `head` is a DSpark, `flash` a DFlash."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint("qwen3", tmp_path / "target", shards=False, use_sliding_window=False)
+    write_tokenizer(tmp_path / "target")
+    write_head(tmp_path / "head", "dspark")
+    write_head(tmp_path / "flash", "dflash-speculators", seed=1)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
+    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
+    return tmp_path
+
+
+def bass(*arguments):
+    return CliRunner().invoke(
+        app, ["generate", "p.txt", "--device", "cpu", "--token-ids", *arguments]
+    )
+
+
+def lines(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({(row["id"], row["sample"]) for row in rows}) == len(rows)
+    return {(row["id"], row["sample"]): (row["token_ids"], row["finish_reason"]) for row in rows}
+
+
+def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
+    for out, *runs in (
+        ("plain.jsonl", ("--draft", "none")),
+        ("whole.jsonl", ("--draft-length", "4")),
+        ("flash.jsonl", ("--draft", "heads:flash", "--draft-length", "30")),
+        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
+    ):
+        for flags in runs:
+            found = bass(*FLAGS, *flags, "--out", out)
+            assert found.exit_code == 0, found.stderr
+            if flags[:1] == ("--limit",):  # killed within a line
+                (here / out).write_text((here / out).read_text()[:-30])
+    due = lines(here / "plain.jsonl")
+    assert len(due) == 15
+    for out in ("whole.jsonl", "flash.jsonl", "parts.jsonl"):
+        assert lines(here / out) == due
+        rows = [json.loads(line) for line in (here / out).read_text().splitlines()]
+        assert sum(row["drafted"] for row in rows) > 0
+
+
+def test_another_drafter_is_another_run_under_maximal_coupling(here):
+    flags = (*FLAGS, "--limit", "1", "--coupling", "maximal", "--out", "o.jsonl")
+    assert bass(*flags).exit_code == 0
+    config = json.loads((here / "head" / "config.json").read_text())
+    (here / "head" / "config.json").write_text(json.dumps(config | {"target_layer_ids": [0, 2]}))
+    refused = bass(*flags, "--n", "4")
+    assert refused.exit_code == 2
+    assert "draft_files" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "reason"),
+    [
+        ("dspark", {"architectures": ["LlamaForCausalLMEagle3"]}, 'EAGLE-3 drafters are not supported yet'),
+        ("dspark-speculators", {"speculators_model_type": "eagle3"}, '"speculators_model_type": EAGLE-3'),
+        ("dspark", {"architectures": ["Qwen3DSparkModle"]}, 'the drafter "Qwen3DSparkModle" is not supported; did'),
+        ("dspark", {"architectures": None}, 'the key "architectures" (or speculators_model_type) is missing'),
+        ("dspark-speculators", {"speculators_model_type": "mlp"}, 'the drafter "mlp" is not supported'),
+        ("dspark", {"hidden_size": 64}, 'key "hidden_size": it was trained for a target of 64, and this one has 48'),
+        ("dspark", {"vocab_size": 302}, 'key "vocab_size": it was trained for a target of 302, and this one has 301'),
+        ("dspark", {"target_layer_ids": [0, 3]}, "the target's layers, from 0 to 2, are needed, not [0, 3]"),
+        ("dspark", {"target_layer_ids": None}, 'the key "target_layer_ids" is missing'),
+        ("dspark-speculators", {"aux_hidden_state_layer_ids": [0, 2]}, "from 1 to 3, are needed, not [0, 2]"),
+        ("dspark", {"target_layer_ids": [1, 1]}, 'key "target_layer_ids": rising numbers'),
+        ("dspark", {"mask_token_id": 301}, 'key "mask_token_id": the id of a mask token, from 0 to 300'),
+        ("dflash", {"dflash_config": {"target_layer_ids": [0, 1]}}, 'the key "mask_token_id" is missing'),
+        ("dflash", {"block_size": 1}, 'key "block_size": from 2 to 64 places are supported, not 1'),
+        ("dflash", {"block_size": "6"}, 'key "block_size": a number above 0'),
+        ("dspark", {"markov_head_type": "gated"}, "'gated' is not supported, only 'vanilla' is"),
+        ("dflash", {"dflash_config": {"causal": True}}, 'key "causal": True is not supported, only False is'),
+        ("dspark", {"markov_rank": None}, 'the key "markov_rank" is missing'),
+        ("dspark", {"sample_from_anchor": "yes"}, 'key "sample_from_anchor": true or false is needed'),
+        ("dspark", {"sample_from_anchor": True, "dspark_bonus_anchor": True}, "say the contrary of each other"),
+        ("dspark-speculators", {"draft_vocab_size": 200}, 'key "draft_vocab_size": 200 is not supported'),
+        ("dspark", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "layers with a window"),
+        ("dspark", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):
+    _, _, target, _ = models("qwen3", "dflash")
+    config = config_of(kind, width=48, vocab=301, taps=(0, 1), **keys)
+    with pytest.raises(UserError) as refused:
+        head_of_config(config, target.spec, place="head/config.json")
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith("head/config.json: ")
+
+
+def test_that_is_before_weights_are_read(here, monkeypatch):
+    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    config = config_of("dspark", width=48, vocab=301, taps=(0, 3))
+    (here / "head" / "config.json").write_text(json.dumps(config))
+    refused = bass(*FLAGS, "--out", "o.jsonl")
+    assert refused.exit_code == 2, refused.stderr
+    said = re.sub(r"\s+", " ", refused.stderr)
+    assert f'{here / "head" / "config.json"}: key "target_layer_ids": rising' in said
+
+
+def test_tensors_are_held_against_the_config(here):
+    for keys, reason in (
+        ({"markov_rank": 5}, 'tensor "markov_head.markov_w1.weight" has shape [301, 6], not [301, 5]'),
+        ({"markov_rank": 0}, 'tensors "markov_head.markov_w1.weight", "markov_head.markov_w2.weight" are unknown'),
+        ({"num_hidden_layers": 3}, '"layers.2.self_attn.q_proj.weight"'),
+        ({"target_layer_ids": [0, 1, 2]}, 'tensor "fc.weight" has shape [48, 96], not [48, 144]'),
+    ):  # fmt: skip
+        config = config_of("dspark", width=48, vocab=301, taps=(0, 1), **keys)
+        (here / "head" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=re.escape(reason)):
+            open_head(here / "head", open_checkpoint(here / "target").spec)
+    for words in ("heads:", "heads:lookup", "heads:parallel:x"):
+        refused = bass(*FLAGS, "--draft", words)
+        assert refused.exit_code == 2
+        assert "write it like heads:PATH" in re.sub(r"\s+", " ", refused.stderr)
+
+
+def test_its_memory_is_counted(here):
+    """Weights as they are loaded, and its layers in the target's store."""
+    target = open_checkpoint(here / "target")
+    for name in ("head", "flash"):
+        head = open_head(here / name, target.spec)
+        words = {"dtype": torch.bfloat16, "device": CPU, "longest": 6}
+        with_it = footprint(target.spec, head.spec, at_once=True, head=head.head, **words)
+        without = footprint(target.spec, None, **words)
+        weights = load(head, dtype=torch.bfloat16, device=CPU)
+        assert with_it.weights - without.weights == 2 * sum(one.numel() for one in weights.values())
+        assert head.size >= 4 * sum(one.numel() for one in weights.values())
+        assert with_it.token.cache - without.token.cache == 2 * 2 * 2 * 2 * 8
+        assert with_it.buffers > without.buffers
+
+
+def test_a_drafter_of_deepspecs_dflash_has_no_bias(models, tmp_path):
+    """A DSpark of rank 0 drafts at every place, the anchor's too."""
+    theirs, _, target, _ = models("qwen3", "dspark")
+    reading = write_head(tmp_path, "dspark", markov_rank=0)
+    opened = open_head(tmp_path, target.spec)
+    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
+    assert (head.spec.drafts, head.follows(torch.tensor([1]))) == (5, None)
+    reading.bias = lambda token: 0.0
+    loop = loop_of(target, head, rows=5, lengths=Tour())
+    compared = Compared(loop, theirs, reading)
+    assert drive(loop, rows()) == plain(target, rows())
+    assert compared.seen

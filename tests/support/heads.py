@@ -1,0 +1,197 @@
+"""Tiny random drafters that read hidden states, written in the published layouts; and what DFlash
+and DSpark are in plain torch, from their papers' words, without a cache. No tests here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import embedding, linear, silu
+from transformers import PreTrainedModel
+
+MASK = 299  # a token of no tokenizer's
+_LAYERS = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 56,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+}
+
+
+def config_of(kind: str, *, width: int, vocab: int, taps: tuple[int, ...], **keys: Any) -> dict:
+    """A config.json: "dflash" and "dspark" as their authors have it, "dflash-speculators" and
+    "dspark-speculators" as speculators does. `keys` are put over it."""
+    layers = _LAYERS | {"hidden_size": width, "vocab_size": vocab}
+    name, _, other = kind.partition("-")
+    block = {"dflash": 6, "dspark": 5}[name]
+    if other:
+        config = {
+            "speculators_model_type": name,
+            "architectures": [f"{name.title()}DraftModel"],
+            "transformer_layer_config": layers,
+            "aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+            "draft_vocab_size": vocab,
+            "block_size": block,
+            "mask_token_id": MASK,
+        }
+        return (
+            config
+            | ({"sample_from_anchor": True, "markov_rank": 6} if name == "dspark" else {})
+            | keys
+        )
+    if name == "dflash":
+        own = {"architectures": ["DFlashDraftModel"], "num_target_layers": 3, "block_size": block,
+               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)}}  # fmt: skip
+    else:
+        own = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(taps), "block_size": block,
+               "mask_token_id": MASK, "markov_rank": 6, "markov_head_type": "vanilla",
+               "enable_confidence_head": True, "confidence_head_with_markov": True}  # fmt: skip
+    return layers | own | keys
+
+
+def write_head(
+    folder: Path,
+    kind: str,
+    *,
+    width: int = 48,
+    vocab: int = 301,
+    taps: tuple[int, ...] = (0, 1),
+    stored: bool | None = None,
+    seed: int = 0,
+    **keys: Any,
+) -> Reading:
+    """Save a drafter; returns it as `Reading` has it. `stored`: with an embedding and a head of
+    its own (a DSpark has them)."""
+    config = config_of(kind, width=width, vocab=vocab, taps=taps, **keys)
+    layers = config.get("transformer_layer_config", config)
+    inner, size = layers["intermediate_size"], layers["head_dim"]
+    query, key = (layers[f"num_{one}_heads"] * size for one in ("attention", "key_value"))
+    shapes = {
+        "fc.weight": (width, len(taps) * width),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+    }
+    if kind.startswith("dspark") if stored is None else stored:
+        shapes |= {"embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
+    for i in range(layers["num_hidden_layers"]):
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in {
+            "input_layernorm": (width,), "post_attention_layernorm": (width,),
+            "self_attn.q_proj": (query, width), "self_attn.k_proj": (key, width), "self_attn.v_proj": (key, width),
+            "self_attn.o_proj": (width, query), "self_attn.q_norm": (size,), "self_attn.k_norm": (size,),
+            "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+        }.items()}  # fmt: skip
+    if rank := config.get("markov_rank", 0):
+        shapes |= {f"markov_head.markov_{way}.weight": (vocab, rank) for way in ("w1", "w2")}
+        shapes |= {
+            "confidence_head.proj.weight": (1, width + rank),
+            "confidence_head.proj.bias": (1,),
+        }
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        scale = 0.5 if "embed" in name or "w1" in name else shape[-1] ** -0.5
+        tensors[name] = 1 + 0.3 * noise if name.endswith("norm.weight") else scale * noise
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return Reading(folder)
+
+
+class Reading:
+    """The drafter of a folder, read anew: sequences in full, no cache, nothing shared with the
+    code under test."""
+
+    def __init__(self, folder: Path):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.layers = self.config.get("transformer_layer_config", self.config)
+        self.tensors = load_file(folder / "model.safetensors")
+        aux = self.config.get("aux_hidden_state_layer_ids")
+        ids = self.config.get("dflash_config", self.config).get("target_layer_ids")
+        # transformers counts the embedding as the first hidden state
+        self.states = aux if ids is None else [one + 1 for one in ids]
+        self.dspark = "markov_rank" in self.config
+        self.block = self.config["block_size"]
+
+    def base(self, target: PreTrainedModel, tokens: list[int]) -> Tensor:
+        """Logits [drafts, V] of the block behind `tokens`, whose last is the anchor, before any
+        bias by the tokens that are chosen."""
+        seen, anchor = tokens[:-1], tokens[-1]
+        context = torch.zeros(0, self.layers["hidden_size"])
+        if seen:
+            states = target(torch.tensor([seen]), output_hidden_states=True).hidden_states
+            taken = torch.cat([states[i][0] for i in self.states], -1)
+            context = self._norm(taken @ self.tensors["fc.weight"].T, "hidden_norm")
+        ids = torch.tensor([anchor] + [MASK] * (self.block - 1))
+        own = self.tensors.get("embed_tokens.weight")
+        x = target.get_input_embeddings()(ids) if own is None else embedding(ids, own)
+        for i in range(self.layers["num_hidden_layers"]):
+            x = self._layer(f"layers.{i}.", x, context)
+        x = self._norm(x, "norm")
+        own = self.tensors.get("lm_head.weight")
+        logits = target.get_output_embeddings()(x) if own is None else linear(x, own)
+        return logits if self.dspark else logits[1:]
+
+    def bias(self, token: int) -> Tensor | float:
+        """What a token adds to the logits [V] of the place behind it."""
+        if not self.dspark:
+            return 0.0
+        return (
+            self.tensors["markov_head.markov_w2.weight"]
+            @ self.tensors["markov_head.markov_w1.weight"][token]
+        )
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layers["rms_norm_eps"])
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def _layer(self, at: str, x: Tensor, context: Tensor) -> Tensor:
+        """A layer over the block x [N, H], with the context [C, H] in front of it: everything sees
+        everything."""
+        count, size = len(context) + len(x), self.layers["head_dim"]
+        normed = self._norm(x, at + "input_layernorm")
+        q, k, v = (
+            linear(source, self.tensors[f"{at}self_attn.{name}_proj.weight"]).view(
+                len(source), -1, size
+            )
+            for name, source in (
+                ("q", normed),
+                ("k", torch.cat((context, normed))),
+                ("v", torch.cat((context, normed))),
+            )
+        )
+        q = self._turn(self._norm(q, at + "self_attn.q_norm"), torch.arange(count)[-len(x) :])
+        k = self._turn(self._norm(k, at + "self_attn.k_norm"), torch.arange(count))
+        each = q.shape[1] // k.shape[1]
+        k, v = (part.repeat_interleave(each, 1) for part in (k, v))
+        weights = torch.einsum("nhd,mhd->hnm", q, k).div(size**0.5).softmax(-1)
+        mixed = torch.einsum("hnm,mhd->nhd", weights, v).flatten(1)
+        x = x + linear(mixed, self.tensors[at + "self_attn.o_proj.weight"])
+        normed = self._norm(x, at + "post_attention_layernorm")
+        gate, up = (
+            linear(normed, self.tensors[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up")
+        )
+        return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
+
+    def _turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding of x [N, heads, D], the halves of a head against each other."""
+        size = x.shape[-1]
+        speeds = self.layers["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
+        turns = positions[:, None, None] * speeds
+        one, other = x.chunk(2, -1)
+        return torch.cat(
+            (one * turns.cos() - other * turns.sin(), other * turns.cos() + one * turns.sin()), -1
+        )
