@@ -163,10 +163,11 @@ def _write_pair(places: Places, pair: Pair) -> None:
     made absolute."""
 
     def found(source: str) -> str:
-        path = locate(source, folder=pair.folder)
-        is_path = Path(source).suffix == ".gguf" or Path(source).expanduser().exists()
-        near = pair.folder is not None and (pair.folder / source).exists()
-        return str(path) if is_path or near else source
+        places = [Path(source).expanduser()]
+        if pair.folder is not None:
+            places.append(pair.folder / source)
+        here = any(place.exists() for place in places)
+        return str(locate(source, folder=pair.folder)) if here else source
 
     words: dict[str, Any] = {"target": found(pair.target), "draft": "parallel:./draft"}
     if pair.tokenizer is not None:

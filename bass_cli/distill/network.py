@@ -20,6 +20,7 @@ Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]
 Bias = tuple[Tensor, Tensor | None]  # of the text, and of the masks
 
+_MASKED = -1e30  # finite: a tile of keys of which a query sees none gives no NaN on the way
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -61,12 +62,12 @@ def run(spec: Spec, weights: Weights, windows: Windows, mask: int | None) -> Ten
 
 
 def _biases(spec: Spec, windows: Windows, window: int, dtype: torch.dtype, masks: bool) -> Bias:
-    """What is added to scores, 0 or -inf, for as many queries as share a key: [N, 1, G T, S]."""
+    """What is added to scores for as many queries as share a key: [N, 1, G T, S]."""
     share = spec.heads // spec.kv_heads
 
     def of(seen: Tensor) -> Tensor:
         bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return bias.masked_fill_(~seen, float("-inf")).repeat(1, share, 1)[:, None]
+        return bias.masked_fill_(~seen, _MASKED).repeat(1, share, 1)[:, None]
 
     text, both = windows.seen(window)
     return of(text), of(both) if masks and both is not None else None

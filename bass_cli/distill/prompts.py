@@ -7,6 +7,7 @@ Not here: drawing (sampling.py).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.model.tokenizer import Tokenizer
 
 _MARK = "THE USER SAYS THIS"  # where a template puts what a user says
-TURN, ANSWER, TEXT = "turn", "answer", "text"  # how ids begin; a file's begin with a number
+TURN, ANSWER, TEXT, FILE = "turn", "answer", "text", "file"  # kinds of prompts; ids begin so
 
 
 class Own(NamedTuple):
@@ -83,32 +84,32 @@ class Supply(Iterator[Prompt]):
         self._kinds = kinds
         self._asked: list[Prompt] = []  # turns that wait for answers
         self._known: set[str] = set()
-        self._spent = dict.fromkeys((TURN, TEXT), 0)  # tokens, answers with the turns
         self._done: set[tuple[str, int]] = set()
-        self._given: dict[str, int] = {}  # samples that are to come
-        self.samples = self.tokens = 0
+        self._given: dict[str, int] = {}  # by prompt: samples that are to come
+        self._counts = {kind: _Count() for kind in (TURN, ANSWER, TEXT, FILE)}
 
     def __next__(self) -> Prompt:
-        while self._expected() < self._wanted:
+        while sum(map(self._expected, self._counts)) < self._wanted:
             prompt = self._next()
             missing = sum((prompt.id, sample) not in self._done for sample in range(self._n))
             if missing:
                 self._given[prompt.id] = missing
+                self._counts[kind_of(prompt.id)].coming += missing
                 return prompt
         raise StopIteration
 
     def take(self, done: Completion) -> None:
         """A sample is there, or a prompt cannot be run."""
-        missing = self._given.pop(done.id, 0) - (self._n if done.is_of_prompt else 1)
-        if missing > 0:
-            self._given[done.id] = missing
+        kind, missing = kind_of(done.id), self._given.pop(done.id, 0)
+        count, ended = self._counts[kind], min(missing, self._n if done.is_of_prompt else 1)
+        count.coming -= ended
+        if missing > ended:
+            self._given[done.id] = missing - ended
         if done.is_of_prompt:
             return
         self._done.add((done.id, done.sample))
-        self.samples += 1
-        self.tokens += done.tokens
-        kind = done.id.partition("/")[0]
-        self._spent[TEXT if kind == TEXT else TURN] += done.tokens
+        count.samples += 1
+        count.tokens += done.tokens
         says = done.text.strip()
         if kind == TURN and done.finish_reason == "eos" and says and says not in self._known:
             self._known.add(says)
@@ -120,16 +121,37 @@ class Supply(Iterator[Prompt]):
         """The samples that are there."""
         return set(self._done)
 
-    def _expected(self) -> float:
-        """Tokens that there are with those that are on their way."""
-        mean = self.tokens / self.samples if self.samples else 0.0
-        return self.tokens + mean * sum(self._given.values())
+    @property
+    def tokens(self) -> int:
+        """Tokens that there are."""
+        return sum(count.tokens for count in self._counts.values())
+
+    def _expected(self, kind: str) -> float:
+        """Tokens of a kind that there are, with those that are on their way: until one is there, a
+        sample counts as one, which keeps the kinds apart and ends nothing."""
+        count = self._counts[kind]
+        return count.tokens + count.coming * (count.tokens / count.samples if count.samples else 1)
 
     def _next(self) -> Prompt:
         if self._file is not None:
             return next(self._file)
-        behind = min(self._kinds, key=lambda kind: self._spent[kind])
+        spent = {TEXT: self._expected(TEXT), TURN: self._expected(TURN) + self._expected(ANSWER)}
+        behind = min(self._kinds, key=lambda kind: spent[kind])
         return self._asked.pop() if behind == TURN and self._asked else next(self._kinds[behind])
+
+
+@dataclasses.dataclass(slots=True)
+class _Count:
+    """Of a kind: samples and tokens that are there, samples that are to come."""
+
+    samples: int = 0
+    tokens: int = 0
+    coming: int = 0
+
+
+def kind_of(id_: str) -> str:
+    """Of the prompt with this id."""
+    return id_.partition("/")[0]
 
 
 def _prompt(id_: str, text: str | None, messages: list[dict[str, Any]] | None) -> Prompt:
@@ -144,7 +166,7 @@ def _numbered(kind: str, text: str) -> Iterator[Prompt]:
 
 def _again(prompts: Callable[[], Iterator[Prompt]]) -> Iterator[Prompt]:
     return (
-        _prompt(f"{turn}/{prompt.id}", prompt.text, prompt.messages)
+        _prompt(f"{FILE}/{turn}/{prompt.id}", prompt.text, prompt.messages)
         for turn in itertools.count()
         for prompt in prompts()
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.distill.corpus import Text
-from bass_cli.distill.prompts import ANSWER, TEXT, TURN, Own, Supply
+from bass_cli.distill.prompts import ANSWER, FILE, TURN, Own, Supply
 from bass_cli.errors import MachineError, UserError
 from bass_cli.intake import Intake
 from bass_cli.io.completion import Completion
@@ -134,6 +134,6 @@ def _origin(id_: str) -> str:
     """What samples that tell of each other have in common: an answer its turn, those of a file's
     prompt all."""
     kind, _, rest = id_.partition("/")
-    if kind in (TURN, ANSWER):
+    if kind == ANSWER:
         return f"{TURN}/{rest.partition('.')[0]}"
-    return id_ if kind == TEXT else rest
+    return rest.partition("/")[2] if kind == FILE else id_

@@ -4,6 +4,7 @@ trains, and refused where it should be."""
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from bass_cli.cli.commands import app
 from bass_cli.distill.sampling import lines_of
 from bass_cli.model.weights import open_checkpoint
 
-FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--tokens", "1500", "--max-new-tokens", "20",
+FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--tokens", "1000", "--max-new-tokens", "20",
          "--window-tokens", "48", "--train-batch", "6", "--draft-length", "4", "--learning-rate", "0.01")  # fmt: skip
 TRAINED = (*FLAGS, "--steps", "24")
 
@@ -54,10 +55,19 @@ def ids_of(path):
             for row in map(json.loads, path.read_text().splitlines())}  # fmt: skip
 
 
+# a checkpoint after every step, not every five minutes
+OFTEN = "from bass_cli.distill.trainer import Trainer; Trainer.run.__kwdefaults__['every'] = 0.0;"
+
+
 def killed(folder, until, *flags):
     """Run the command in a process of its own, and kill it when `until` is true."""
-    process = subprocess.Popen([sys.executable, "-m", "bass_cli", "distill", *flags], cwd=folder,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    program = f"{OFTEN} from bass_cli.__main__ import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "distill", *flags],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     end = time.monotonic() + 120
     while not until() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)
@@ -66,65 +76,80 @@ def killed(folder, until, *flags):
 
 
 def test_from_a_pair_to_a_draft(here):
-    """Killed while samples are drawn; the second run goes on with them, and the draft is better
-    than what it was made of. Drafts change no sample, and the mask never comes."""
-    samples = here / "out/samples.jsonl"
-    killed(
-        here,
-        lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10,
-        *TRAINED,
-        "--out",
-        "out",
-    )
+    """Killed while samples are drawn and while it trains, it goes on: the draft is that of a run
+    that was not, and better than what it was made of. Drafts change no sample, and the mask never
+    comes."""
+    samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
+    flags = (*TRAINED, "--out", "out")
+    killed(here, lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10, *flags)
     kept = samples.read_bytes()
     kept = kept[: kept.rindex(b"\n") + 1]
-    done = bass("distill", *TRAINED, "--out", "out", "--json")
-    assert done.exit_code == 0, done.stderr
+    assert not checkpoint.exists()
+    killed(here, checkpoint.exists, *flags)
     assert samples.read_bytes().startswith(kept)
     lines = list(lines_of(samples))
     assert len({(one.id, one.sample) for one in lines}) == len(lines)
     assert {one.id.partition("/")[0] for one in lines} >= {"turn", "text"}
+    done = bass("distill", *flags, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert "going on from step" in done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads((here / "out/report.json").read_text())
-    before, after = (report[when]["parallel T=1"] for when in ("before", "after"))
-    assert after["kept"] > 1.2 * before["kept"]
-    assert all(
-        late > early + 0.03 for early, late in zip(before["shared"], after["shared"], strict=True)
-    )
-    assert len(report["before"]["chain T=1"]["shared"]) == 4
-    assert report["training"]["steps"] == 24
-    assert not (here / "out/checkpoint.pt").exists()
-    table = re.sub(r" +", " ", done.stderr)
-    assert "drafts that stand in all 1 2 3 4" in table
-    mask = open_checkpoint(here / "out/draft").mask()
-    assert mask == 299  # the tokenizer's ids end there
-    pair = yaml.safe_load((here / "out/pair.yaml").read_text())
-    assert pair["draft"] == "parallel:./draft"
-    assert pair["sampling"] == {"temperature": 0.7}
-    flags = ("p.txt", "--pair", "out/pair.yaml", "--n", "3", "--max-new-tokens", "30", "--device", "cpu",
-             "--token-ids", "--draft-length")  # fmt: skip
-    for length in ("4", "0"):
-        found = bass("generate", *flags, length, "--out", f"{length}.jsonl")
-        assert found.exit_code == 0, found.stderr
-    drafted = ids_of(here / "4.jsonl")
-    assert drafted == ids_of(here / "0.jsonl")
-    assert max(token for ids in drafted.values() for token in ids) < mask
-    again = bass("distill", *TRAINED, "--out", "out")
+    assert not checkpoint.exists()
+    (here / "undisturbed").mkdir()
+    for path in (here / "out").glob("samples.jsonl*"):
+        shutil.copy(path, here / "undisturbed")
+    whole = bass("distill", *TRAINED, "--out", "undisturbed", "--json")
+    assert whole.exit_code == 0, whole.stderr
+    other = json.loads(whole.stdout.splitlines()[-1])
+    assert (other["training"], other["after"]) == (report["training"], report["after"])
+    weights = "draft/model.safetensors"
+    assert (here / "undisturbed" / weights).read_bytes() == (here / "out" / weights).read_bytes()
+    improved(report, done.stderr)
+    used(here)
+    again = bass("distill", *flags)
     assert again.exit_code == 0
     assert "it is complete" in again.stderr
     assert "after parallel T=1" in again.stdout
 
 
+def improved(report, said):
+    before, after = (report[when]["parallel T=1"] for when in ("before", "after"))
+    assert after["kept"] > 1.2 * before["kept"]
+    pairs = zip(before["shared"], after["shared"], strict=True)
+    assert all(late > early + 0.03 for early, late in pairs)
+    assert len(report["before"]["chain T=1"]["shared"]) == 4
+    assert report["training"]["steps"] == 24
+    assert "drafts that stand in all 1 2 3 4" in re.sub(r" +", " ", said)
+
+
+def used(here):
+    """The folder's pair gives plain decoding's samples, and never the mask."""
+    mask = open_checkpoint(here / "out/draft").mask()
+    assert mask == 299  # the tokenizer's ids end there
+    pair = yaml.safe_load((here / "out/pair.yaml").read_text())
+    assert pair["draft"] == "parallel:./draft"
+    assert pair["sampling"] == {"temperature": 0.7}
+    flags = ("--n", "3", "--max-new-tokens", "30", "--device", "cpu", "--token-ids")
+    for length in ("4", "0"):
+        found = bass("generate", "p.txt", "--pair", "out/pair.yaml", *flags, "--draft-length", length,
+                     "--out", f"{length}.jsonl")  # fmt: skip
+        assert found.exit_code == 0, found.stderr
+    drafted = ids_of(here / "4.jsonl")
+    assert drafted == ids_of(here / "0.jsonl")
+    assert max(token for ids in drafted.values() for token in ids) < mask
+
+
 def test_a_file_of_prompts_and_the_first_layers(here):
     """And a training that is killed goes on: with --minutes it takes up the time that is left."""
-    flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.08", "--out", "out")
+    flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.03", "--out", "out")
     done = bass("distill", *flags)
     assert done.exit_code == 0, done.stderr
     report = json.loads((here / "out/report.json").read_text())
     assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
-    assert 4.8 <= report["seconds"]["training"] < 15
+    assert 1.8 <= report["seconds"]["training"] < 15
     assert open_checkpoint(here / "out/draft").spec.layers == 1
-    assert {one.id.partition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {
+    assert {one.id.rpartition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {
         "0",
         "1",
         "2",

@@ -119,6 +119,7 @@ def test_a_chat_model_asks_itself_and_goes_on_with_texts():
     supply = Supply(Own("<user>", ""), n=2, wanted=1000)
     found = drain(supply)
     kinds = [prompt.id.split("/")[0] for prompt in found]
+    assert sorted(kinds[:4]) == ["text", "text", "turn", "turn"], "before any is over too"
     assert set(kinds) == {"turn", "answer", "text"}
     assert kinds.count("text") / len(kinds) == pytest.approx(0.5, abs=0.1)
     assert len({prompt.id for prompt in found}) == len(found)
@@ -163,7 +164,13 @@ def test_a_second_run_asks_for_what_is_missing():
 def test_a_file_is_asked_again_and_again():
     prompts = [Prompt(name, f"text {name}", None, {"x": 1}, None, name) for name in "ab"]
     found = drain(Supply(lambda: iter(prompts), n=2, wanted=100))
-    assert [prompt.id for prompt in found][:5] == ["0/a", "0/b", "1/a", "1/b", "2/a"]
+    assert [prompt.id for prompt in found][:5] == [
+        "file/0/a",
+        "file/0/b",
+        "file/1/a",
+        "file/1/b",
+        "file/2/a",
+    ]
     assert found[0].meta == {"text": "text a"}
 
 
