@@ -22,7 +22,7 @@ from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
-from bass_cli.plan import Plan
+from bass_cli.plan import Plan, longest_draft
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {
@@ -130,7 +130,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     knows nothing of it."""
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
-    longest = min(plan.longest, loop.drafter.longest)
+    longest = min(longest_draft(job), loop.drafter.longest)
     # a free controller can do with less
     longer = longest if loop.exact else min(longest, _CAPTURED)
     decoded = (0, min(longest, _CAPTURED))

@@ -51,13 +51,14 @@ class Needs(NamedTuple):
     ends: tuple[float, ...]
 
 
-def cost_of(decoder: Decoder) -> Cost:
-    """The numbers of a decoder, of the layers that it runs only."""
+def cost_of(decoder: Decoder, *, taps: int = 0) -> Cost:
+    """The numbers of a decoder, of the layers that it runs only; with the map of so many taps to
+    one, for a drafter that reads them. (The bias of a DSpark is left out: a floor may be low.)"""
     spec = decoder.spec
     of_layer = parameters(spec)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
     return Cost(
-        body,
+        body + taps * spec.width**2,
         decoder.vocab * spec.width,
         decoder.dtype.itemsize,
         2 * spec.kv_heads * spec.head_size,

@@ -163,9 +163,10 @@ def _cell(
     bench: Bench, batch: int, method: str, runs: dict[str, list[Run]], turns: Turns
 ) -> dict[str, Any]:
     drafting = bench.models.drafting if method != PLAIN else None
+    head = bench.models.head
     costs = Costs(
         cost_of(bench.models.target),
-        None if drafting is None else cost_of(drafting),
+        None if drafting is None else cost_of(drafting, taps=len(head.taps) if head else 0),
         bench.settings.samples_per_prompt,
         bench.ceilings,
         at_once=bench.models.mask is not None,

@@ -7,6 +7,7 @@ Not here: prompts (texts.py), what is run (grid.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,14 +223,18 @@ def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
 
 def describe(models: Models, settings: Settings, acceptance: Sequence[Rate]) -> dict[str, Any]:
     """The "pair" of the report; `acceptance` as it was set, empty if it was not."""
+    draft: dict[str, Any] = {"name": settings.job.pair.draft}
+    if models.drafting is not None:
+        draft = _describe_decoder(settings.job.pair.draft, models.drafting)
+    if models.head is not None:  # embedding and head are the target's
+        numbers = map(math.prod, head_parameters(models.head.spec).values())
+        draft |= {"parameters": sum(numbers)}
     return {
         "name": settings.job.pair.name,
         "kind": KINDS[models.kind],
         "label": models.label + _rates(acceptance),
         "target": _describe_decoder(settings.job.pair.target, models.target),
-        "draft": {"name": settings.job.pair.draft}
-        if models.drafting is None
-        else _describe_decoder(settings.job.pair.draft, models.drafting),
+        "draft": draft,
         "acceptance": _number_or_all(acceptance),
         "depth": settings.depth,
         "scale": settings.scale,

@@ -84,7 +84,7 @@ class Bench:
         if method in CONTROLLERS:
             return make_lengths(
                 method,
-                limit=speculation.max,
+                limit=min(speculation.max, self.loops.of(method).drafter.longest),
                 coupling=speculation.coupling,
                 surface=self.surface,
                 at_once=self.models.mask is not None,

@@ -200,7 +200,7 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
         head_of(args.draft_shape, target, option=_option("draft_shape"))
         draft = f"heads:{args.draft_shape}"
     elif args.draft_shape is not None:
-        spec_of(args.draft_shape, option=_option("draft_shape"))
+        spec_of(args.draft_shape, option=_option("draft_shape"), others=HEADS)
         draft = f"parallel:{args.draft_shape}" if args.draft_shape in AT_ONCE else args.draft_shape
     elif depth is not None:
         if not 1 <= depth < layers:

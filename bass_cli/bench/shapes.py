@@ -9,7 +9,7 @@ the hidden states of qwen3-8b, as published for it. `tiny` and `dspark-tiny` are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -21,11 +21,14 @@ from bass_cli.model.hf_config import llama3_factors
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 
 
-def spec_of(name: str, *, option: str, vocab: int | None = None) -> Spec:
+def spec_of(
+    name: str, *, option: str, vocab: int | None = None, others: Iterable[str] = ()
+) -> Spec:
     """The Spec of that name, with `vocab` ids if given (a draft's is its target's); UserError,
-    naming `option` and the nearest shape, for an unknown one."""
+    naming `option` and the nearest shape, or of `others`, for an unknown one."""
     if name not in SHAPES:
-        raise UserError(f'{option}: there is no shape "{name}"; {nearest(name, SHAPES)}')
+        close = nearest(name, (*SHAPES, *others))
+        raise UserError(f'{option}: there is no shape "{name}"; {close}')
     return SHAPES[name](vocab)
 
 

@@ -146,7 +146,7 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     rates = sorted(
         {*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])}
     )
-    limit = plan.job.speculation.max
+    limit = plan.longest
     best = {
         rows: {rate: best_length(surface, rows, rate, range(limit + 1)) for rate in rates}
         for rows in surface.rows

@@ -64,6 +64,7 @@ class HeadDrafter:
         logits = self._head.draft(block, step, length)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
         if not spec.rank:
+            logits = self._head.whole(logits)
             return propose_at_once(logits, laws, lengths, coupling=self._coupling)
         return self._one_by_one(logits, block[:, 0], laws, lengths)
 
@@ -82,7 +83,7 @@ class HeadDrafter:
         for place in range(logits.shape[1]):
             further = self._head.follows(chosen[-1])
             assert further is not None
-            line, at = logits[:, place] + further, lengths + place
+            line, at = self._head.whole(logits[:, place] + further), lengths + place
             if self._coupling == "shared":
                 chosen.append(propose_shared(line, laws, at))
             else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from bass_cli.errors import UserError
@@ -22,7 +23,7 @@ from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
-from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters
+from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters, tokens_of
 from bass_cli.model.hf_config import mask_of, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.tensor_content import parts
@@ -163,14 +164,26 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     if not path.is_dir():
         raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
     place = path / "config.json"
-    head = head_of_config(_read_json(place), target, place=str(place))
+    config = _read_json(place)
+    head = head_of_config(config, target, place=str(place))
+    count = tokens_of(config, target.vocab, place=str(place))
     family = FAMILIES[head.body.family]
     entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
     slots = families.slots(head.body, family.tensors)
     own = {slots[name].name for name in entries if name in slots}
-    head = replace(head, embeds="embed.weight" in own, heads="head.weight" in own)
+    # tokens of a shorter vocabulary cannot have the target's head
+    head = replace(
+        head,
+        embeds="embed.weight" in own,
+        heads="head.weight" in own or count is not None,
+        ids=None if count is None else _draft_ids(entries, count, target.vocab, path),
+    )
     shapes = head_parameters(head)
-    slots = {name: slot for name, slot in slots.items() if slot.name in shapes}
+    slots = {
+        name: slot._replace(rows=shapes[slot.name][0]) if slot.name == "head.weight" else slot
+        for name, slot in slots.items()
+        if slot.name in shapes
+    }
     slots |= {
         theirs: Slot(ours, 0, shapes[ours][0])
         for theirs, ours in _HEAD_TENSORS.items()
@@ -179,6 +192,27 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
     return Checkpoint(path, head.body, (), {}, pieces, head=head)
+
+
+def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:
+    """The target's ids of a draft's tokens: `d2t` says how far each is behind its own number."""
+    entry = entries.get("d2t")
+    if entry is None:
+        raise UserError(f'{path}: tensor "d2t" is missing, which says the ids of {count} tokens')
+    if entry.dtype != "I64" or entry.shape != (count,):
+        raise UserError(
+            f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
+            f"{list(entry.shape)} of type {entry.dtype}"
+        )
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        offsets = numpy.frombuffer(file.read(entry.size), dtype="<i8")
+    ids = offsets + numpy.arange(count)
+    if ids.min() < 0 or ids.max() >= vocab or len(numpy.unique(ids)) < count:
+        raise UserError(
+            f'{entry.file}: tensor "d2t" does not say {count} different ids of {vocab} tokens'
+        )
+    return tuple(ids.tolist())
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ has and what is chosen (drafting/feature_heads.py), how a config says it (head_c
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -24,13 +25,16 @@ class FeatureHead:
     `head_parameters(spec)` to tensors; embedding and head are the target's where it has none."""
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
-        self.spec, body = spec, spec.body
+        self.spec, body, self._vocab = spec, spec.body, target.vocab
         self._behind = len(target.layers)  # its own layers in the store are behind these
         self._fc = ops.pack(weights.pop("fc.weight"))
         self._norm = weights.pop("context_norm.weight")
         self._before = weights.pop("markov.before.weight", None)
         after = weights.pop("markov.after.weight", None)
-        self._after = None if after is None else ops.pack(after[: target.vocab])
+        if after is not None:
+            after = ops.pack(after if spec.ids is not None else after[: target.vocab])
+        self._after = after
+        self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
         query = body.heads * body.head_size
         self._projections = []
         for at in (f"layers.{i}." for i in range(body.layers)):
@@ -72,15 +76,23 @@ class FeatureHead:
             )
 
     def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
-        """Logits [B, length, vocab] of the first drafts of blocks [B, block], without what the
-        tokens before them add."""
+        """Logits [B, length, U] of the first drafts of blocks [B, block], over the drafter's own
+        tokens, without what the tokens before them add."""
         hidden = self.body.hidden(tokens, step.block(self._behind))
         first = self.spec.first
         return self.body.logits(hidden[:, first : first + length].contiguous())
 
     def follows(self, tokens: Tensor) -> Tensor | None:
-        """What tokens [B] add to the logits of the places behind them, [B, vocab]: None if
+        """What tokens [B] add to the logits of the places behind them, [B, U]: None if
         nothing."""
         if self._before is None or self._after is None:
             return None
         return ops.linear(functional.embedding(tokens, self._before), self._after, None)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own: those
+        that it does not know cannot come."""
+        if self._ids is None:
+            return logits
+        found = logits.new_full((*logits.shape[:-1], self.spec.body.vocab), -torch.inf)
+        return found.index_copy_(-1, self._ids, logits)[..., : self._vocab].contiguous()

@@ -48,7 +48,8 @@ class HeadSpec:
     """A drafter over the outputs of a target's layers `taps`: `body` are its own layers. A block
     has `block` places, the anchor and masks of id `mask`; `first`: the one that drafts first, 0
     for the anchor. `rank`: of the bias by the token before, 0 for none. `embeds`, `heads`:
-    whether it has an embedding and a head of its own, not the target's."""
+    whether it has an embedding and a head of its own, not the target's. `ids`: of the tokens that
+    its head has, in its order; None for all."""
 
     kind: str
     body: Spec
@@ -59,6 +60,7 @@ class HeadSpec:
     rank: int = 0
     embeds: bool = False
     heads: bool = False
+    ids: tuple[int, ...] | None = None
 
     @property
     def drafts(self) -> int:
@@ -70,14 +72,16 @@ def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all its tensors: those of its layers, and of what makes one context
     feature of the taps."""
     width, vocab = head.body.width, head.body.vocab
-    shapes = parameters(head.body)
+    known = vocab if head.ids is None else len(head.ids)
+    shapes = parameters(head.body) | {"head.weight": (known, width)}
     for name, own in (("embed.weight", head.embeds), ("head.weight", head.heads)):
         if not own:
             del shapes[name]
     shapes["fc.weight"] = width, len(head.taps) * width
     shapes["context_norm.weight"] = (width,)
     if head.rank:
-        shapes |= {f"markov.{way}.weight": (vocab, head.rank) for way in ("before", "after")}
+        shapes["markov.before.weight"] = vocab, head.rank
+        shapes["markov.after.weight"] = known, head.rank
     return shapes
 
 
@@ -177,13 +181,18 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
             f'{place}: the target\'s family "{target.family}" scales its embedding, and such '
             "drafters are not supported for it"
         )
-    full = config.get("draft_vocab_size")
-    if full not in (None, body.vocab):
-        raise UserError(
-            f'{place}: key "draft_vocab_size": {shown(full)} is not supported, only the whole '
-            f"vocabulary, {body.vocab}, is"
-        )
     return body
+
+
+def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:
+    """How many tokens its head has, out of a target's `vocab`; None for all."""
+    key = "draft_vocab_size"
+    if config.get(key) is None:
+        return None
+    count = Values(config, {}, place).count(key)
+    if count > vocab:
+        raise UserError(f'{place}: key "{key}": the target has {vocab} tokens, not {count}')
+    return count if count < vocab else None
 
 
 def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:

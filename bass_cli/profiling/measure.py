@@ -179,7 +179,7 @@ def measure(
     line if not all could be measured."""
     made_up = _with_made_up_drafts(loop, coupling, now)
     bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
-    rows = sorted(set(rows))
+    rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
     # what one pass drafts takes as long as its tokens do, which begins to show at many of them
     at_once = isinstance(loop.drafter, DraftsAtOnce)

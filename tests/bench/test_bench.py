@@ -154,7 +154,7 @@ def test_the_floor_follows_the_rounds() -> None:
 PUBLISHED = {
     "qwen2.5-7b": 7.616e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-0.5b": 0.494e9, "llama-3.1-8b": 8.030e9,
     "llama-3.2-1b": 1.236e9, "opt-13b": 12.85e9, "opt-125m": 125.2e6, "codegen-16b": 16.03e9, "wide-310m": 0.5546e9,
-    "pard-0.5b": 0.494e9,
+    "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9,
 }  # fmt: skip
 
 
@@ -169,6 +169,8 @@ def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
         assert spec_of(name, option="--shape", vocab=77).vocab == 77
     with pytest.raises(UserError, match=r'--draft-shape: .*"opt-12b"; did you mean "opt-1'):
         spec_of("opt-12b", option="--draft-shape")
+    with pytest.raises(UserError, match=r'--draft-shape .*"dspark-7b"; did you mean "dspark-8b"'):
+        settings(shape="qwen3-8b", draft_shape="dspark-7b", acceptance=["0.5"])
 
 
 def test_random_weights_give_logits_of_the_spread_that_was_meant() -> None:

@@ -12,7 +12,7 @@ from test_bench import SET, _no_variables, bench, measured, settings  # noqa: F4
 
 from bass_cli.bench import grid
 from bass_cli.bench.ceilings import Ceilings
-from bass_cli.bench.costs import Cost, needs
+from bass_cli.bench.costs import Cost, cost_of, needs
 from bass_cli.bench.figures import Run, Step
 from bass_cli.bench.pairs import build_loops, build_models, need_of
 from bass_cli.bench.shapes import count_parameters, head_of, spec_of
@@ -149,6 +149,10 @@ def test_a_shape_that_reads_the_target() -> None:
     assert cells["4"]["mean_accepted"] == 2.0
     parts = cells["4"]["parts_ms"]
     assert parts["draft_step"] == parts["draft"] > 0
+    assert models.head is not None
+    shapes = head_parameters(models.head.spec)
+    assert document["pair"]["draft"]["parameters"] == sum(map(math.prod, shapes.values()))
+    assert cost_of(models.head.body, taps=2).body - cost_of(models.head.body).body == 2 * 48**2
     with pytest.raises(UserError, match="dspark-8b reads the hidden states of qwen3-8b"):
         settings(**given | {"draft_shape": "dspark-8b"})
     need = need_of(chosen, None, torch.device("cpu"))

@@ -10,6 +10,7 @@ import torch
 from checkpoints import write_checkpoint, write_tokenizer
 from fakes import FakeGraphs, Ticks
 from heads import MASK, config_of, write_head
+from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from toys import SPAN, Reactive, drive, loop_for, plain
@@ -32,6 +33,7 @@ from bass_cli.model.head_config import head_of_config
 from bass_cli.model.kv_cache import Change
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint, open_head
+from bass_cli.profiling.measure import measure
 
 CPU = torch.device("cpu")
 KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
@@ -88,7 +90,7 @@ class Compared:
         head = loop.drafter._head
         self._draft = head.draft
         loop.drafter._head = self
-        self.spec, self.follows = head.spec, head.follows
+        self.spec, self.follows, self.whole = head.spec, head.follows, head.whole
 
     def draft(self, *given):
         self._logits = self._draft(*given)
@@ -107,7 +109,7 @@ class Compared:
             own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
             own = tuple(part[row : row + 1] for part in own)
             for place, draft in enumerate(proposal.tokens[row].tolist()):
-                line = (due[place] + self._reading.bias(before))[None]
+                line = self._reading.whole(due[place] + self._reading.bias(before))[None]
                 assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
                 before = draft
             self.seen.append((length, end - host.prompt_length))
@@ -365,7 +367,6 @@ def test_another_drafter_is_another_run_under_maximal_coupling(here):
         ("dspark", {"markov_rank": None}, 'the key "markov_rank" is missing'),
         ("dspark", {"sample_from_anchor": "yes"}, 'key "sample_from_anchor": true or false is needed'),
         ("dspark", {"sample_from_anchor": True, "dspark_bonus_anchor": True}, "say the contrary of each other"),
-        ("dspark-speculators", {"draft_vocab_size": 200}, 'key "draft_vocab_size": 200 is not supported'),
         ("dspark", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, "layers with a window"),
         ("dspark", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
     ],
@@ -433,3 +434,50 @@ def test_a_drafter_of_deepspecs_dflash_has_no_bias(models, tmp_path):
     compared = Compared(loop, theirs, reading)
     assert drive(loop, rows()) == plain(target, rows())
     assert compared.seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "coupling"), [("dflash-speculators", "maximal"), ("dspark-speculators", "shared")]
+)
+def test_a_shorter_vocabulary_is_the_targets_ids(models, tmp_path, kind, coupling):
+    """Tokens that the drafter does not know are never drafted, under either coupling."""
+    theirs, _, target, _ = models("qwen3", "dspark")
+    reading = write_head(tmp_path, kind, draft_vocab_size=150)
+    opened = open_head(tmp_path, target.spec)
+    head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
+    loop = loop_of(target, head, rows=5, lengths=Tour(), coupling=coupling)
+    proposed, propose = [], loop.drafter.propose
+    loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
+    compared = Compared(loop, theirs, reading) if coupling == "shared" else None
+    found = drive(loop, rows(18))
+    drafts = torch.cat([one.tokens.flatten() for one in proposed])
+    assert bool((drafts % 2 == 1).all())
+    assert len(drafts.unique()) > 20
+    if compared is not None:
+        assert compared.seen
+        assert found == plain(target, rows(18))
+
+
+def test_a_profile_has_no_longer_drafts_than_a_block(models):
+    _, _, target, head = models("qwen3", "dspark")
+    loop = loop_of(target, head, rows=2, lengths=Fixed(0))
+    loop.clock = Clock()
+    surface = measure(loop, [[3, 1, 4]], rows=[1, 2], coupling="shared", limit=2.0, tokens=20)
+    assert surface.widths == (0, 1, 2, 3, 4, 5)
+
+
+def test_ids_of_a_shorter_vocabulary_are_checked(here):
+    target = open_checkpoint(here / "target").spec
+    for change, reason in (
+        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing, which says the ids of 150'),
+        (lambda tensors: tensors.update(d2t=tensors["d2t"] + 2), '"d2t" does not say 150 different ids of 301'),
+        (lambda tensors: tensors.update(d2t=-torch.arange(150)), '"d2t" does not say 150 different ids of 301'),
+        (lambda tensors: tensors.update(d2t=torch.arange(9)), '[150] of type I64 is needed, not [9] of type I64'),
+        (lambda tensors: tensors.pop("lm_head.weight"), 'tensor "lm_head.weight" is missing'),
+    ):  # fmt: skip
+        write_head(here / "head", "dflash-speculators", draft_vocab_size=150)
+        tensors = load_file(here / "head" / "model.safetensors")
+        change(tensors)
+        save_file(tensors, here / "head" / "model.safetensors")
+        with pytest.raises(UserError, match=re.escape(reason)):
+            open_head(here / "head", target)

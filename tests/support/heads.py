@@ -84,7 +84,10 @@ def write_head(
         "hidden_norm.weight": (width,),
         "norm.weight": (width,),
     }
-    if kind.startswith("dspark") if stored is None else stored:
+    known = config.get("draft_vocab_size", vocab)
+    if known < vocab:
+        shapes["lm_head.weight"] = known, width
+    elif kind.startswith("dspark") if stored is None else stored:
         shapes |= {"embed_tokens.weight": (vocab, width), "lm_head.weight": (vocab, width)}
     for i in range(layers["num_hidden_layers"]):
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in {
@@ -94,7 +97,10 @@ def write_head(
             "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
         }.items()}  # fmt: skip
     if rank := config.get("markov_rank", 0):
-        shapes |= {f"markov_head.markov_{way}.weight": (vocab, rank) for way in ("w1", "w2")}
+        shapes |= {
+            "markov_head.markov_w1.weight": (vocab, rank),
+            "markov_head.markov_w2.weight": (known, rank),
+        }
         shapes |= {
             "confidence_head.proj.weight": (1, width + rank),
             "confidence_head.proj.bias": (1,),
@@ -105,6 +111,9 @@ def write_head(
         noise = torch.randn(shape, generator=generator)
         scale = 0.5 if "embed" in name or "w1" in name else shape[-1] ** -0.5
         tensors[name] = 1 + 0.3 * noise if name.endswith("norm.weight") else scale * noise
+    if known < vocab:
+        tensors["d2t"] = torch.arange(known) + 1  # 1, 3, 5, ...
+        tensors["t2d"] = torch.arange(vocab) % 2 == 1
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
@@ -153,6 +162,14 @@ class Reading:
             self.tensors["markov_head.markov_w2.weight"]
             @ self.tensors["markov_head.markov_w1.weight"][token]
         )
+
+    def whole(self, line: Tensor) -> Tensor:
+        """Logits over the target's tokens, of those over the drafter's own."""
+        if "d2t" not in self.tensors:
+            return line
+        found = torch.full((self.layers["vocab_size"],), -torch.inf)
+        found[torch.arange(len(line)) + self.tensors["d2t"]] = line
+        return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layers["rms_norm_eps"])
