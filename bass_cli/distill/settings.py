@@ -118,16 +118,17 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
         raise UserError("--from and --layers exclude each other: of which model are the layers?")
     with _refusals("--from (or BASS_FROM)"):
         words = parse_draft(args.source or pair.draft)
-    if args.source is not None and words.files is None:
+    model = None if words.reads else words.files  # heads are no models by themselves
+    if args.source is not None and model is None:
         raise UserError(f'--from: "{args.source}" is no model')
-    if words.files is None or args.layers is not None:
+    if model is None or args.layers is not None:
         spec, tokenizer = plan.target.spec, plan.tokenizer
         layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
         return source_of(
             plan.target, layers=layers, mask=None, vocab=min(tokenizer.size, spec.vocab),
             size=tokenizer.size,
         )  # fmt: skip
-    drafting = pair.model_copy(update={"draft": words.files})
+    drafting = pair.model_copy(update={"draft": model})
     both = make_plan(plan.job.model_copy(update={"pair": drafting, "batch_size": 1}))
     assert both.draft is not None
     tokenizer = Tokenizer.load(both.draft.path, vocabulary=both.draft.vocabulary)

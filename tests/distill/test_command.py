@@ -196,6 +196,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         (("--layers", "9"), "has 3 layers, and 9 of them make no draft"),
         (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
         (("--from", "lookup"), '--from: "lookup" is no model'),
+        (("--from", "heads:x"), '--from: "heads:x" is no model'),
         (("--from", "nowhere/at/all"), "nowhere/at/all"),
         (("--from", "other"), "the vocabularies of target and draft differ: id 9 is"),
         (("--out", "full"), "--out full: it holds other things (mine.txt)"),

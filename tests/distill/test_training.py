@@ -44,9 +44,9 @@ def corpus():
     )
 
 
-def student_of(checkpoint, layers=None, mask=None):
+def student_of(checkpoint, layers=None, mask=None, device=CPU):
     source = source_of(checkpoint, layers=layers, mask=mask, vocab=VOCAB, size=VOCAB)
-    return source, Model(source.spec, student_weights(source, CPU), VOCAB)
+    return source, Model(source.spec, student_weights(source, device), VOCAB)
 
 
 def trainer_of(target, checkpoint, corpus, goal, *, most=4, layers=None):
@@ -81,6 +81,29 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(target, checkpoints, c
     (tmp_path / "c.pt").write_bytes(b"torn")
     with pytest.raises(MachineError, match=r"c\.pt: the checkpoint cannot be read"):
         again.restore(tmp_path / "c.pt")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt2"])
+def test_a_gpu_learns_in_bfloat16_what_a_cpu_learns(tmp_path, family, corpus):
+    """Losses and what stands, within what bfloat16 rounds; a checkpoint of the one goes on."""
+    write_checkpoint(family, tmp_path / "t", seed=0, shards=False)
+    write_checkpoint(family, tmp_path / "s", seed=1, shards=False)
+    target, small = open_checkpoint(tmp_path / "t"), open_checkpoint(tmp_path / "s")
+    found = {}
+    for kind, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        device = torch.device(kind)
+        model = Model(target.spec, load(target, dtype=dtype, device=device), VOCAB)
+        source, student = student_of(small, device=device)
+        batches = Batches(corpus, thinned(WINDOW, 4), size=4, most=4, seed=0)
+        words = {"mask": source.mask, "dtype": dtype}
+        trainer, losses = Trainer(model, student, batches, Goal(8, None, 0.003), **words), []
+        trainer.run(lambda done, to=losses: to.append(done.loss), checkpoint=tmp_path / kind)
+        windows = [corpus.windows([0], whole(WINDOW, 4, 6), [(0,)])]
+        kept = standing(model, student, windows, temperature=1.0, **words).kept
+        found[kind] = torch.tensor([*losses, kept])
+        Trainer(model, student, batches, Goal(8, None, 0.003), **words).restore(tmp_path / kind)
+    torch.testing.assert_close(found["cuda"], found["cpu"], atol=0.02, rtol=0.03)
 
 
 def test_parts_of_a_step_add_up(target, checkpoints, corpus):
