@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,17 +67,14 @@ def run(args: DistillArgs, screen: Screen) -> str:
     check_room(plan, source, training, places.folder, results["tokens"])
     for note in plan.notes:
         screen.note(note)
-    seconds = dict.fromkeys(("sampling", "training", "measuring"), 0.0)
-    began = time.monotonic()
     if not is_complete(places.samples, results):
         draw(
             plan, asked, wanted=results["tokens"], path=places.samples, results=results,
             screen=screen,
         )  # fmt: skip
         give_back_memory(plan.device)
-    seconds["sampling"] = time.monotonic() - began
     work = Work(plan, source, training, places, screen)
-    document = work.run(seconds)
+    document = work.run()
     mask = {**config, "pard_token": source.mask}
     write_folder(
         places.draft,

@@ -11,11 +11,13 @@ def report_of(
     progress: Progress,
     after: dict[str, Any],
     samples: dict[str, int],
-    seconds: dict[str, float],
+    seconds: dict[str, float | None],
     training: dict[str, Any],
+    made_with: dict[str, Any],
 ) -> dict[str, Any]:
     """JSON. `before`, `after`: what stands on held-out texts (held_out.py), by how it was drafted;
-    a chain is the same model token by token, before."""
+    a chain is the same model token by token, before. `seconds` of all runs together, None where
+    nobody knows; `made_with`: target, device, versions."""
     return {
         "kind": "bass distill",
         "before": progress.facts["before"],
@@ -29,7 +31,8 @@ def report_of(
             "guesses": progress.guesses,
             "loss": progress.loss,
         },
-        "seconds": {part: round(spent, 1) for part, spent in seconds.items()},
+        "seconds": {k: None if s is None else round(s, 1) for k, s in seconds.items()},
+        "made_with": made_with,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,9 @@ def draw(
         for note in writer.notes:
             screen.note(note)
         for one in lines_of(path):
-            if one.finish_reason != "error":
+            if (one.id, one.sample) in writer.done:
                 supply.take(one)
-        tries = 0
+        tries, began = 0, time.monotonic()
         while supply.tokens < ENOUGH * wanted:
             if tries == _TRIES:
                 raise MachineError(
@@ -64,7 +65,11 @@ def draw(
                     "samples are too short; give other --prompts, or fewer --tokens"
                 )
             tries += 1
-            _draw(plan, supply, wanted, writer.write, screen)
+            try:
+                _draw(plan, supply, wanted, writer.write, screen)
+            finally:
+                writer.add_run(time.monotonic() - began, {})
+                began = time.monotonic()
 
 
 def _draw(
@@ -84,6 +89,12 @@ def _draw(
             write(one)
             supply.take(one)
             step(min(supply.tokens, wanted), wanted)
+
+
+def seconds_of(path: Path) -> float | None:
+    """How long a finished file's samples took, loading included; None where nobody knows."""
+    found = read_manifest(str(path))["totals"]["seconds"]
+    return None if found is None else float(found)
 
 
 def lines_of(path: Path) -> Iterator[Completion]:

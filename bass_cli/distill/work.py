@@ -18,7 +18,7 @@ from bass_cli.distill.corpus import Batches, Corpus, split
 from bass_cli.distill.held_out import Standing, standing
 from bass_cli.distill.layout import Windows, whole
 from bass_cli.distill.report import report_of
-from bass_cli.distill.sampling import texts_of
+from bass_cli.distill.sampling import seconds_of, texts_of
 from bass_cli.distill.settings import Training, windows_at_once
 from bass_cli.distill.student import Source, student_weights
 from bass_cli.distill.trainer import Goal, Model, Progress, Trainer
@@ -82,7 +82,8 @@ class Work:
         except ValueError as error:
             raise UserError(f"{places.samples}: {error}; draw more --tokens") from None
         self._corpus = Corpus(learnt, training.window_tokens)
-        self._texts, self._drawn = len(texts), sum(len(one.tokens) - one.begins for one in texts)
+        drawn = sum(len(one.tokens) - one.begins for one in texts)
+        self._facts = {"samples": len(texts), "tokens": drawn, "windows": len(self._corpus)}
         self._held = self._windows(Corpus(held, training.window_tokens))
         if not len(self._corpus) or not self._held:
             raise UserError(f"{places.samples}: there is too little to learn from; draw more")
@@ -103,7 +104,7 @@ class Work:
         numbers = [number * len(corpus) // count for number in range(count)]
         return [corpus.windows([number], layout, [(0, number)]) for number in numbers]
 
-    def run(self, seconds: dict[str, float]) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Train what is left to train; returns the report."""
         plan, training, screen = self._plan, self._training, self._screen
         most = max(windows_at_once(plan, self._source, training, free_memory(plan.device)), 1)
@@ -125,19 +126,23 @@ class Work:
         else:
             screen.phase("measuring the model before")
             trainer.progress.facts["before"] = self._measure(chain=True)
-        seconds["measuring"] += time.monotonic() - began
+            trainer.progress.facts["seconds"] = time.monotonic() - began
         screen.note(
             f"{len(self._corpus)} windows to learn from, {training.windows} a step"
             + (f", {most} at once" if most < training.windows else "")
         )
         self._train(trainer)
-        seconds["training"] = trainer.progress.seconds
         began = time.monotonic()
         screen.phase("measuring the draft")
         after = self._measure(chain=False)
-        seconds["measuring"] += time.monotonic() - began
-        facts = {"samples": self._texts, "tokens": self._drawn, "windows": len(self._corpus)}
-        return report_of(trainer.progress, after, facts, seconds, asdict(training))
+        seconds = {
+            "sampling": seconds_of(self._places.samples),
+            "training": trainer.progress.seconds,
+            "measuring": trainer.progress.facts["seconds"] + time.monotonic() - began,
+        }
+        return report_of(
+            trainer.progress, after, self._facts, seconds, asdict(training), plan.identity()
+        )
 
     def _train(self, trainer: Trainer) -> None:
         looks = self._look if self._held else None

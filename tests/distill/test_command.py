@@ -115,6 +115,8 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     assert (other["training"], other["after"]) == (report["training"], report["after"])
     weights = "draft/model.safetensors"
     assert (here / "undisturbed" / weights).read_bytes() == (here / "out" / weights).read_bytes()
+    assert report["seconds"]["sampling"] > 0
+    assert report["made_with"]["device"] == "cpu"
     improved(report, done.stderr)
     used(here)
     again = bass("distill", *flags)
@@ -168,6 +170,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
     report = json.loads((here / "out/report.json").read_text())
     assert report["after"]["parallel T=1"]["kept"] > report["before"]["parallel T=1"]["kept"]
     assert 1.8 <= report["seconds"]["training"] < 15
+    assert 0 < report["seconds"]["sampling"] < 60
     assert open_checkpoint(here / "out/draft").spec.layers == 1
     assert {one.id.rpartition("/")[2] for one in lines_of(here / "out/samples.jsonl")} == {
         "0",
