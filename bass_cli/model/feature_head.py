@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 import bass_kernels as ops
 from bass_cli.model.decoder import Decoder, angles_of, inverse_frequencies
@@ -87,7 +86,7 @@ class FeatureHead:
         nothing."""
         if self._before is None or self._after is None:
             return None
-        return ops.linear(functional.embedding(tokens, self._before), self._after, None)
+        return ops.linear(ops.embed(tokens, self._before), self._after, None)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own: those

@@ -366,7 +366,10 @@ def test_all_kernels_compile_for_hopper(tmp_path):
     assert len(run_compiling("compile_kernels.py", cache=tmp_path)) == 28
 
 
-@pytest.mark.parametrize(("draft", "coupling"), [("model", "shared"), ("lookup", "maximal")])
+@pytest.mark.parametrize(
+    ("draft", "coupling"),
+    [("model", "shared"), ("lookup", "maximal"), ("heads:dspark-speculators", "maximal")],
+)
 def test_rounds_can_be_compiled_ahead_without_running(tmp_path, draft, coupling):
     (line,) = run_compiling("compile_ahead.py", draft, coupling, cache=tmp_path)
     assert int(line.split()[0]) > 15

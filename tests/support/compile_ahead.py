@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import triton
 from checkpoints import write_checkpoint
+from heads import write_head
 from triton.backends.compiler import GPUTarget
 
 import bass_kernels as ops
@@ -22,8 +23,9 @@ from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.model.weights import load, open_checkpoint, open_head
 
 
 class Absent:
@@ -51,14 +53,21 @@ def loop_for(draft, coupling):
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint("qwen2", Path(folder))
         checkpoint = open_checkpoint(Path(folder))
-        target = Decoder(
-            checkpoint.spec, load(checkpoint, dtype=torch.bfloat16, device=torch.device("cpu"))
-        )
-    runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2) if draft == "model" else None
-    drafter = make_drafter(draft, runner=runner, coupling=coupling, temperature=None)
+        words = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+        target, head = Decoder(checkpoint.spec, load(checkpoint, **words)), None
+        if draft.startswith("heads:"):
+            write_head(Path(folder) / "head", draft.removeprefix("heads:"), draft_vocab_size=150)
+            opened = open_head(Path(folder) / "head", checkpoint.spec)
+            head = FeatureHead(opened.head, load(opened, **words), target)
+            target = target.read_by(head)
+    whole = Runner(target, rows=5, span=64, lag=1)
+    runner = None if head is None else whole
+    if draft == "model":
+        runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2)
+    drafter = make_drafter(draft, runner=runner, head=head, coupling=coupling, temperature=None)
     return Loop(
         batch=Batch(rows=5, context=64, device=torch.device("cpu")),
-        target=Runner(target, rows=5, span=64, lag=1),
+        target=whole,
         drafter=drafter,
         lengths=Fixed(3),
         coupling=coupling,
