@@ -157,7 +157,7 @@ def check_room(plan: Plan, source: Source, training: Training, out: Path, tokens
             f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, and "
             f"{gigabytes(free)} are free there; give another --out, or fewer --tokens"
         )
-    if windows_at_once(plan, source, training, free_memory(plan.device), held=0) < 1:
+    if windows_at_once(plan, source, training, free_memory(plan.device), loaded=False) < 1:
         raise MachineError(
             f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "
             f"than the {gigabytes(free_memory(plan.device))} of memory that are free; make it of a "
@@ -166,13 +166,13 @@ def check_room(plan: Plan, source: Source, training: Training, out: Path, tokens
 
 
 def windows_at_once(
-    plan: Plan, source: Source, training: Training, free: int, *, held: int | None = None
+    plan: Plan, source: Source, training: Training, free: int, *, loaded: bool
 ) -> int:
-    """How many windows of a step are learnt from at once: their gradients add up to those of the
-    whole. `held`: bytes of `free` that weights will take; None: they are there."""
+    """How many windows of a step are learnt from at once in so many `free` bytes: their gradients
+    add up to those of the whole. `loaded`: whether both models' weights are there already."""
     spec, item = source.spec, plan.dtype.itemsize
-    if held is not None:
-        free -= _TRAINED * weights_of(spec) + item * weights_of(plan.target.spec)
+    free -= (_TRAINED - 4 * loaded) * weights_of(spec)
+    free -= 0 if loaded else item * weights_of(plan.target.spec)
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
     free = int(_MARGIN * free) - item * weights_of(spec) - guesses - 4 * spec.vocab * spec.width
     each = training.layout.tokens * _activations(spec, item) + _looked_at(plan, training, item)

@@ -107,7 +107,8 @@ class Work:
     def run(self) -> dict[str, Any]:
         """Train what is left to train; returns the report."""
         plan, training, screen = self._plan, self._training, self._screen
-        most = max(windows_at_once(plan, self._source, training, free_memory(plan.device)), 1)
+        free = free_memory(plan.device)
+        most = max(windows_at_once(plan, self._source, training, free, loaded=True), 1)
         batches = Batches(
             self._corpus, training.layout, size=training.windows, most=most, seed=training.seed
         )
