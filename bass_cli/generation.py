@@ -8,7 +8,6 @@ Not here: how samples are drawn (scheduler.py), files (io/results.py), what an e
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli import __version__
-from bass_cli.config.args import GenerateArgs, JobArgs
+from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
@@ -29,6 +28,7 @@ from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_sh
 from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path
+from bass_cli.io.shards import Shard, held_by, parse_shard
 from bass_cli.library import generate
 from bass_cli.model.sources import files_of
 from bass_cli.system.threads import Company, settle
@@ -60,12 +60,13 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         )
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
+    shard = read_shard(args, job)
     source = open_source(args.prompts)
     if source.kind == "txt" and args.prompt_column is not None:
         raise UserError(
             "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
         )
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
     settle(job.threads, screen.note)
 
     from bass_cli.plan import make_plan
@@ -73,9 +74,15 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
     manifest = describe(
-        plan, {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
+        plan,
+        {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column},
+        shard=shard,
     )
-    prompts = functools.partial(read_prompts, source, column=job.prompt_column, limit=job.limit)
+
+    def prompts() -> Iterator[Prompt]:
+        every = read_prompts(source, column=job.prompt_column, limit=job.limit)
+        return held_by(shard, every)
+
     with open_output(
         out,
         manifest | {"source": source.name},
@@ -87,7 +94,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         summary = write_samples(writer, plan, prompts(), count=checked.count, screen=screen)
     if args.json_summary:
         print(json.dumps(summary | {"file": writer.totals}))
-    return finished(writer)
+    return writer.finished
 
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
@@ -213,11 +220,6 @@ def _from_first_missing(
     return 0, None
 
 
-def finished(writer: Writer) -> bool:
-    """Whether no sample in the file failed or ran out of time."""
-    return not {"error", "budget"} & set(writer.totals["finish_reasons"])
-
-
 def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
     """The Job that the flags make of their pair. `defaults`: sampling that holds where neither
     pair nor flags say."""
@@ -231,6 +233,20 @@ def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
         if getattr(args, key) is None and key not in pair.sampling.model_fields_set
     }
     return make_job(pair, replace(args, **unsaid))
+
+
+def read_shard(args: SampleArgs, job: Job) -> Shard | None:
+    """The part of the job that the flags ask for. UserError where its rows would be its own: under
+    maximal coupling samples depend on how many there are, and the parts could not be merged."""
+    if args.shard is None:
+        return None
+    shard = parse_shard(args.shard)
+    if job.speculation.coupling == "maximal" and job.batch_size == "auto":
+        raise UserError(
+            f"--shard {shard}: under maximal coupling the samples depend on the rows, of "
+            "which each shard would choose its own number; give them all one --batch-size"
+        )
+    return shard
 
 
 def _stops_of_environment() -> list[str] | None:
@@ -251,9 +267,11 @@ def unescape(text: str) -> str:
     return re.sub(r"\\([ntr\\])", lambda found: meant[found[1]], text)
 
 
-def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
+def describe(
+    plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None
+) -> dict[str, Any]:
     """The manifest: what the run is; "results" holds all that changes its lines, which a resumed
-    run is held against. `source`: what identifies the prompts."""
+    run is held against. `source`: what identifies the prompts, `shard`: which of them are drawn."""
     job, identity = plan.job, plan.identity()
     versions = identity.pop("versions")
     results: dict[str, Any] = {
@@ -269,6 +287,8 @@ def describe(plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
         "budget": job.budget,
     }
     results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
+    if shard is not None:
+        results |= {"shard": str(shard)}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
         draft_files = plan.draft and plan.draft.fingerprint(plan.mask)

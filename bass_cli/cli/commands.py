@@ -21,6 +21,7 @@ from bass_cli.cli.distill import distill
 from bass_cli.cli.evaluate import evaluate
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.help import EPILOG, Command, Group
+from bass_cli.cli.merge import merge
 from bass_cli.cli.options import takes
 from bass_cli.cli.profile import profile
 from bass_cli.cli.score import score
@@ -134,6 +135,7 @@ def bench(args: BenchArgs) -> None:
             raise typer.Exit(1)
 
 
+app.command(cls=Command, epilog=EPILOG)(merge)
 app.command("eval", cls=Command, epilog=EPILOG)(evaluate)
 app.command(cls=Command, epilog=EPILOG)(score)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
-from bass_cli.config.args import BenchArgs, DoctorArgs, EvaluateArgs, ProfileArgs, ScoreArgs
+from bass_cli.config.args import BenchArgs, DoctorArgs, EvaluateArgs, ProfileArgs
 
 MODELS, SAMPLING, DRAFTING = (
     "Models",
@@ -196,6 +196,12 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "CPU threads to compute with", MACHINE, "N", "OMP_NUM_THREADS, or as many as cores are free"
     ),
     "limit": Flag("Take only the first N prompts", PROMPTS, "N", "all"),
+    "shard": Flag(
+        "Take one of several parts, by a hash of the ids; bass merge makes one file of them",
+        PROMPTS,
+        "2/8",
+        "all",
+    ),
     "prompt_column": Flag("The field that holds the prompt", PROMPTS, "NAME", "prompt"),
     "prompt_format": Flag(
         "The prompt as it is (raw), without blanks (strip) or line ends (strip-nl) around it, or "
@@ -288,12 +294,6 @@ OWN: dict[type, dict[str, Flag]] = {
         "temperature": OPTIONS["temperature"]._replace(default="the pair's, or 0.2"),
         "out": Flag("Where samples go", OUTPUT, "FILE", "TASK-PAIR.jsonl, with --limit N "
                                                         "TASK-PAIR-firstN.jsonl"),
-    },
-    ScoreArgs: {
-        "task": Flag("What the file answers", SCORING, "humaneval|mbpp|xsum", "as the file says"),
-        "report": Flag("Write the report there as JSON", OUTPUT, "FILE"),
-        "overwrite": Flag("Let --report replace a file that is no earlier report on these "
-                          "samples", OUTPUT),
     },
     ProfileArgs: {
         "batch_sizes": Flag("Numbers of rows to measure", MEASURED, "N,...",

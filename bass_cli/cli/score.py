@@ -7,12 +7,20 @@ import json
 from typing import Any
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import takes
+from bass_cli.cli.options import OUTPUT, SCORING, Flag, takes
 from bass_cli.config.args import ScoreArgs
 from bass_cli.io.console import Screen
 
+_FLAGS = {
+    "task": Flag("What the file answers", SCORING, "humaneval|mbpp|xsum", "as the file says"),
+    "report": Flag("Write the report there as JSON", OUTPUT, "FILE"),
+    "overwrite": Flag(
+        "Let --report replace a file that is no earlier report on these samples", OUTPUT
+    ),
+}
 
-@takes(ScoreArgs)
+
+@takes(ScoreArgs, _FLAGS)
 def score(args: ScoreArgs) -> None:
     """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
     and the times.

@@ -46,6 +46,7 @@ class SampleArgs(LawArgs):
     budget: str | None = None
     batch_size: str | None = None
     limit: int | None = None
+    shard: str | None = None
     token_ids: bool | None = None
     resume: bool = False
     overwrite: bool = False
@@ -65,6 +66,14 @@ class GenerateArgs(JobArgs):
     prompts: str
     out: str | None = None
     json_summary: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeArgs:
+    out: str
+    parts: list[str]
+    overwrite: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

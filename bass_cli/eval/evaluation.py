@@ -26,6 +26,7 @@ from bass_cli.generation import (
     files_read,
     files_written,
     read_job,
+    read_shard,
     tell,
     write_samples,
 )
@@ -82,13 +83,20 @@ class Evaluation:
         self.job = self._job()
         # a trial keeps out of the whole task's file
         first = "" if self.job.limit is None else f"-first{self.job.limit}"
-        self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}.jsonl"
+        self.shard = read_shard(args, self.job)
+        part = "" if self.shard is None else f"-{self.shard.number}of{self.shard.of}"
+        self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}{part}.jsonl"
         if is_stream(self.out):
             raise UserError(
                 f"--out {self.out}: an evaluation needs a file, which is scored afterwards"
             )
         problems = list(self.task.problems.values())
-        self.problems = problems if self.job.limit is None else problems[: self.job.limit]
+        problems = problems[: self.job.limit]
+        self.problems = [
+            one for one in problems if self.shard is None or self.shard.holds(one.task_id)
+        ]
+        if not self.problems:
+            raise UserError(f"--shard {self.shard}: none of the {len(problems)} prompts is in it")
         if self.task.executes and not self.scoring.allow_execution:
             screen.note(
                 "samples will be written and not scored: scoring runs programs, which needs "
@@ -148,7 +156,9 @@ class Evaluation:
     def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
         """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
         manifest = describe(
-            plan, {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}
+            plan,
+            {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()},
+            shard=self.shard,
         )
         with open_output(
             out,

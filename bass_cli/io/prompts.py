@@ -23,6 +23,7 @@ from typing import IO, Any, NoReturn
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.io.readers import BOM, LONGEST_LINE, READERS, hub_records
 from bass_cli.io.reading import shown
+from bass_cli.io.shards import Shard, held_by
 
 IN_MEMORY = 64 * 2**20
 BLOCK = 2**20
@@ -132,13 +133,16 @@ class Checked:
     plain: bool
 
 
-def check_prompts(source: Source, *, column: str, limit: int | None) -> Checked:
-    """Check every prompt; a hub dataset only has its first row checked."""
+def check_prompts(
+    source: Source, *, column: str, limit: int | None, shard: Shard | None = None
+) -> Checked:
+    """Check every prompt (a hub dataset only has its first row checked); what is known of those
+    in the shard."""
     if source.kind == "hf":
         return Checked(
             None, "", next(read_prompts(source, column=column, limit=1)).text is not None
         )
-    return check(read_prompts(source, column=column, limit=limit))
+    return check(held_by(shard, read_prompts(source, column=column, limit=limit)))
 
 
 def check(prompts: Iterable[Prompt]) -> Checked:

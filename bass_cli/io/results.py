@@ -82,17 +82,21 @@ class Writer:
     def write(self, completion: Completion) -> None:
         """Append one line; it is in the file when this returns. MachineError if the disk refuses
         it."""
+        self.append(
+            completion.to_line().encode("utf-8") + b"\n",
+            {key: getattr(completion, key) for key in ("finish_reason", "copy_of", *COUNTED)},
+        )
+
+    def append(self, line: bytes, row: dict[str, Any]) -> None:
+        """The same for a line that there is already. `row`: what it says, or what is counted of
+        that."""
         if not self._begun:
             self._begin()
-        line = completion.to_line().encode("utf-8") + b"\n"
         with self._refusals():
             self._stream.write(line)
             self._stream.flush()
         self._end += len(line)
-        self._past.count(
-            completion.finish_reason,
-            {key: getattr(completion, key) for key in ("copy_of", *COUNTED)},
-        )
+        self._past.count(row["finish_reason"], row)
         if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
             with self._refusals():
                 self._sync()
@@ -128,6 +132,11 @@ class Writer:
         if where is not None:
             fault += f"; they are in {where}, and the same command with --out {where} goes on"
         raise MachineError(fault)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no sample in the file failed or ran out of time."""
+        return not {"error", "budget"} & set(self.totals["finish_reasons"])
 
     def add_run(self, seconds: float, usage: dict[str, Any]) -> None:
         """What was written since the file was opened took so long to generate; only known for a

@@ -151,18 +151,21 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
             f"{path}: the manifest cannot be read; use --overwrite to start anew"
         ) from None
     now = json.loads(json.dumps(results, default=str))
-    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    grown = [key for key in differing if key in GROWING and _grows(before.get(key), now.get(key))]
-    bad = [
-        f"\n  {key}: {_show(before, key)} there, {_show(now, key)} now"
-        for key in differing
-        if key not in grown
-    ]
+    differing = differences(before, now)
+    grown = {key for key in GROWING if _grows(before.get(key), now.get(key))}
+    bad = [f"\n  {key}: {old} there, {new} now" for key, old, new in differing if key not in grown]
     if bad:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+    return [f"{output}: {key} grows from {old} to {new}" for key, old, new in differing]
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Keys of which two "results" have different values, with both in words."""
     return [
-        f"{output}: {key} grows from {_show(before, key)} to {_show(now, key)}" for key in grown
+        (key, _show(before, key), _show(now, key))
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
     ]
 
 
@@ -244,7 +247,9 @@ def _show(results: dict[str, Any], key: str) -> str:
     )
 
 
-def _rows(stream: IO[bytes], name: str, past: Past) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
+def result_rows(
+    stream: IO[bytes], name: str, past: Past
+) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
     """Whole lines from the start as (number, bytes, row); `past.end` follows them, the torn rest
     is counted."""
     stream.seek(0)
@@ -288,7 +293,7 @@ def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
     """Read the result lines that are there; UserError at a broken line (but the last), at a
     sample given twice and at what `check` finds."""
     past = Past()
-    for number, _, row in _rows(stream, name, past):
+    for number, _, row in result_rows(stream, name, past):
         key = (row["id"], row["sample"])
         if check is not None and (fault := check(row)) is not None:
             reason = "the manifest is damaged, and this line was written with other settings"
@@ -311,7 +316,7 @@ def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
     the new stream holds its lock."""
 
     def copy(fresh: IO[bytes]) -> None:
-        for _, line, row in _rows(stream, name, Past()):
+        for _, line, row in result_rows(stream, name, Past()):
             if row["finish_reason"] != "error":
                 fresh.write(line)
 

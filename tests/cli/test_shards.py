@@ -1,0 +1,97 @@
+"""`bass generate --shard` and `bass merge` with models: the parts, one of them killed and gone on
+with, make the file of a run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_end_to_end import samples, work_of
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+
+FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "12", "--token-ids")
+
+
+@pytest.fixture
+def place(pair_folder: Any) -> Path:
+    """Where the test runs."""
+    return pair_folder(prompts=9)
+
+
+def bass(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == code, found.stderr
+    return " ".join(found.stderr.split())
+
+
+def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
+    bass("generate", *FLAGS, "--out", "whole.jsonl")
+    parts = [f"{number}.jsonl" for number in (1, 2, 3)]
+    for number, batch in ((1, "1"), (2, "3"), (3, "auto")):
+        shard = ("--shard", f"{number}/3", "--batch-size", batch)
+        bass("generate", *FLAGS, *shard, "--out", parts[number - 1])
+    killed = max((place / part for part in parts), key=lambda path: path.stat().st_size)
+    content = killed.read_bytes()
+    killed.write_bytes(content[: content.index(b"\n") + 30])  # a kill within the second line
+    assert f"{killed.name}: 29 bytes of torn lines are left out missing: " in bass(
+        "merge", "all.jsonl", *parts, code=1
+    )
+    bass("generate", *FLAGS, "--shard", f"{killed.stem}/3", "--out", killed.name)
+    bass("merge", "all.jsonl", *parts, "--overwrite")
+    assert samples(place / "all.jsonl") == samples(place / "whole.jsonl")
+    assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
+    ids = [json.loads(line)["id"] for line in (place / "all.jsonl").read_text().splitlines()]
+    assert ids == [str(number) for number in range(9) for _ in range(2)]
+    # it goes on as what a single run wrote, complete or not
+    assert "complete, 18 samples" in bass("generate", *FLAGS, "--out", "all.jsonl")
+    bass("merge", "all.jsonl", killed.name, "--overwrite", code=1)
+    assert "going on" in bass("generate", *FLAGS, "--out", "all.jsonl")
+    assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
+
+
+def test_a_file_goes_on_with_its_own_shard_only(place: Path) -> None:
+    bass("generate", *FLAGS, "--shard", "2/3", "--limit", "1", "--out", "o.jsonl")
+    said = bass("generate", *FLAGS, "--shard", "1/3", "--limit", "1", "--out", "o.jsonl", code=2)
+    assert 'shard: "2/3" there, "1/3" now' in said
+    said = bass("generate", *FLAGS, "--limit", "1", "--out", "o.jsonl", code=2)
+    assert 'shard: "2/3" there, not given now' in said
+
+
+def test_bad_shards_are_refused_before_models_are_looked_at(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bass_cli.plan.make_plan", lambda *_, **__: pytest.fail("models were read"))
+    for command in (("generate", *FLAGS), ("eval", "humaneval", "--pair", "pair.yaml")):
+        for shard in ("9/8", "0/8", "some"):
+            said = bass(*command, "--shard", shard, code=2)
+            assert f'--shard (or BASS_SHARD): "{shard}" is no part of a job' in said
+    said = bass("generate", *FLAGS, "--shard", "1/2", "--coupling", "maximal", code=2)
+    assert "give them all one --batch-size" in said
+
+
+def test_under_maximal_coupling_parts_are_merged_with_a_word_on_their_samples(place: Path) -> None:
+    rows = ("--coupling", "maximal", "--batch-size", "2", "--max-new-tokens", "4")
+    for number in (1, 2):
+        shard = ("--shard", f"{number}/2", "--out", f"{number}.jsonl")
+        bass("generate", *FLAGS[:3], *rows, *shard)
+    said = bass("merge", "all.jsonl", "1.jsonl", "2.jsonl")
+    assert "these have the law of a single run's, and are not the same" in said
+
+
+def test_an_evaluation_in_parts(pair_folder: Any) -> None:
+    """Its programs are not run here, which is what the exit code says."""
+    place = pair_folder(prompts=1, max_position_embeddings=1024)
+    flags = ("--pair", "pair.yaml", "--limit", "6", "--n", "1", "--max-new-tokens", "4")
+    for number in (1, 2):
+        bass("eval", "humaneval", *flags, "--shard", f"{number}/2", code=2)
+    names = [f"humaneval-pair-first6-{number}of2.jsonl" for number in (1, 2)]
+    bass("merge", "all.jsonl", *names)
+    bass("eval", "humaneval", *flags, "--out", "whole.jsonl", code=2)
+    assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
+    assert len(work_of(place / "all.jsonl")) == 6
+    said = bass("eval", "humaneval", *flags, "--out", "all.jsonl", code=2)
+    assert "complete, 6 samples" in said

@@ -1,0 +1,219 @@
+"""`--shard` and `bass merge`: who has which prompt, what a merged file holds, what is refused and
+what is named as missing. Files of lines only; with models: tests/cli/test_shards.py."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+from bass_cli.errors import UserError
+from bass_cli.io.completion import Completion
+from bass_cli.io.prompts import Source
+from bass_cli.io.results import open_output
+from bass_cli.io.shards import Shard, held_by, parse_shard, shard_of
+
+IDS = [f"p{number}" for number in range(12)]
+N = 2
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    lines = (json.dumps({"id": id_, "prompt": f"the {id_}"}) for id_ in IDS)
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def sample(id_: str, number: int, **given: Any) -> Completion:
+    words = {"id": id_, "sample": number, "text": f"of {id_}", "finish_reason": "eos", "tokens": 5}
+    zeros = {"rounds": 3, "drafted": 4, "accepted": 2, "seed": 0, "prompt_tokens": 2}
+    none = {"mean_logprob": None, "sum_logprob": None, "seconds": 0.5}
+    return Completion(**{**words, **zeros, **none, **given})  # type: ignore[arg-type]
+
+
+def manifest(shard: str | None, **given: Any) -> dict[str, Any]:
+    results = {"target": "m", "prompts": Source("p.jsonl", "jsonl").digest(), "limit": None}
+    results |= {"prompt_column": "prompt", "n": N, "seed": 0, **given}
+    return {"results": results | ({} if shard is None else {"shard": shard}), "source": "p.jsonl"}
+
+
+def write(
+    name: str, shard: str | None, lines: list[Completion] | None = None, **given: Any
+) -> list[Completion]:
+    """A part as a run leaves it, samples in the order in which they ended; returns its lines."""
+    ids = [id_ for id_ in IDS if shard is None or parse_shard(shard).holds(id_)]
+    due = [sample(id_, number) for number in range(N) for id_ in reversed(ids)]
+    with open_output(name, manifest(shard, **given), overwrite=True) as writer:
+        for one in due if lines is None else lines:
+            writer.write(one)
+        writer.add_run(1.5, {})
+    return due if lines is None else lines
+
+
+def three() -> list[str]:
+    """The parts of a whole job; the names of their files."""
+    for number in (1, 2, 3):
+        write(f"{number}.jsonl", f"{number}/3")
+    return ["1.jsonl", "2.jsonl", "3.jsonl"]
+
+
+def merge(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, ["merge", *arguments], catch_exceptions=False)
+    assert (found.exit_code, found.stdout) == (code, ""), found.stderr
+    return " ".join(found.stderr.split())
+
+
+def test_every_prompt_is_in_one_shard_and_stays_there() -> None:
+    ids = [f"{number}" for number in range(4000)]
+    parts = [[id_ for id_ in ids if Shard(number, 8).holds(id_)] for number in range(1, 9)]
+    assert sorted(id_ for part in parts for id_ in part) == sorted(ids)
+    assert all(400 < len(part) < 600 for part in parts)  # 500, four standard deviations are 84
+    # written down, since a job's parts are drawn by processes of different days and machines
+    found = [str(shard_of(id_, 8)) for id_ in ("0", "HumanEval/7", "ü", "half \ud800")]
+    assert found == ["6/8", "3/8", "8/8", "8/8"]
+
+
+def test_all_prompts_are_held_where_there_is_no_shard() -> None:
+    prompts = [sample(id_, 0) for id_ in IDS]
+    assert list(held_by(None, prompts)) == prompts
+    counts = Counter(one.id for k in (1, 2, 3) for one in held_by(Shard(k, 3), prompts))
+    assert counts == Counter(IDS)
+
+
+@pytest.mark.parametrize("text", ["9/8", "0/8", "-1/8", "2/0", "2", "2/8/3", "half", "", "1.5/2"])
+def test_what_is_no_shard_is_refused(text: str) -> None:
+    with pytest.raises(
+        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is no part of a job; .* 2/8'
+    ):
+        parse_shard(text)
+    assert parse_shard(" 8 / 8 ") == (8, 8)
+
+
+def test_a_merged_file_is_that_of_a_single_run() -> None:
+    merge("all.jsonl", *reversed(three()))
+    write("single.jsonl", None)
+    rows = Path("all.jsonl").read_text().splitlines()
+    assert sorted(rows) == sorted(Path("single.jsonl").read_text().splitlines())
+    order = [(row["id"], row["sample"]) for row in map(json.loads, rows)]
+    assert order == [(id_, number) for id_ in IDS for number in range(N)], (
+        "as the prompt file has it"
+    )
+    merged, single = (
+        json.loads(Path(f"{name}.jsonl.manifest.json").read_text()) for name in ("all", "single")
+    )
+    assert merged.pop("totals") == single.pop("totals") | {"seconds": 4.5}
+    del single["last_run"]
+    assert merged == single
+    # and goes on as that: nothing is missing
+    with open_output("all.jsonl", manifest(None), resume=True) as writer:
+        assert len(writer.done) == len(IDS) * N
+
+
+def test_without_the_prompts_the_parts_stand_in_order(place: Path) -> None:
+    names, lines = three(), write("1.jsonl", "1/3")
+    write("one less.jsonl", "1/3", lines[1:])
+    with (place / "p.jsonl").open("a") as file:
+        file.write(' \n{"prompt": "one more"}')
+    said = merge("all.jsonl", *reversed(names))
+    assert "not here as they were" in said
+    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    assert [shard_of(row["id"], 3).number for row in rows] == sorted(
+        shard_of(id_, 3).number for id_ in IDS for _ in range(N)
+    )
+    # a shard, and a sample of a prompt that has another, are missed all the same
+    said = merge("all.jsonl", "one less.jsonl", "3.jsonl", "--overwrite", code=1)
+    assert "missing: shard 2/3" in said
+    assert f'missing: 1 samples of 1 prompts: "{lines[0].id}" (0)' in said
+
+
+def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
+    names = three()
+    mine = [id_ for id_ in IDS if Shard(2, 3).holds(id_)]
+    kept = [sample(id_, 1) for id_ in mine[1:]]
+    write("2.jsonl", "2/3", kept)
+    with (place / "2.jsonl").open("a") as file:
+        file.write('{"id": "torn')
+    said = merge("all.jsonl", *names, code=1)
+    assert "2.jsonl: 12 bytes of torn lines are left out" in said
+    assert f"missing: {len(mine) + 1} samples of {len(mine)} prompts: " in said
+    assert f'"{mine[0]}" (0, 1), "{mine[1]}" (0)' in said
+    with open_output("all.jsonl", manifest(None), resume=True) as writer:
+        assert {(id_, s) for id_ in IDS for s in range(N)} - writer.done == {
+            (mine[0], 1), *((id_, 0) for id_ in mine)}  # fmt: skip
+    said = merge("all.jsonl", "1.jsonl", "--overwrite", code=1)
+    assert "missing: shards 2/3, 3/3" in said
+    assert "samples" not in said.replace("samples of", "", 1).partition("all.jsonl")[0]
+
+
+def test_a_shard_without_prompts_is_not_missed() -> None:
+    of = next(of for of in range(2, 99) if len({shard_of(id_, of) for id_ in IDS}) < of)
+    held = sorted({shard_of(id_, of) for id_ in IDS})
+    for shard in held:
+        write(f"{shard.number}.jsonl", str(shard))
+    assert "missing" not in merge("all.jsonl", *(f"{shard.number}.jsonl" for shard in held))
+
+
+def test_failures_are_taken_over_and_are_an_exit_code() -> None:
+    names = three()
+    lines = write("1.jsonl", "1/3")
+    failed = Completion.failed(lines[0].id, "too long", seed=0, meta={})
+    write("1.jsonl", "1/3", [failed, *(one for one in lines if one.id != failed.id)])
+    assert "missing" not in merge("all.jsonl", *names, code=1)
+    assert Path("all.jsonl").read_text().count("too long") == 1
+
+
+def test_parts_of_different_jobs_are_refused_with_what_differs(place: Path) -> None:
+    names = three()
+    write("2.jsonl", "2/3", seed=7, temperature=0.5)
+    said = merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: it is of another job than 1.jsonl" in said
+    assert "seed: 0 there, 7 here" in said
+    assert "temperature: not given there, 0.5 here" in said
+    write("2.jsonl", "2/4")
+    assert 'shard: "one of 3" there, "one of 4" here' in merge("all.jsonl", *names, code=2)
+    write("2.jsonl", None)
+    assert "2.jsonl: it is no part of a job" in merge("all.jsonl", *names, code=2)
+    write("2.jsonl", "1/3")
+    assert "2.jsonl: it is shard 1/3, as 1.jsonl is" in merge("all.jsonl", *names, code=2)
+    Path("2.jsonl.manifest.json").write_text("{}")
+    assert "2.jsonl.manifest.json: the manifest cannot be read" in merge(
+        "all.jsonl", *names, code=2
+    )
+    assert "9.jsonl: cannot read this part: No such file" in merge("all.jsonl", "9.jsonl", code=2)
+    assert not Path("all.jsonl").exists()
+
+
+def test_lines_that_belong_elsewhere_or_are_twice_are_refused() -> None:
+    names = three()
+    lines = write("2.jsonl", "2/3")
+    write("2.jsonl", "2/3", [*lines, lines[0]])
+    said = merge("all.jsonl", *names, code=2)
+    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" is in the file twice' in said
+    other = next(id_ for id_ in IDS if Shard(1, 3).holds(id_))
+    write("2.jsonl", "2/3", [sample(other, 0)])
+    assert f'2.jsonl:1: "{other}" belongs to shard 1/3, not to 2/3' in merge(
+        "all.jsonl", *names, code=2
+    )
+    unknown = next(f"q{k}" for k in range(99) if Shard(2, 3).holds(f"q{k}"))
+    write("2.jsonl", "2/3", [*lines, sample(unknown, 0)])
+    assert f'2.jsonl: there is no prompt "{unknown}"' in merge("all.jsonl", *names, code=2)
+
+
+def test_nothing_is_lost_for_a_merged_file(place: Path) -> None:
+    names = three()
+    (place / "all.jsonl").write_text("something else\n")
+    assert "all.jsonl: it exists; use --overwrite" in merge("all.jsonl", *names, code=2)
+    assert (place / "all.jsonl").read_text() == "something else\n"
+    merge("all.jsonl", *names, "--overwrite")
+    assert "this is a part" in merge("2.jsonl", *names, "--overwrite", code=2)
+    assert "a file is needed" in merge("-", *names, code=2)
+    with (place / "2.jsonl").open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert "2.jsonl: another process is writing" in merge("new.jsonl", *names, code=2)
