@@ -64,7 +64,7 @@ def attention(
     where None: `splits` and `team_splits`, into how many pieces the keys of a row and of a team
     are cut; `tile`, keys at a time, warps and stages; `members`, rows in a team: a power of two
     in `segments.teams`, 1 for no teams."""
-    if dispatch.schedule() == "split" and len(q) > 1:
+    if _schedule(segments) == "split" and len(q) > 1:
         given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
         found = [
             attention(q[at], (own[0][at], own[1][at]), prompt, _rows(segments, at), **given)
@@ -76,7 +76,7 @@ def attention(
         return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[1]
     lines = width * (heads // kv_heads)
-    if dispatch.schedule() != "ragged" or segments.teams is None:
+    if _schedule(segments) != "ragged" or segments.teams is None:
         members = 1
     elif members is None:
         members = _members(lines, rows)
@@ -91,6 +91,11 @@ def attention(
         team = Cut(0, 0)
     cut = _asked_for(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
+
+
+def _schedule(segments: Segments) -> str:
+    """How rows run. Tiles of prompts, which have no spans of their own to be padded, are ragged."""
+    return dispatch.schedule() if segments.extent else "ragged"
 
 
 def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
@@ -189,7 +194,7 @@ def _launch(
         D=size,
         SIZE=tiling.members,
         PIECES=_power(pieces),
-        PAD=triton.next_power_of_2(rows * width) if dispatch.schedule() == "pad" else 0,
+        PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         BLOCK_M=tiling.lines,
         BLOCK_N=tiling.keys,
         BLOCK_D=_power(size),

@@ -5,10 +5,12 @@ On a CUDA device where there is one, else through Triton's interpreter. What no 
 NaN.
 """
 
+import contextlib
 from collections import defaultdict
 
 import pytest
 import torch
+from bounds import bounded
 from test_triton import DEVICE, DTYPES, close, randn
 
 import bass_kernels as ops
@@ -139,6 +141,37 @@ def test_queries_inside_the_prompt_see_what_is_before_them(members, window):
         due(given, window),
         torch.float32,
     )
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("schedule", ["ragged", "pad", "split"])
+def test_tiles_of_prompts_are_no_rows_of_the_store(schedule, window, monkeypatch):
+    """Three tiles of one prompt and two of another: whatever runs rows, no tile has a span of its
+    own to be read, nor to be padded to."""
+    spans, tiles = [(3, 37), (60, 90)], [(0, 5), (0, 21), (0, 36), (1, 60), (1, 89)]
+    end, start = (torch.tensor([spans[s][i] for s, _ in tiles], device=DEVICE) for i in (1, 0))
+    last = torch.tensor([position for _, position in tiles], device=DEVICE)
+    positions = (last[:, None] - 3 + torch.arange(4, device=DEVICE)).clamp(min=0)
+    groups = tuple(
+        ops.Group(
+            *span, torch.tensor([i for i, tile in enumerate(tiles) if tile[0] == s]).to(DEVICE)
+        )
+        for s, span in enumerate(spans)
+    )
+    prompt = tuple(randn(2, STORE, 16, seed=i) for i in range(2))
+    given = (
+        randn(5, 4, 6, 16, seed=9),
+        tuple(store[None] for store in prompt),
+        prompt,
+        ops.Segments(positions, end, start, groups, 0),
+    )
+    wanted = due(given, window)
+    ops.attention_schedule(schedule)
+    from bass_kernels.ragged import attention
+
+    with bounded(monkeypatch) if DEVICE.type == "cpu" else contextlib.nullcontext():
+        found = attention(*given, scale=0.25, window=window)
+    close(found, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("window", [0, 30])

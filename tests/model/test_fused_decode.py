@@ -181,7 +181,10 @@ def test_which_passes_take_them():
     from bass_cli.model.fused_decode import serves
 
     spec, like = spec_of("tiny", option="--shape"), randn(1)
-    step, prefill = SimpleNamespace(prefill=None), SimpleNamespace(prefill="a span")
+    step, prefill, block = (
+        SimpleNamespace(prefill=span, mutual=mutual)
+        for span, mutual in ((None, False), ("a span", False), (None, True))
+    )
     few, many = torch.zeros(4, 4), torch.zeros(3, 6)
     assert serves(spec, few, like, step)
     rich = replace(
@@ -190,6 +193,7 @@ def test_which_passes_take_them():
     assert serves(rich, few, like, step)
     assert not serves(spec, many, like, step)
     assert not serves(spec, few, like, prefill)
+    assert not serves(spec, few, like, block)
     assert not serves(spec, few, like.half(), step)
     for other in (
         {"biases": frozenset({"qkv", "o"})},
