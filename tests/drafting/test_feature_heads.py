@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from checkpoints import write_checkpoint, write_tokenizer
-from fakes import FakeGraphs, Ticks
+from fakes import FakeGraphs
 from heads import MASK, config_of, write_head
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
@@ -21,6 +21,7 @@ from bass_cli.cli.commands import app
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.errors import UserError
 from bass_cli.footprint import footprint
@@ -65,16 +66,16 @@ def models(tmp_path_factory):
 
 
 def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None):
-    """A loop whose drafter reads its target."""
+    """A loop whose drafter reads its target, on their device."""
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
     return Loop(
-        batch=Batch(rows=rows, context=128, device=CPU),
+        batch=Batch(rows=rows, context=128, device=target.device),
         target=runner,
         drafter=drafter,
         lengths=lengths,
         coupling=coupling,
-        clock=Clock(Ticks() if graphs is None else graphs.ticks),
+        clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
         acceptance=acceptance,
         graphs=graphs,
     )
@@ -104,10 +105,10 @@ class Compared:
             end = int(batch.lengths[row])
             tokens = batch.tokens[row, :end].tolist()
             due = self._reading.base(self._theirs, tokens)[:length]
-            torch.testing.assert_close(self._logits[row], due, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(self._logits[row].cpu(), due, atol=1e-4, rtol=1e-4)
             laws, before = batch.laws, tokens[-1]
             own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
-            own = tuple(part[row : row + 1] for part in own)
+            own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(proposal.tokens[row].tolist()):
                 line = self._reading.whole(due[place] + self._reading.bias(before))[None]
                 assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
@@ -461,7 +462,6 @@ def test_a_shorter_vocabulary_is_the_targets_ids(models, tmp_path, kind, couplin
 def test_a_profile_has_no_longer_drafts_than_a_block(models):
     _, _, target, head = models("qwen3", "dspark")
     loop = loop_of(target, head, rows=2, lengths=Fixed(0))
-    loop.clock = Clock()
     surface = measure(loop, [[3, 1, 4]], rows=[1, 2], coupling="shared", limit=2.0, tokens=20)
     assert surface.widths == (0, 1, 2, 3, 4, 5)
 
@@ -481,3 +481,33 @@ def test_ids_of_a_shorter_vocabulary_are_checked(here):
         save_file(tensors, here / "head" / "model.safetensors")
         with pytest.raises(UserError, match=re.escape(reason)):
             open_head(here / "head", target)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_on_a_cuda_device_too(tmp_path, kind):
+    """Drafts as by the papers; captured, ahead and alone, in the fused layers and in the others,
+    the tokens are plain decoding's; under maximal coupling captures change none. Float32."""
+    theirs = write_checkpoint("qwen3", tmp_path / "target")
+    reading = write_head(tmp_path / "head", kind)
+    checkpoint = open_checkpoint(tmp_path / "target")
+    words = {"dtype": torch.float32, "device": torch.device("cuda")}
+    target = Decoder(checkpoint.spec, load(checkpoint, **words))
+    opened = open_head(tmp_path / "head", checkpoint.spec)
+    head = FeatureHead(opened.head, load(opened, **words), target)
+    due = drive(loop_of(target, head, rows=1, lengths=Fixed(0)), rows())
+    for batch in (1, 5):
+        loop = loop_of(target, head, rows=batch, lengths=Tour())
+        compared = Compared(loop, theirs, reading)
+        assert drive(loop, rows()) == due
+        assert len(compared.seen) > 10
+        for lengths in (Settled(), Fixed(4)):
+            loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
+            ready(loop)
+            assert drive(loop, rows(), ahead=True) == due
+            assert loop.graphs.captures > 0
+        once, again = (
+            drive(loop_of(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
+            for graphs in (None, Graphs(target.device))
+        )  # fmt: skip
+        assert once == again
