@@ -95,6 +95,12 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             note("the prompts of these parts are not here as they were: the parts in order")
         _refuse_unknown(parts, ids)
         missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results.get("n"))]
+        if ids is None:  # a prompt without any line is not known to be one
+            missing += [
+                f"{part.path}: the run that wrote it did not come to its end"
+                for part in parts
+                if part.manifest.get("finished") is not True
+            ]
         for one in missing:
             note(one)
         if results.get("coupling") == "maximal":
@@ -104,6 +110,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             )
         manifest = {key: value for key, value in parts[0].manifest.items() if key not in _OF_A_RUN}
         with open_output(out, manifest | {"results": results}, overwrite=overwrite) as writer:
+            writer.complete = not missing
             for part, line in _in_order(parts, ids):
                 content = part.line(line)
                 writer.append(content, parse_object(content))

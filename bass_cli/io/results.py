@@ -61,6 +61,7 @@ class Writer:
         self.done = frozenset(past.done)
         self.totals = past.totals
         self.notes: list[str] = []
+        self.complete = True  # whether an end without an error leaves nothing to draw
         self._stream = stream
         self._manifest = manifest
         self._past = past
@@ -159,7 +160,9 @@ class Writer:
                     with self._refusals():
                         self._sync()
                     write_manifest(
-                        self.name, self._manifest | {"finished": finished, "totals": self.totals}
+                        self.name,
+                        self._manifest
+                        | {"finished": finished and self.complete, "totals": self.totals},
                     )
         finally:
             with contextlib.suppress(OSError):

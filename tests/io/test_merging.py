@@ -152,6 +152,31 @@ def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
     assert "samples" not in said.replace("samples of", "", 1).partition("all.jsonl")[0]
 
 
+def test_a_part_that_was_killed_leaves_the_whole_unfinished(place: Path) -> None:
+    """Also where nobody knows the prompts any more: one without a line is not missed by its id."""
+
+    def finished() -> bool:
+        found: bool = json.loads(Path("all.jsonl.manifest.json").read_text())["finished"]
+        return found
+
+    names = three()
+    merge("all.jsonl", *names)
+    assert finished()
+    lines = write("2.jsonl", "2/3")
+    killed = open_output("2.jsonl", manifest("2/3"), overwrite=True)
+    for line in lines:
+        if line.id != lines[0].id:
+            killed.write(line)
+    killed.close(finished=False)
+    assert "missing: 2 samples of 1 prompts" in merge("all.jsonl", *names, "--overwrite", code=1)
+    assert not finished()
+    (place / "p.jsonl").unlink()
+    said = merge("all.jsonl", *names, "--overwrite", code=1)
+    assert "2.jsonl: the run that wrote it did not come to its end" in said
+    assert "missing" not in said
+    assert not finished()
+
+
 def test_a_shard_without_prompts_is_not_missed() -> None:
     of = next(of for of in range(2, 99) if len({shard_of(id_, of) for id_ in IDS}) < of)
     held = sorted({shard_of(id_, of) for id_ in IDS})
