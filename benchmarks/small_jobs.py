@@ -4,6 +4,7 @@ two runs differ. Not a script.
 """
 
 import argparse
+import atexit
 import collections
 import json
 import os
@@ -211,6 +212,7 @@ def start(job, folder, log, before=lambda: None):
     if child := os.fork():
         return child
     code = 70
+    atexit._clear()  # a command does at its end what is due then, but not for the script
     try:
         os.chdir(folder)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
