@@ -24,12 +24,15 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-FAST := scheduler ngram profile saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
+FAST := scheduler ngram saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
 	noise imports house_style console round_cost cli
 
+# two processes that import transformers take as long as a tenth of the others
+TWICE := tests/model/test_tokenizer.py::test_two_processes_convert_the_same_tokenizer_at_once
+
 test-fast: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(wildcard $(FAST:%=tests/test_%.py) $(FAST:%=tests/*/test_%.py))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --deselect $(TWICE) $(wildcard $(FAST:%=tests/test_%.py) $(FAST:%=tests/*/test_%.py))
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

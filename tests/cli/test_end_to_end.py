@@ -68,12 +68,13 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
         "skip": ("--draft", "skip:1", "--batch-size", "2"),
         "bass": ("--draft-length", "bass", "--batch-size", "5"),
     }
+    few = ("--limit", "6", "--max-new-tokens", "24")
     for name, flags in runs.items():
-        result = bass("p.txt", *FLAGS, *flags, "--out", f"{name}.jsonl")
+        result = bass("p.txt", *FLAGS, *few, *flags, "--out", f"{name}.jsonl")
         assert result.exit_code == 0, result.stderr
     due = samples(place / "plain.jsonl")
-    assert len(due) == 42
-    assert len({tuple(ids) for _, _, ids, _ in due.values()}) > 30
+    assert len(due) == 18
+    assert len({tuple(ids) for _, _, ids, _ in due.values()}) > 12
     for name in runs:
         assert samples(place / f"{name}.jsonl") == due, name
     rows = [json.loads(line) for line in (place / "model.jsonl").read_text().splitlines()]

@@ -121,7 +121,7 @@ def run(
 def test_no_prompt_is_late_by_more_than_a_round(budget, jitter):
     """Exactly in time where rounds take what they took before; otherwise by no more than the one
     that took longer."""
-    for seed in range(5):
+    for seed in range(5 if jitter else 1):
         work = Work(seed)
         found = run(work, ["abc", "a", "bcd" * 9, "fgh"] * 3, budget=budget, jitter=jitter)
         longest = max(work.pieces)

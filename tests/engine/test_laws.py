@@ -142,19 +142,22 @@ def admit_all(loop, rows):
     loop.drafter.follow(Change((), (), tuple(((i,), row.key) for i, row in enumerate(rows))))
 
 
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        lambda: Fixed(2),
-        Reactive,
-        lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
-    ],
-    ids=["fixed", "reactive", "auto"],
+CONTROLLERS = {
+    "fixed": lambda: Fixed(2),
+    "reactive": Reactive,
+    "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
+}
+# Under maximal coupling, where drafts and lengths reach the samples, each with each; under shared
+# coupling, where samples are plain decoding's (test_exactness.py), each drafter and controller.
+COMBINED = (
+    *(("maximal", *both) for both in itertools.product(DRAFTERS, CONTROLLERS)),
+    *(("shared", draft, (*CONTROLLERS,)[at % 3]) for at, draft in enumerate(DRAFTERS)),
 )
-@pytest.mark.parametrize("draft", DRAFTERS)
-@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+
+
+@pytest.mark.parametrize(("coupling", "draft", "lengths"), COMBINED)
 def test_sampled_law_is_the_targets(coupling, draft, lengths):
-    drawn = frequencies(draft, coupling, lengths())
+    drawn = frequencies(draft, coupling, CONTROLLERS[lengths]())
     for kind, (prompt, *sampling) in enumerate(ROWS):
         found, bound = distance(exact(tables(0), prompt, *sampling), drawn[kind])
         assert found < bound, f"row {kind}: total variation {found:.4f}, bound {bound:.4f}"

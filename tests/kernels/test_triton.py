@@ -281,6 +281,11 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert ops.sample(logits, *laws).tolist() == [4097, 5]
 
 
+# Two layers, of either kind where a family has two: what one adds, the next reads. A program of
+# the interpreter takes 15 ms.
+SHALLOW = {"gptj": {"n_layer": 2}, "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]}}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "padded"),
     [
@@ -305,8 +310,10 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     from bass_cli.model.runner import Runner
     from bass_cli.model.weights import load, open_checkpoint
 
-    write_checkpoint(family, tmp_path)
+    layers = {} if family == "gptj" else {"num_hidden_layers": 2}
+    write_checkpoint(family, tmp_path, **layers, **SHALLOW.get(family, {}))
     checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.spec.layers == 2
     monkeypatch.setattr("bass_cli.model.prefill.PATIENCE", 0 if padded else 99)
     monkeypatch.setattr("bass_cli.model.prefill.TILE", {"cpu": 16, "cuda": 16})
     logits = {}
@@ -316,15 +323,15 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
         runner = Runner(decoder, rows=3, span=40, lag=1, record=lambda function: function)
         if kind == "reference":
             runner._passes.graphs, runner._passes.tile = None, 1
-        for row, length in enumerate((1, 9, 23)):
+        for row, length in enumerate((1, 7, 18)):  # one more than a tile of 16
             runner.open(str(row), [5 + i % 7 for i in range(length)])
             runner.follow(Change((), (), (((row,), str(row)),)))
         tokens, places = (
             torch.arange(12, device=DEVICE).view(3, 4),
-            torch.tensor([[0], [8], [22]], device=DEVICE),
+            torch.tensor([[0], [6], [17]], device=DEVICE),
         )
-        first = runner.forward(tokens[:, :1], places, [1, 9, 23])
-        ends = [4, 12, 26]
+        first = runner.forward(tokens[:, :1], places, [1, 7, 18])
+        ends = [4, 10, 21]
         rest = runner.forward(
             tokens[:, 1:],
             places + torch.arange(1, 4, device=DEVICE),

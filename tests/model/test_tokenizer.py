@@ -601,12 +601,18 @@ def test_a_tokenizers_files_are_files(name: str, kind: str, tmp_path: Path) -> N
 
 
 def test_an_id_far_beyond_the_others_is_not_counted_up_to(tmp_path: Path) -> None:
-    """Neither where it is a token nor where it is a placeholder."""
-    far = 2**32 - 2
+    """Neither where it is a token nor where it is a placeholder; tokenizers' own code does count,
+    so there is an end to it."""
+    far = 2**24 - 1
     one, other = with_token(tmp_path / "a", "far", far), with_token(tmp_path / "b", "[PAD1]", far)
     assert (one.size, other.size) == (far + 1, 299)
     check_same_vocabulary(one, other)
     check_same_vocabulary(one, one)
+    for beyond in (far + 1, 2**32 - 2):
+        with pytest.raises(
+            UserError, match=rf"/c: the tokenizer has 'far' as id {beyond}, and ids go"
+        ):
+            with_token(tmp_path / "c", "far", beyond)
 
 
 @pytest.mark.parametrize(

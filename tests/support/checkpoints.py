@@ -7,6 +7,7 @@ weight in the wrong place shows in the logits.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
 from tokenizers import (
@@ -369,7 +371,15 @@ def _quantised(values: np.ndarray, kind: str) -> tuple[tuple[np.ndarray, Any], t
 
 def read_with_transformers(path: Path) -> PreTrainedModel:
     """The model that transformers makes of a GGUF file, fp32, eval. Its from_pretrained does the
-    same but insists on the package accelerate."""
+    same but insists on the package accelerate. The header is parsed and its names are looked up
+    once: transformers does so for each use, and for each layer twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        return _read_with_transformers(path)
+
+
+def _read_with_transformers(path: Path) -> PreTrainedModel:
     config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]

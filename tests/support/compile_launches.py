@@ -13,9 +13,8 @@ import sys
 
 import torch
 import triton
-from compile_ahead import Absent
+from compile_ahead import Absent, skip_machine_code
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler
 
 from bass_kernels import (
     choice,
@@ -184,17 +183,6 @@ def pretend(capability):
         if hasattr(module, "processors"):
             module.processors = lambda device: PROCESSORS
     launch._can_overlap = lambda device: capability >= 90
-
-
-def skip_machine_code():
-    """Shared memory is known before there is any."""
-
-    def named(self, source, metadata, *rest):
-        metadata["name"] = "none"
-        return ""
-
-    compiler.llvm.optimize_module = lambda *arguments, **options: None
-    compiler.CUDABackend.make_ptx, compiler.CUDABackend.make_cubin = named, lambda self, *rest: b""
 
 
 def compiled(task):
