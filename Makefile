@@ -28,7 +28,7 @@ FAST := scheduler ngram saving same_files places prompts text_length template co
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
 	noise imports house_style console round_cost cli
 
-# two processes that import transformers take as long as a tenth of the others
+# two processes that import transformers, a tenth of what all others take
 TWICE := tests/model/test_tokenizer.py::test_two_processes_convert_the_same_tokenizer_at_once
 
 test-fast: setup
