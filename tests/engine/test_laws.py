@@ -14,6 +14,7 @@ import pytest
 import torch
 from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
+from bass_cli.engine import ledger
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.laws import noise_key
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
@@ -110,25 +111,26 @@ def frequencies(draft, coupling, lengths):
         Markov(tables(0), 1), drafter, rows=len(rows), lengths=lengths, coupling=coupling
     )
     admit_all(loop, rows)
-    while any(row.generated < LENGTH for row in rows):  # a finished row goes on, unread
-        for row in rows:
-            row.limit = max(LENGTH, row.generated) + 2
+    # of all rows at once, since a hundred thousand take their time one by one
+    numbers = loop.batch.ledger.numbers
+    generated = numbers[:, ledger.LENGTH] - numbers[:, ledger.PROMPT]
+    while (generated < LENGTH).any():  # a finished row goes on, unread
+        numbers[:, ledger.LIMIT] = generated.clip(LENGTH) + 2
         loop.round()
-    out = {kind: [] for kind in range(len(ROWS))}
-    for row in rows:
-        out[int(row.key)].append(row.tokens[row.prompt_length :][:LENGTH])
-    return out
+        generated = numbers[:, ledger.LENGTH] - numbers[:, ledger.PROMPT]
+    drawn = loop.batch.ledger.tokens[:, :LENGTH].tolist()
+    return {kind: drawn[kind :: len(ROWS)] for kind in range(len(ROWS))}
 
 
 def admit_all(loop, rows):
     """What Loop.admit does for each row, for very many rows at once."""
-    batch, widest = loop.batch, max(len(row.tokens) for row in rows)
+    batch, widest = loop.batch, max(len(row.prompt) for row in rows)
     batch.hosts.extend(rows)
     batch.ledger.widen(LENGTH)
     batch.tokens[:, :widest] = torch.tensor(
-        [row.tokens + [0] * (widest - len(row.tokens)) for row in rows]
+        [row.prompt + [0] * (widest - len(row.prompt)) for row in rows]
     )
-    batch.lengths[:] = torch.tensor([len(row.tokens) for row in rows])
+    batch.lengths[:] = torch.tensor([len(row.prompt) for row in rows])
     batch._alive[:] = 1
     batch._laws.temperature[:] = torch.tensor([row.temperature for row in rows])
     batch._laws.top_k[:] = torch.tensor([row.top_k for row in rows])
@@ -136,7 +138,7 @@ def admit_all(loop, rows):
     batch._laws.keys[:] = torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
     for row in rows:
         if row.sample == 0:
-            loop.drafter.open(row.key, row.tokens, [3, 1, 0, 2, 4, 1])
+            loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])
     for index, row in enumerate(rows):
         row.write_to(batch.ledger, index)
     loop.drafter.follow(Change((), (), tuple(((i,), row.key) for i, row in enumerate(rows))))
