@@ -24,7 +24,7 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-FAST := scheduler ngram saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
+FAST := scheduler saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
 	noise imports house_style console round_cost cli
 
