@@ -13,11 +13,10 @@ from heads import MASK, config_of, write_head
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
+from test_parallel import bass, lines
 from toys import SPAN, Reactive, drive, loop_for, plain
-from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.cli.commands import app
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
@@ -301,18 +300,6 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
     (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
     return tmp_path
-
-
-def bass(*arguments):
-    return CliRunner().invoke(
-        app, ["generate", "p.txt", "--device", "cpu", "--token-ids", *arguments]
-    )
-
-
-def lines(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len({(row["id"], row["sample"]) for row in rows}) == len(rows)
-    return {(row["id"], row["sample"]): (row["token_ids"], row["finish_reason"]) for row in rows}
 
 
 def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
