@@ -1,0 +1,136 @@
+"""Where the seconds of a step of `bass distill` go: its parts beside the products' floor, peak
+memory, and the longest kernels.
+
+    python benchmarks/distill_step.py [--forms reference,default] [--windows 16] [--tiny]
+
+Random weights and tokens; layout and batch of the command, 1.5B and 0.5B shapes. A form is that of
+the ops (bass_kernels.use): plain torch, or what the device takes. --tiny: for a CPU.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+
+import numpy
+import torch
+
+import bass_kernels as ops
+from bass_cli.bench.shapes import SHAPES
+from bass_cli.bench.weights import random_weights
+from bass_cli.distill import trainer as training
+from bass_cli.distill.corpus import Batches, Corpus, Text
+from bass_cli.distill.layout import thinned
+from bass_cli.distill.settings import weights_of
+
+RATE = 790e12  # dense bfloat16 operations that an H200 does in a second
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "inner": 96,
+        "vocab": 500, "windows": (0, 0)}  # fmt: skip
+
+
+def now():
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def parts_of(trainer, batch):
+    """Seconds of a step's parts, which wait for each other here; what is between them too."""
+    found, last = {}, [0.0]
+
+    def mark(name):
+        moment = now()
+        found[name] = found.get(name, 0.0) + moment - last[0]
+        last[0] = moment
+
+    def watched(function, before, name):
+        def call(*given, **words):
+            mark(before)
+            made = function(*given, **words)
+            mark(name or ("forward, student" if given[3] is not None else "forward, target"))
+            return made
+
+        return call
+
+    places = (
+        (training, "run", "between", None),
+        (training, "divergence", "between", "loss"),
+        (torch.nn.utils, "clip_grad_norm_", "backward", "clipping"),
+    )
+    kept = [getattr(home, name) for home, name, *_ in places]
+    for (home, name, *words), function in zip(places, kept, strict=True):
+        setattr(home, name, watched(function, *words))
+    last[0] = now()
+    trainer._step(batch)
+    mark("optimizer")
+    for (home, name, *_), function in zip(places, kept, strict=True):
+        setattr(home, name, function)
+    return found
+
+
+def steps_of(trainer, batch, count):
+    found = []
+    for _ in range(count):
+        began = now()
+        trainer._step(batch)
+        found.append(now() - began)
+    return found
+
+
+def show_kernels(trainer, batch, most=25):
+    kind = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[getattr(kind, DEVICE.type.upper())]) as seen:
+        trainer._step(batch)
+    spent = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
+    found = sorted(((getattr(one, spent) / 1e3, one) for one in seen.key_averages()),
+                   key=lambda pair: -pair[0])  # fmt: skip
+    print(f"{sum(took for took, _ in found):9.2f} ms in all kernels; ms, calls, name:")
+    for took, one in found[:most]:
+        print(f"{took:9.2f} {one.count:6d}  {one.key[:110]}")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forms", default="reference,default")
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as the command does
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    specs = [SHAPES[name](None) for name in ("qwen2.5-1.5b", "qwen2.5-0.5b")]
+    if given.tiny:
+        specs = [replace(spec, rope=spec.rope._replace(size=16), **TINY) for spec in specs]
+    layout, noise = thinned(64 if given.tiny else 512, 8), numpy.random.default_rng(0)
+    mask = specs[1].vocab - 1
+    texts = [Text(str(n), noise.integers(0, mask, layout.window // 2 - 6), 8)
+             for n in range(4 * given.windows)]  # fmt: skip
+    corpus, many = Corpus(texts, layout.window), given.windows
+    batches = Batches(corpus, layout, size=many, most=many, seed=0)
+    batch = batches.at(0)
+    guesses, text = sum(len(part.student) for part in batch), many * layout.window
+    large, small = (weights_of(spec) - spec.vocab * spec.width for spec in specs)
+    heads = 6 * guesses * specs[1].width + 2 * text * specs[0].width  # a law a token is enough
+    floor = {"target": 2 * text * large, "student": 6 * many * layout.tokens * small,
+             "loss": heads * mask}  # fmt: skip
+    print(f"{text} tokens, {many * layout.tokens} with masks, {guesses} guesses; products' floor:")
+    print({name: f"{count / RATE * 1e3:.1f} ms" for name, count in floor.items()})
+    for form in given.forms.split(","):
+        ops.use(None if form == "default" else form)
+        words = {"device": DEVICE, "seed": 0}
+        models = [training.Model(spec, random_weights(spec, dtype=kind, **words), mask)
+                  for spec, kind in zip(specs, (dtype, torch.float32), strict=True)]  # fmt: skip
+        goal = training.Goal(1000, None, 1e-5)
+        trainer = training.Trainer(*models, batches, goal, mask=mask, dtype=dtype)
+        first, took = sum(steps_of(trainer, batch, 2)), sorted(steps_of(trainer, batch, 5))
+        print(f"\n{form}: ms a step {', '.join(f'{1e3 * one:.1f}' for one in took)}; the first two "
+              f"{first:.2f} s; loss {trainer.progress.loss:.4f}")  # fmt: skip
+        if DEVICE.type == "cuda":
+            print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+            torch.cuda.reset_peak_memory_stats()
+        parts = parts_of(trainer, batch)
+        print({name: f"{1e3 * took:.1f} ms" for name, took in parts.items()})
+        show_kernels(trainer, batch)
+
+
+if __name__ == "__main__":
+    main()
