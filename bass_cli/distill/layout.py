@@ -10,7 +10,8 @@ a pass over all would look at too many pairs. Not here: texts (corpus.py), atten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy
 import torch
@@ -78,26 +79,42 @@ def whole(window: int, drafts: int, anchors: int) -> Layout:
 class Windows:
     """B windows, int64. tokens, positions (in their text), texts (which one a token is of; -1:
     none) [B, L]; anchors [B, C, A]: places in the window, -1 where there is none. student: places
-    in [B, L + C masks] whose guesses are compared; target: those of the text in [B, L] that know
-    what they should be; place: the number of the guess, 0 for an anchor's own. [N] each. slots
-    [2, masks]: the layout's."""
+    in [B, L + C masks] whose guesses are compared; place: the number of the guess, 0 for an
+    anchor's own; before: which guess is that of one number less, itself where there is none; of:
+    the number in `known` of what it should be. [N] each, by `of`. known [M]: places of the text in
+    [B, L] that know what a guess should be; begins [M + 1], on the host: the first guess of each.
+    slots [2, masks]: the layout's."""
 
     layout: Layout
+    begins: numpy.ndarray
     tokens: Tensor
     positions: Tensor
     texts: Tensor
     anchors: Tensor
     student: Tensor
-    target: Tensor
     place: Tensor
+    before: Tensor
+    of: Tensor
+    known: Tensor
     slots: Tensor
 
     def to(self, device: torch.device) -> Windows:
         """A copy there. To a CUDA device it goes while that is still busy."""
-        parts = [getattr(self, name) for name in Windows.__dataclass_fields__ if name != "layout"]
+        parts: dict[str, Any] = {
+            name: part for name in Windows.__dataclass_fields__
+            if isinstance(part := getattr(self, name), Tensor)
+        }  # fmt: skip
         if device.type == "cuda":
-            parts = [part.pin_memory().to(device, non_blocking=True) for part in parts]
-        return Windows(self.layout, *parts)
+            parts = {
+                name: part.pin_memory().to(device, non_blocking=True)
+                for name, part in parts.items()
+            }
+        return replace(self, **parts)
+
+    @property
+    def target(self) -> Tensor:
+        """[N]: the place in [B, L] that knows what a guess should be."""
+        return self.known[self.of]
 
     def inputs(self, mask: int) -> tuple[Tensor, Tensor]:
         """Tokens and positions with the masks behind them, [B, L + C masks] each."""
@@ -165,14 +182,37 @@ def lay_out(
     goals = numpy.concatenate((numpy.tile(numpy.arange(length), (rows, 1)), clipped), 1)
     places = numpy.concatenate((numpy.zeros(length), numpy.tile(numbers, layout.groups)))
     chosen = numpy.nonzero(every)
+    known, of = numpy.unique(chosen[0] * length + goals[chosen], return_inverse=True)
+    order = numpy.argsort(of, kind="stable")
+    student = numpy.flatnonzero(every)[order]
+    guess_at = numpy.zeros(every.size, dtype=numpy.int64)
+    guess_at[student] = numpy.arange(len(student))
+    earlier = numpy.concatenate(
+        (numpy.tile(numpy.arange(length), (rows, 1)), _earlier(layout, at, length)), 1
+    )
+    before = guess_at[chosen[0] * layout.tokens + earlier[chosen]][order]
     parts = (
         tokens,
         positions,
         texts,
         shaped,
-        numpy.flatnonzero(every),
-        chosen[0] * length + goals[chosen],
-        places[chosen[1]],
+        student,
+        places[chosen[1]][order],
+        before,
+        of[order],
+        known,
         numpy.stack((slot_anchors, numbers)),
     )
-    return Windows(layout, *(torch.from_numpy(part.astype(numpy.int64)) for part in parts))
+    begins = numpy.searchsorted(of[order], numpy.arange(len(known) + 1))
+    return Windows(layout, begins, *(torch.from_numpy(part.astype(numpy.int64)) for part in parts))
+
+
+def _earlier(layout: Layout, at: numpy.ndarray, length: int) -> numpy.ndarray:
+    """Of every mask [B, C masks], anchored `at`, where the guess of one number less stands."""
+    anchors, numbers = layout.slots()
+    starts = numpy.concatenate(([0, 0], numpy.cumsum(layout.counts)[:-1])).astype(numpy.int64)
+    own = length + starts[numbers - 1] + anchors if layout.groups else numbers
+    groups = numpy.repeat(numpy.arange(layout.groups) * layout.masks, layout.masks)
+    return numpy.where(
+        numpy.tile(numbers, layout.groups) == 1, at, numpy.tile(own, layout.groups) + groups
+    )

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-ELEMENTS = 1 << 28  # logits made at once: 1 GiB in float32, of which there are five
+import bass_kernels as ops
+
+# Logits made at once: in plain torch 1 GiB in float32, of which there are five; the kernels need
+# them in bfloat16 alone, and the head's gradient is added up less often.
+ELEMENTS, _ELEMENTS_OF_KERNELS = 1 << 28, 1 << 30
+_ALIGNED = 64  # ids: a product whose rows are no multiple of 16 bytes takes several times as long
+# Of the loss, what is distance of masses (2 - 2 * overlap), the rest being divergence: what stands
+# is the overlap, but far from the target's law only the divergence says where it lies.
+APART = 0.5
+LEAST = 0.3  # of a guess's weight, where drafts before it hardly stand: else it would never learn
 
 
 class Head(NamedTuple):
@@ -26,41 +36,91 @@ class Head(NamedTuple):
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
 
+    def padded(self, dtype: torch.dtype) -> Head:
+        """In `dtype`, with rows of zeros to a multiple of _ALIGNED."""
 
-def divergence(student: Tensor, head: Head, target: Tensor, target_head: Head) -> Tensor:
-    """The sum of KL(target's law, student's law) over N guesses, in nats. student [N, width],
-    target [N, its width]: final norms' outputs of one guess each. Gradients reach `student` and
-    `head`."""
-    found: Tensor = _Divergence.apply(student, head.weight, head.bias, target, target_head)
+        def wider(x: Tensor) -> Tensor:
+            size = -(-len(x) // _ALIGNED) * _ALIGNED
+            if size == len(x):
+                return x.to(dtype)
+            padded = torch.zeros(size, *x.shape[1:], dtype=dtype, device=x.device)
+            padded[: len(x)] = x
+            return padded
+
+        return Head(wider(self.weight), None if self.bias is None else wider(self.bias))
+
+
+class Guesses(NamedTuple):
+    """N guesses in the order of the M laws that they are compared with: `of` [N] says with which,
+    `begins` [M + 1] (on the host) where those of each law begin. `before` [N]: the guess one place
+    earlier in the same draft, itself at place 0; its law's number is smaller. `tokens` [N]: what
+    came there; `scarcity` [N]: of how many such guesses one was made. `longest`: a draft's most."""
+
+    begins: numpy.ndarray
+    of: Tensor
+    before: Tensor
+    tokens: Tensor
+    scarcity: Tensor
+    longest: int
+
+    def parts(self, most: int) -> list[tuple[slice, slice]]:
+        """Guesses and their laws, of up to so many guesses where a law has no more."""
+        found, law, laws = [], 0, len(self.begins) - 1
+        while law < laws:
+            last = int(numpy.searchsorted(self.begins, self.begins[law] + most, "right")) - 1
+            last = max(last, law + 1)
+            found.append((slice(*self.begins[[law, last]].tolist()), slice(law, last)))
+            law = last
+        return found
+
+
+def divergence(
+    student: Tensor, head: Head, target: Tensor, target_head: Head, guesses: Guesses
+) -> Tensor:
+    """The sum over N guesses of weight * ((1 - APART) * KL(target's law, student's law) + APART *
+    (2 - 2 * overlap)). student [N, width], target [M, its width]: final norms' outputs. Gradients
+    reach `student` and `head`.
+
+    A guess only matters where the drafts before it stand, so its weight is LEAST, and for the rest
+    their chance: the product of min(1, q / p) at what came. Under maximal coupling it is just
+    that, under the shared one near it. Those that are rarely made count for those that are not."""
+    found: Tensor = _Divergence.apply(student, head.weight, head.bias, target, target_head, guesses)
     return found
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient of a law's logits is its difference from the target's law, so it is made
-    where both laws are there, and forward leaves nothing to do for backward."""
+    """The gradient of a law's logits is made where both laws are there, and forward leaves
+    nothing to do for backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, student: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, law: Head
+        ctx: Any,
+        student: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        law: Head,
+        guesses: Guesses,
     ) -> Tensor:
-        dtype, step = student.dtype, max(ELEMENTS // len(weight), 1)
-        own = Head(weight.to(dtype), bias)
-        other = Head(law.weight.to(dtype), law.bias)
+        dtype, vocab = student.dtype, len(weight)
+        own, other = Head(weight, bias).padded(dtype), law.padded(dtype)
+        most = _ELEMENTS_OF_KERNELS if ops.kind_for(student) == "triton" else ELEMENTS
         total = torch.zeros((), dtype=torch.float32, device=student.device)
+        stand = torch.ones(len(student), dtype=torch.float32, device=student.device)
         grads = [torch.empty_like(student), torch.zeros_like(weight, dtype=torch.float32)]
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for first in range(0, len(student), step):
-            hidden = student[first : first + step]
-            due = _law(other.logits(target[first : first + step]))
-            found = _law(own.logits(hidden))
-            chance = due.exp()
-            total += (due.sub_(found) * chance).sum()
-            apart = found.exp_().sub_(chance)
+        for part, laws in guesses.parts(max(most // vocab, 1)):
+            logits, due = own.logits(student[part]), other.logits(target[laws])
+            of = guesses.of[part] - laws.start
+            found = ops.distances(logits, due, of, guesses.tokens[part], vocab)
+            weights = _weights(guesses, part, stand, found.ratio)
+            total += (weights * _mixed(found)).sum()
+            slopes = torch.stack((weights * (1.0 - APART), weights * (2.0 * APART)))
+            ops.distance_gradient(logits, due, of, found, slopes, vocab)
             if grad_bias is not None:
-                grad_bias += apart.sum(0)
-            apart = apart.to(dtype)
-            grads[0][first : first + step] = apart @ own.weight
-            grads[1] += apart.T @ hidden
+                grad_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
+            grads[0][part] = logits @ own.weight
+            grads[1] += (logits.T @ student[part])[:vocab]
         ctx.grads = (*grads, grad_bias)
         return total
 
@@ -69,12 +129,24 @@ class _Divergence(torch.autograd.Function):
         student, weight, bias = ctx.grads
         ctx.grads = None
         scaled = (None if one is None else one.mul_(outer[0]) for one in (student, weight, bias))
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
-def _law(logits: Tensor) -> Tensor:
-    """Log-probabilities in float32, without a copy of the logits in it before."""
-    return logits.log_softmax(-1, dtype=torch.float32)
+def _mixed(found: ops.Distances) -> Tensor:
+    return (1.0 - APART) * found.divergence + APART * (2.0 - 2.0 * found.overlap)
+
+
+def _weights(guesses: Guesses, part: slice, stand: Tensor, ratio: Tensor) -> Tensor:
+    """Of a part's guesses. `stand` [N]: the chance that a guess stands with all before it, of those
+    before the part; the part's own is filled in."""
+    own = ratio.clamp(max=0.0).exp()
+    before, scarcity = guesses.before[part], guesses.scarcity[part]
+    alone = before == torch.arange(part.start, part.stop, device=before.device)
+    ahead = own.new_zeros(len(own))
+    for _ in range(guesses.longest):
+        ahead = torch.where(alone, 1.0, stand[before])
+        stand[part] = ahead * own
+    return torch.where(alone, 1.0, LEAST + (1.0 - LEAST) * ahead * scarcity)
 
 
 class Agreement(NamedTuple):

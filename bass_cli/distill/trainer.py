@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bass_cli.distill.corpus import Batches
 from bass_cli.distill.layout import Windows
-from bass_cli.distill.loss import divergence
+from bass_cli.distill.loss import Guesses, divergence
 from bass_cli.distill.network import cast, run
 from bass_cli.distill.student import head_of, trainable
 from bass_cli.errors import MachineError
@@ -154,7 +154,7 @@ class Trainer:
         """Add the gradient of some windows' part of the loss; returns that part."""
         target, student = self._target, self._student
         with torch.no_grad():
-            due = run(target.spec, target.weights, part, None).flatten(0, 1)[part.target]
+            due = run(target.spec, target.weights, part, None).flatten(0, 1)[part.known]
         weights = cast(student.weights, self._dtype)
         found = run(student.spec, weights, part, self._mask).flatten(0, 1)
         loss = divergence(
@@ -162,6 +162,7 @@ class Trainer:
             head_of(student.weights, student.vocab),
             due,
             head_of(target.weights, student.vocab),
+            guesses_of(part, student.vocab),
         )
         loss = loss / guesses
         loss.backward()
@@ -194,3 +195,19 @@ class Trainer:
                 weight.copy_(state["weights"][name])
         self._optimiser.load_state_dict(state["optimiser"])
         self.progress = Progress(**state["progress"])
+
+
+def guesses_of(part: Windows, vocab: int) -> Guesses:
+    """What the loss is to know of them. A token from `vocab` on is none that a student could
+    guess; the last one stands for it."""
+    layout = part.layout
+    shares = [1.0, *(layout.groups * count / layout.window for count in layout.counts)]
+    scarcity = part.tokens.new_tensor([1.0 / share for share in shares], dtype=torch.float32)
+    return Guesses(
+        part.begins,
+        part.of,
+        part.before,
+        part.tokens.flatten()[part.target + 1].clamp(max=vocab - 1),
+        scarcity[part.place],
+        len(shares),
+    )

@@ -6,7 +6,7 @@ V vocabulary, H query heads, K key/value heads, D head size, S slots of a row's 
 positions of the prompt store.
 """
 
-from . import acceptance, reference, sampling
+from . import acceptance, law_distances, reference, sampling
 from .acceptance import accept_maximal, accept_shared
 from .dispatch import (
     SCHEDULES,
@@ -18,6 +18,7 @@ from .dispatch import (
     use,
 )
 from .fused import linear_add, norm_up, project
+from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
 from .reference import Group, Segments, Teams
@@ -32,6 +33,8 @@ sample = by_device(sampling.sample, "bass_kernels.choice")
 sample_scored = by_device(sampling.sample_scored, "bass_kernels.choice")
 process = by_device(sampling.process, "bass_kernels.truncation")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.drawing")
+distances = by_device(law_distances.distances, "bass_kernels.distance_kernels")
+distance_gradient = by_device(law_distances.distance_gradient, "bass_kernels.distance_kernels")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "SCHEDULES",
     "SHARED",
     "TEST",
+    "Distances",
     "Group",
     "Law",
     "Segments",
@@ -52,6 +56,8 @@ __all__ = [
     "attention",
     "attention_schedule",
     "bits",
+    "distance_gradient",
+    "distances",
     "draft_sample",
     "draw",
     "embed",

@@ -143,6 +143,24 @@ def test_guesses_count_where_the_target_chose_the_next_token():
     # of the first text 8 are due, of the second 1: so many guesses lie 1, 2, 3, 4 places on
     assert [int((windows.place == j).sum()) for j in range(5)] == [9, 7, 6, 5, 4]
     assert flat[windows.target].min() >= 13
+    check_order(windows)
+
+
+def check_order(windows):
+    """Guesses stand by what they are compared with, and each knows that of one number less of the
+    same anchor, which comes earlier."""
+    assert windows.known[windows.of].tolist() == windows.target.tolist()
+    assert windows.begins.tolist() == [
+        int((windows.of < law).sum()) for law in range(len(windows.known) + 1)
+    ]
+    for guess, (place, before) in enumerate(zip(windows.place, windows.before, strict=True)):
+        if not place:
+            assert int(before) == guess
+            continue
+        assert int(windows.place[before]) == int(place) - 1
+        assert int(windows.target[before]) == int(windows.target[guess]) - 1
+        assert windows.target[before] - windows.place[before] == windows.target[guess] - place
+        assert before < guess
 
 
 def test_anchors_are_drawn_anew_and_by_the_seed_alone():
@@ -151,3 +169,4 @@ def test_anchors_are_drawn_anew_and_by_the_seed_alone():
     assert torch.equal(one.anchors, same.anchors)
     assert torch.equal(one.student, same.student)
     assert not torch.equal(one.anchors, other.anchors)
+    check_order(one)

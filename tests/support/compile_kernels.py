@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from bass_kernels import (
     choice,
+    distance_kernels,
     drawing,
     mixing,
     pointwise,
@@ -27,9 +28,9 @@ from bass_kernels import (
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
-          "inverse_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
+          "inverse_ptr", "below_ptr", "own_norm_ptr", "due_norm_ptr", "slope_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
 INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
-LONGS = {"position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
+LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr"}  # fmt: skip
 NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
@@ -149,5 +150,7 @@ if __name__ == "__main__":
         WIDE="tf32",
         EARLY=True,
     )
+    compile_one(distance_kernels._compare, BLOCK=4096)
+    compile_one(distance_kernels._differ, BLOCK=4096)
     with multiprocessing.get_context("fork").Pool() as pool:
         print(*pool.imap(compiled, range(len(FORMS))), sep="\n")
