@@ -8,11 +8,13 @@ here: what sees what (layout.py), the head (loss.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+import bass_kernels as ops
 from bass_cli.distill.layout import Windows
 from bass_cli.model.decoder import Rope, Spec
 
@@ -90,7 +92,7 @@ def _block(
         q = _norm(spec, weights, at + "q_norm", q)
         k = _norm(spec, weights, at + "k_norm", k)
     if angles is not None:
-        q, k = _rotate(q, *angles), _rotate(k, *angles)
+        q, k = _Rotated.apply(q, *angles), _Rotated.apply(k, *angles)
     mixed = _linear(weights, at + "o", _mix(spec, q, k, v, bias, windows))
     if spec.parallel:
         return residual + mixed + _feed(spec, weights, at, normed)
@@ -135,9 +137,38 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
     return out.reshape(rows, width, heads * size)
 
 
+class _Rotated(torch.autograd.Function):
+    """x by the angles (cos, sin), in one kernel each way on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return ops.rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
+        return ops.rotate(outer[0], *ctx.saved_tensors, back=True), None, None
+
+
+class _Gated(torch.autograd.Function):
+    """silu(gate) * up of x [..., 2 I], gate then up, in one kernel each way on a GPU; of what was
+    made on the way nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return ops.activation(x, "silu", gated=True)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> Tensor:
+        return ops.gate_gradient(*ctx.saved_tensors, outer[0])
+
+
 def _feed(spec: Spec, weights: Weights, at: str, normed: Tensor) -> Tensor:
     inner, act = _linear(weights, at + "up", normed), _ACTIVATIONS[spec.activation]
-    if spec.gated:
+    if spec.gated and spec.activation == "silu":
+        inner = _Gated.apply(inner)
+    elif spec.gated:
         gate, up = inner.chunk(2, dim=-1)
         inner = act(gate) * up
     else:
@@ -168,10 +199,3 @@ def _angles(positions: Tensor, rope: Rope | None) -> Angles | None:
         inverse = inverse / torch.tensor(rope.factors, device=positions.device)
     angles = positions[..., None, None].float() * inverse
     return angles.cos(), angles.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*(part.to(x.dtype) for part in turned), rest), -1)

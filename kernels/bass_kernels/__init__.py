@@ -6,7 +6,7 @@ V vocabulary, H query heads, K key/value heads, D head size, S slots of a row's 
 positions of the prompt store.
 """
 
-from . import acceptance, law_distances, reference, sampling
+from . import acceptance, law_distances, reference, sampling, trained
 from .acceptance import accept_maximal, accept_shared
 from .dispatch import (
     SCHEDULES,
@@ -35,6 +35,8 @@ process = by_device(sampling.process, "bass_kernels.truncation")
 draft_sample = by_device(acceptance.draft_sample, "bass_kernels.drawing")
 distances = by_device(law_distances.distances, "bass_kernels.distance_kernels")
 distance_gradient = by_device(law_distances.distance_gradient, "bass_kernels.distance_kernels")
+rotate = by_device(trained.rotate, "bass_kernels.trained_kernels")
+gate_gradient = by_device(trained.gate_gradient, "bass_kernels.trained_kernels")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "draft_sample",
     "draw",
     "embed",
+    "gate_gradient",
     "gumbel",
     "has_triton",
     "import_kernels",
@@ -75,6 +78,7 @@ __all__ = [
     "project",
     "rejection_sample",
     "rope_write",
+    "rotate",
     "sample",
     "sample_scored",
     "uniform",

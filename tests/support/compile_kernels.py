@@ -23,6 +23,7 @@ from bass_kernels import (
     residual,
     skinny,
     softmax,
+    trained_kernels,
     truncation,
 )
 
@@ -152,5 +153,7 @@ if __name__ == "__main__":
     )
     compile_one(distance_kernels._compare, BLOCK=4096)
     compile_one(distance_kernels._differ, BLOCK=4096)
+    compile_one(trained_kernels._rotate, H=14, D=64, HALF=32, BACK=True, BLOCK_H=16, BLOCK_D=64)
+    compile_one(trained_kernels._gate_gradient, BLOCK=1024)
     with multiprocessing.get_context("fork").Pool() as pool:
         print(*pool.imap(compiled, range(len(FORMS))), sep="\n")
