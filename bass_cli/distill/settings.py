@@ -174,7 +174,8 @@ def windows_at_once(
     free -= (_TRAINED - 4 * loaded) * weights_of(spec)
     free -= 0 if loaded else item * weights_of(plan.target.spec)
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
-    free = int(_MARGIN * free) - item * weights_of(spec) - guesses - 4 * spec.vocab * spec.width
+    heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.target.spec.width
+    free = int(_MARGIN * free) - item * weights_of(spec) - guesses - heads
     each = training.layout.tokens * _activations(spec, item) + _looked_at(plan, training, item)
     return max(min(free // each, training.windows), 0)
 
