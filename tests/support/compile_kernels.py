@@ -29,7 +29,8 @@ from bass_kernels import (
 
 FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr", "sin_ptr", "temperature_ptr",
           "top_p_ptr", "edges_ptr", "q_edges_ptr", "stream_ptr", "sum_ptr", "square_ptr", "angle_ptr",
-          "inverse_ptr", "below_ptr", "own_norm_ptr", "due_norm_ptr", "slope_ptr", "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
+          "inverse_ptr", "below_ptr", "own_norm_ptr", "due_norm_ptr", "slope_ptr",
+          "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
 INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
