@@ -6,9 +6,9 @@ Not here: stop strings (model/continuation.py), who looks when (scheduler.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -130,8 +130,19 @@ class Due(NamedTuple):
         )
 
 
+class WholePrompts:
+    """What is done where one sample stands for all n of a prompt: sample 0 if all of them are in
+    `done`."""
+
+    def __init__(self, done: Container[tuple[str, int]], n: int):
+        self._done, self._n = done, n
+
+    def __contains__(self, key: Any) -> bool:
+        return all((key[0], sample) in self._done for sample in range(self._n))
+
+
 def with_copies(
-    drawn: Iterator[Completion], n: int, done: Collection[tuple[str, int]]
+    drawn: Iterator[Completion], n: int, done: Container[tuple[str, int]]
 ) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
     failure stays one line."""

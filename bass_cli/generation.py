@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bass_cli import __version__
+from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
+from bass_cli.drawing import Drawing, drawing_of
 from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
@@ -29,16 +30,8 @@ from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path
 from bass_cli.io.shards import Shard, held_by, parse_shard
-from bass_cli.library import generate
+from bass_cli.manifest import Facts
 from bass_cli.model.sources import files_of
-from bass_cli.system.threads import Company, settle
-
-if TYPE_CHECKING:
-    from bass_cli.engine.contracts import Round
-    from bass_cli.engine.step import Loop
-    from bass_cli.plan import Plan
-
-_PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides
 
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
@@ -60,38 +53,39 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         )
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
-    shard = read_shard(args, job)
+    shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_source(args.prompts)
     if source.kind == "txt" and args.prompt_column is not None:
         raise UserError(
             "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
         )
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
-    settle(job.threads, screen.note)
-
-    from bass_cli.plan import make_plan
-
-    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
-    manifest = describe(
-        plan,
-        {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column},
-        shard=shard,
-    )
+    identity = {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
 
     def prompts() -> Iterator[Prompt]:
         every = read_prompts(source, column=job.prompt_column, limit=job.limit)
         return held_by(shard, every)
 
-    with open_output(
-        out,
-        manifest | {"source": source.name},
-        resume=args.resume,
-        overwrite=args.overwrite,
-        prompt_ids=lambda: {prompt.id for prompt in prompts()},
-    ) as writer:
-        tell(plan, screen, plain=checked.plain)
-        summary = write_samples(writer, plan, prompts(), count=checked.count, screen=screen)
+    with (
+        drawing_of(
+            job,
+            screen,
+            request,
+            source=identity,
+            longest=checked.longest,
+            prompts=checked.count,
+            shard=shard,
+        ) as drawing,
+        open_output(
+            out,
+            drawing.facts.manifest | {"source": source.name},
+            resume=args.resume,
+            overwrite=args.overwrite,
+            prompt_ids=lambda: {prompt.id for prompt in prompts()},
+        ) as writer,
+    ):
+        tell(job, drawing.facts, screen, plain=checked.plain)
+        summary = write_samples(writer, drawing, job.n, prompts(), checked.count, screen)
     if args.json_summary:
         print(json.dumps(summary | {"file": writer.totals}))
     return writer.finished
@@ -125,20 +119,19 @@ def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
     return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
-def tell(plan: Plan, screen: Screen, *, plain: bool, ask: str = "--chat") -> None:
+def tell(job: Job, facts: Facts, screen: Screen, *, plain: bool, ask: str = "--chat") -> None:
     """Say what may surprise: that equal samples are copies, and, where the model has a chat
     template and some prompts are `plain` text, which of the two forms such a prompt is given,
     with the flag for the other (`ask`: for the template)."""
-    if plan.job.draws_one:
+    if job.draws_one:
         screen.note(
-            f"temperature 0: the {plan.job.n} samples of a prompt are equal, so one is drawn and "
-            "copied"
+            f"temperature 0: the {job.n} samples of a prompt are equal, so one is drawn and copied"
         )
-    if plan.tokenizer.has_chat_template and plain:
+    if facts.chats and plain:
         screen.note(
             "plain prompts go through the model's chat template; --no-chat continues them as raw "
             "text"
-            if plan.job.chat
+            if job.chat
             else f"plain prompts are continued as raw text; {ask} asks them through the model's "
             "chat template"
         )
@@ -146,52 +139,39 @@ def tell(plan: Plan, screen: Screen, *, plain: bool, ask: str = "--chat") -> Non
 
 def write_samples(
     writer: Writer,
-    plan: Plan,
+    drawing: Drawing,
+    n: int,
     prompts: Iterator[Prompt],
-    *,
     count: int | None,
     screen: Screen,
-    loop: Callable[[], Loop] | None = None,
+    *,
     shape: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
-    """Draw what is missing in the file and write it, each sample as `shape` has it; returns the
-    summary. Where nothing is missing no model is loaded and no `loop` made."""
-    whole, rest = _from_first_missing(prompts, writer.done, plan.job.n)
-    for note in (*plan.notes, *writer.notes, *_progress(writer, complete=rest is None)):
+    """Draw what is missing in the file of n samples of each prompt and write it, each sample as
+    `shape` has it; returns the summary. Where nothing is missing nothing is drawn, and no model
+    is loaded."""
+    whole, rest = _from_first_missing(prompts, writer.done, n)
+    for note in (*drawing.facts.notes, *writer.notes, *_progress(writer, complete=rest is None)):
         screen.note(note)
-    company = Company(plan.job.threads)
     failed: dict[str, str | None] = {}  # by prompt id
 
-    def on_round(done: Round) -> None:
-        company.look()
-        kept, rows = sum(done.accepted), len(done.accepted)
-        capacity = done.capacity or plan.rows
-        screen.round(done.width, kept, rows, done.seconds, done.capturing, capacity)
-
     screen.start(
-        None if count is None else count * plan.job.n - len(writer.done),
-        rows=plan.rows,
+        None if count is None else count * n - len(writer.done),
+        rows=drawing.facts.rows,
         live=writer.name != STANDARD_OUTPUT or not sys.stdout.isatty(),
+        beside=drawing.line,
     )
     try:
         if rest is not None:
-            for completion in generate(
-                rest,
-                plan,
-                done=set(writer.done),
-                count=None if count is None else count - whole,
-                on_round=on_round,
-                on_phase=screen.phase,
-                on_bytes=screen.bytes_read,
-                on_note=screen.note,
-                loop=None if loop is None else loop(),
-            ):
+            left = None if count is None else count - whole
+            for completion in drawing.draw(rest, writer.done, left):
                 writer.write(shape(completion))
                 screen.advance(completion)
                 if completion.finish_reason == "error":
                     failed.setdefault(completion.id, completion.error)
     finally:
         summary = screen.summary(writer.name)
+        summary["usage"] = drawing.usage() or summary["usage"]
         writer.add_run(summary["decoding_seconds"], summary["usage"])
     writer.confirm()  # before anybody is told that the samples are there
     screen.close(None if rest is None else summary)
@@ -265,44 +245,3 @@ def unescape(text: str) -> str:
     other backslash stays."""
     meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     return re.sub(r"\\([ntr\\])", lambda found: meant[found[1]], text)
-
-
-def describe(
-    plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None
-) -> dict[str, Any]:
-    """The manifest: what the run is; "results" holds all that changes its lines, which a resumed
-    run is held against. `source`: what identifies the prompts, `shard`: which of them are drawn."""
-    job, identity = plan.job, plan.identity()
-    versions = identity.pop("versions")
-    results: dict[str, Any] = {
-        **identity,
-        **source,
-        "n": job.n,
-        "limit": job.limit,
-        "chat": job.chat,
-    }
-    results |= {
-        **job.sampling.model_dump(mode="json"),
-        "coupling": job.speculation.coupling,
-        "budget": job.budget,
-    }
-    results |= {"token_ids": job.token_ids, "bass": __version__.split(".")[0]}
-    if shard is not None:
-        results |= {"shard": str(shard)}
-    if job.speculation.coupling == "maximal":
-        speculation = job.speculation.model_dump(mode="json")
-        draft_files = plan.draft and plan.draft.fingerprint(plan.mask)
-        results |= {"draft": job.pair.draft, "draft_files": draft_files}
-        results |= {"batch_size": plan.rows, "draft_length": speculation["length"]}
-        results |= {
-            "max": speculation["max"],
-            "draft_temperature": speculation["draft_temperature"],
-        }
-        if (
-            plan.surface is not None
-            and plan.surface.measured
-            and speculation["length"] in _PROFILED
-        ):
-            # the draft lengths come from it, and reach the samples
-            results |= {"profile": plan.surface.digest()}
-    return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}

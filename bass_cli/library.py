@@ -7,7 +7,7 @@ heavy is imported before it is called.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
@@ -27,7 +27,7 @@ def generate(
     prompts: Iterable[str | Mapping[str, Any] | Prompt],
     job: Job | Plan,
     *,
-    done: Collection[tuple[str, int]] = (),
+    done: Container[tuple[str, int]] = (),
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,

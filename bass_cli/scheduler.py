@@ -10,12 +10,12 @@ import copy
 import dataclasses
 import functools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Container, Iterator
 
 from bass_cli.build import READING, Models, load_models, ready_loop
 from bass_cli.config.job import Job
-from bass_cli.endings import Due, Ending, Sample, Watch, with_copies
+from bass_cli.endings import Due, Ending, Sample, Watch, WholePrompts, with_copies
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Backlog, Round
 from bass_cli.engine.forecast import Forecast
@@ -34,9 +34,9 @@ from bass_cli.unfinished import Unfinished
 
 def generate(
     plan: Plan,
-    prompts: Iterator[Prompt],
+    prompts: Iterator[Prompt | None],
     *,
-    done: Collection[tuple[str, int]] = (),
+    done: Container[tuple[str, int]] = (),
     count: int | None = None,
     on_round: Callable[[Round], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
@@ -45,7 +45,8 @@ def generate(
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`,
-    in the order in which they end.
+    in the order in which they end. A None among the prompts says that there is none now: they are
+    asked again after the next round. `done` is asked when a prompt is taken.
 
     At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies
     of it.
@@ -63,8 +64,7 @@ def generate(
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
-        taken = Counter(id_ for id_, _ in done)
-        whole = {(id_, 0) for id_, samples in taken.items() if samples == plan.job.n}
+        whole = WholePrompts(done, plan.job.n)
         told = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
         drawn = told(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
         yield from with_copies(drawn, plan.job.n, done)
@@ -120,7 +120,7 @@ def _attempt(
         on_round=on_round,
     )
     try:
-        for completion in conductor.run(work.prompts(), work.done):
+        for completion in conductor.run(work.prompts(), work):
             work.end(completion)
             yield completion
     finally:
@@ -160,10 +160,10 @@ class Conductor:
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
-        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]
+        self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]
     ) -> Iterator[Completion]:
         """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as
-        rows become free.
+        rows become free; a None stands for one that is not there yet.
 
         Lines of samples that are over are made, and the caller writes them, while the device
         runs the next round; with a budget before it, which then begins when it can be waited
@@ -188,24 +188,24 @@ class Conductor:
             raise
         yield from self._finished()
 
-    def _take(self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]]) -> None:
+    def _take(self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]) -> None:
         """Open prompts for free rows; and where nobody's clock runs, those that go into a pass
         that has to be made anyway, if they are as long as the last one, for as many rows more as
         there are."""
         tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
         while not self._ended and self._wants_prompt(more=0 < tokens <= most - last):
-            prompt = next(prompts, None)
-            self._ended = prompt is None
-            if prompt is not None:
-                last = self._begin(prompt, done)
-                tokens += last
+            prompt, self._ended = next(((one, False) for one in prompts), (None, True))
+            if prompt is None:
+                return
+            last = self._begin(prompt, done)
+            tokens += last
 
     def _wants_prompt(self, *, more: bool) -> bool:
         batch = self._loop.batch
         room = batch.capacity - len(batch) + (batch.capacity if more else 0)
         return self._waiting < room and not (self._alone and self._tasks)
 
-    def _begin(self, prompt: Prompt, done: Collection[tuple[str, int]]) -> int:
+    def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
         """Tokenise a prompt and open it; its tokens. An unusable one ends here, with an error."""
         waiting = [i for i in range(self._job.n) if (prompt.id, i) not in done]
         self._forecast.begin(self._job.n)

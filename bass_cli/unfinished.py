@@ -7,20 +7,22 @@ already (io/resume.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Container, Iterator
+from typing import Any
 
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 
 
 class Unfinished:
-    """Samples 0 to n - 1 of `prompts` but those in `done`. `count`: how many prompts there are, if
-    that is known. It holds those prompts only that are under way."""
+    """Samples 0 to n - 1 of `prompts` but those in `done`, which is asked when a prompt is taken.
+    `count`: how many prompts there are, if that is known. It holds those prompts only that are
+    under way; `in` says of (id, sample) whether it is there."""
 
     def __init__(
         self,
-        prompts: Iterator[Prompt],
-        done: Collection[tuple[str, int]],
+        prompts: Iterator[Prompt | None],
+        done: Container[tuple[str, int]],
         *,
         n: int,
         count: int | None,
@@ -34,17 +36,13 @@ class Unfinished:
         """How many prompts `prompts` will give, if that is known."""
         return self._count
 
-    @property
-    def done(self) -> Collection[tuple[str, int]]:
-        """The samples of them that are there."""
-        return set(self._done) | {
-            (id_, sample)
-            for id_, (_, missing) in self._taken.items()
-            for sample in range(self._n)
-            if sample not in missing
-        }
+    def __contains__(self, key: Any) -> bool:
+        id_, sample = key
+        if id_ in self._taken:
+            return sample not in self._taken[id_][1]
+        return key in self._done
 
-    def prompts(self) -> Iterator[Prompt]:
+    def prompts(self) -> Iterator[Prompt | None]:
         """Those under way again, then those that nobody took yet. `reading` is true from when the
         source is asked until it answers: one that failed has no further prompts, and nothing can
         begin again."""
@@ -52,7 +50,8 @@ class Unfinished:
         self.reading = True
         for prompt in self._prompts:
             self.reading = False
-            self._take(prompt)
+            if prompt is not None:
+                self._take(prompt)
             yield prompt
             self.reading = True
         self.reading = False

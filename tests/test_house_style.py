@@ -23,6 +23,7 @@ SLOW = {
     "transformers",
     "huggingface_hub",
     "vllm",
+    "ray",
 }
 
 

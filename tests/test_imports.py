@@ -18,7 +18,9 @@ engine
 drafting | lengths
 profiling
 footprint plan
-build intake endings unfinished scheduler library generation
+build intake endings unfinished scheduler library manifest
+cluster
+drawing generation ray
 bench | eval | distill
 cli __main__
 """
@@ -44,6 +46,8 @@ def imported(module, path):
             names = [".".join(filter(None, [*base, node.module, name])) for name in names]
         for name in names:
             ours = name.removeprefix("bass_cli.")
+            if ours == name and "." not in package and name.split(".")[0] == "ray":
+                continue  # the package of that name, not our module
             yield ours if ours in FILES else ours.rpartition(".")[0] or ours
 
 

@@ -13,6 +13,7 @@ from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.scheduler import Conductor
+from bass_cli.unfinished import Unfinished
 
 VOCAB, EOS = 12, 11
 
@@ -108,6 +109,34 @@ def test_tokens_do_not_change_with_batch_size_order_neighbours_draft_or_resume()
     assert by_key(run(settings, given, rows=4, done=done)) == {
         k: v for k, v in due.items() if k not in done
     }
+
+
+def test_prompts_may_come_while_rows_are_busy():
+    """A source that has none now says None, is asked again after the next round, and says of what
+    it hands out which samples are wanted, also of a prompt that comes a second time."""
+    settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
+    due = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
+    wanted = {}
+
+    class Done:
+        def __contains__(self, key):
+            return key[1] not in wanted[key[0]]
+
+    def source():
+        for samples in ({0, 2}, {1}):
+            for prompt in given:
+                wanted[prompt.id] = samples
+                yield prompt
+                yield from [None] * 40  # until its samples are there
+                yield None
+
+    found, work = [], Unfinished(source(), Done(), n=3, count=None)
+    loop = loop_for(Markov(table(), 1), Markov(table(1), 2), rows=4, lengths=Bass())
+    conductor = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
+    for completion in conductor.run(work.prompts(), work):
+        work.end(completion)
+        found.append(completion)
+    assert by_key(found) == due
 
 
 def test_the_seed_changes_the_samples_and_so_does_the_sample_number():

@@ -6,7 +6,8 @@ from __future__ import annotations
 import typer
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import DRAFTING, MACHINE, MODELS, OPTIONS, OUTPUT, SAMPLING, Flag, takes
+from bass_cli.cli.flags import DRAFTING, MACHINE, MODELS, OUTPUT, SAMPLING, Flag
+from bass_cli.cli.options import OPTIONS, takes
 from bass_cli.config.args import DistillArgs
 from bass_cli.io.console import Screen
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import typer
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import OUTPUT, Flag, takes
+from bass_cli.cli.flags import OUTPUT, Flag
+from bass_cli.cli.options import takes
 from bass_cli.config.args import MergeArgs
 from bass_cli.io.console import Screen
 

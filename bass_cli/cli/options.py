@@ -10,24 +10,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
-import typer
-
+from bass_cli.cli.flags import (
+    DRAFTING,
+    JOB,
+    MACHINE,
+    MEASURED,
+    MODELS,
+    OUTPUT,
+    PROMPTS,
+    RANDOM,
+    SAMPLING,
+    SCORING,
+    Flag,
+)
 from bass_cli.config.args import BenchArgs, DoctorArgs, EvaluateArgs, ProfileArgs
-
-MODELS, SAMPLING, DRAFTING = (
-    "Models",
-    "Sampling",
-    "Drafting (changes the speed, not what samples are worth)",
-)
-MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
-JOB, MEASURED, RANDOM, SCORING = (
-    "A whole job",
-    "What is measured",
-    "Random weights, without any download",
-    "Scoring",
-)
 
 
 def _pairs(incomplete: str) -> list[str]:
@@ -40,54 +38,6 @@ def _controllers(incomplete: str) -> list[str]:
     from bass_cli.config.fields import CONTROLLERS
 
     return [name for name in CONTROLLERS if name.startswith(incomplete)]
-
-
-class Flag(NamedTuple):
-    """An option, by the words of its help. `group`: its heading there; "" for an argument.
-    `takes`: what its value is called, None for a switch. `default`: shown, not set. `choices`:
-    what shell completion offers beside the words in `takes`. `flag`: if it is not the field's
-    name. `variable`: whether BASS_ and the flag may say it too."""
-
-    text: str
-    group: str
-    takes: str | None = None
-    default: str | None = None
-    choices: tuple[str, ...] | Callable[[str], list[str]] = ()
-    flag: str | None = None
-    variable: bool = True
-
-    def info(self, field: str) -> Any:
-        """As typer has it."""
-        if not self.group:
-            return typer.Argument(
-                metavar=self.takes,
-                show_default=False,
-                help=self.text,
-                autocompletion=self._completion(),
-            )
-        flag = self.flag or f"--{field.replace('_', '-')}"
-        variable = f"BASS_{flag.split('/')[0].removeprefix('--').replace('-', '_').upper()}"
-        return typer.Option(
-            flag,
-            help=self.text if self.default is None else f"{self.text} [default: {self.default}]",
-            metavar=self.takes,
-            rich_help_panel=self.group,
-            envvar=variable if self.variable else None,
-            autocompletion=self._completion(),
-        )
-
-    def _completion(self) -> Callable[[str], list[str]] | None:
-        if callable(self.choices):
-            return self.choices
-        offered = [
-            *self.choices,
-            *(word for word in (self.takes or "").split("|") if word.islower()),
-        ]
-        return (
-            (lambda incomplete: [one for one in offered if one.startswith(incomplete)])
-            if offered
-            else None
-        )
 
 
 OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
@@ -200,6 +150,18 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "Take one of several parts, by a hash of the ids; bass merge makes one file of them",
         PROMPTS,
         "2/8",
+        "all",
+    ),
+    "ray": Flag(
+        "Draw with actors on Ray, one a GPU: of this machine (local), or of a cluster that it is a "
+        "node of (auto, or HOST:PORT); needs bass-cli[ray]",
+        MACHINE,
+        "local|ADDRESS",
+    ),
+    "actors": Flag(
+        "How many, with --ray; all: one for every GPU, or node without any, also those that join",
+        MACHINE,
+        "N|all",
         "all",
     ),
     "prompt_column": Flag("The field that holds the prompt", PROMPTS, "NAME", "prompt"),

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from bass_cli.cli.exit_codes import exit_codes
-from bass_cli.cli.options import OUTPUT, SCORING, Flag, takes
+from bass_cli.cli.flags import OUTPUT, SCORING, Flag
+from bass_cli.cli.options import takes
 from bass_cli.config.args import ScoreArgs
 from bass_cli.io.console import Screen
 

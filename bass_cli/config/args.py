@@ -47,6 +47,8 @@ class SampleArgs(LawArgs):
     batch_size: str | None = None
     limit: int | None = None
     shard: str | None = None
+    ray: str | None = None
+    actors: str | None = None
     token_ids: bool | None = None
     resume: bool = False
     overwrite: bool = False

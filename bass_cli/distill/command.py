@@ -32,12 +32,12 @@ from bass_cli.distill.settings import (
 from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places, Work
 from bass_cli.errors import UserError
-from bass_cli.generation import describe
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import open_source, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
 from bass_cli.io.saving import write_file
+from bass_cli.manifest import describe
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import locate
 from bass_cli.plan import Plan, make_plan

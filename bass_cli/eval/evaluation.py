@@ -14,15 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import EvaluateArgs, job_args
 from bass_cli.config.job import Job, parse_duration
+from bass_cli.drawing import Drawing, Here, drawing_of
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
 from bass_cli.generation import (
     check_name,
-    describe,
     files_read,
     files_written,
     read_job,
@@ -35,7 +36,7 @@ from bass_cli.io.console import Screen
 from bass_cli.io.places import Named, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import open_output
-from bass_cli.system.threads import settle
+from bass_cli.manifest import Facts, facts_of
 
 if TYPE_CHECKING:
     from bass_cli.engine.step import Loop
@@ -90,6 +91,9 @@ class Evaluation:
             raise UserError(
                 f"--out {self.out}: an evaluation needs a file, which is scored afterwards"
             )
+        self.request = read_request(args, self.job, self.out)
+        if self.request is not None and args.budgets is not None:
+            raise UserError("--ray and --budgets exclude each other, as --ray and --budget do")
         problems = list(self.task.problems.values())
         problems = problems[: self.job.limit]
         self.problems = [
@@ -108,9 +112,18 @@ class Evaluation:
         could be run."""
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
         self.check_places(self.out)
-        settle(self.job.threads, self._screen.note)
-
-        self.generate(self.plan(), self.out)
+        self._check_sandbox()
+        with drawing_of(
+            self.job,
+            self._screen,
+            self.request,
+            source=self._source(),
+            longest=self.longest_prompt(),
+            prompts=len(self.problems),
+            shard=self.shard,
+        ) as drawing:
+            self._tell(drawing.facts)
+            self.generate(drawing, self.out, self.job.n)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
     def plan(
@@ -121,8 +134,7 @@ class Evaluation:
         afterwards."""
         from bass_cli.plan import make_plan
 
-        if self.task.executes and self.scoring.allow_execution:
-            scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
+        self._check_sandbox()
         self._screen.phase(
             "checking the models", live=False
         )  # the hub's client shows what it fetches
@@ -132,8 +144,12 @@ class Evaluation:
             prompts=len(self.problems),
             options=options,
         )
-        tell(plan, self._screen, plain=self.form != "chat", ask="--prompt-format chat")
+        self._tell(self.facts(plan))
         return plan
+
+    def facts(self, plan: Plan) -> Facts:
+        """What the manifest of such samples says, and more."""
+        return facts_of(plan, self._source(), shard=self.shard)
 
     def files_of(self, out: str) -> list[tuple[str, str | Path]]:
         """What is written about the samples in `out`, but the verdicts."""
@@ -153,27 +169,26 @@ class Evaluation:
         if self.task.executes:
             check_verdicts(verdicts_path(self.out))
 
-    def generate(self, plan: Plan, out: str, *, loop: Callable[[], Loop] | None = None) -> None:
-        """The samples of the plan's job to `out`, from what `loop` gives if it is there."""
-        manifest = describe(
-            plan,
-            {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()},
-            shard=self.shard,
-        )
+    def drawing(self, plan: Plan, loop: Callable[[], Loop]) -> Drawing:
+        """This process draws the plan's job, with what `loop` gives."""
+        return Here(plan, self.facts(plan), self._screen, loop)
+
+    def generate(self, drawing: Drawing, out: str, n: int) -> None:
+        """Samples 0 to n - 1 of all prompts to `out`."""
         with open_output(
             out,
-            manifest,
+            drawing.facts.manifest,
             resume=self._args.resume,
             overwrite=self._args.overwrite,
             prompt_ids=lambda: {problem.task_id for problem in self.problems},
         ) as writer:
             write_samples(
                 writer,
-                plan,
+                drawing,
+                n,
                 self.prompts(),
-                count=len(self.problems),
-                screen=self._screen,
-                loop=loop,
+                len(self.problems),
+                self._screen,
                 shape=self._shape,
             )
         self.failed |= "error" in writer.totals["finish_reasons"]
@@ -230,6 +245,17 @@ class Evaluation:
             **({} if chat else {"stop": list(self.task.stops)}),
         }
         return read_job(job_args(self._args, chat=True if chat else None), defaults)
+
+    def _check_sandbox(self) -> None:
+        if self.task.executes and self.scoring.allow_execution:
+            scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
+
+    def _tell(self, facts: Facts) -> None:
+        plain = self.form != "chat"
+        tell(self.job, facts, self._screen, plain=plain, ask="--prompt-format chat")
+
+    def _source(self) -> dict[str, Any]:
+        return {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}
 
     def _digest(self) -> str:
         """SHA-256 of all prompts that the task has in this format, however many of them are

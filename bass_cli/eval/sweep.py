@@ -137,7 +137,8 @@ def _generate(
             chosen = _plan_of(plan, method, budget)
             files[method, budget] = name = _file(evaluation.out, method, budget)
             screen.note(f"{method}, {budget:g} s a prompt")
-            evaluation.generate(chosen, name, loop=functools.partial(_begin_anew, loop, chosen))
+            begun = functools.partial(_begin_anew, loop, chosen)
+            evaluation.generate(evaluation.drawing(chosen, begun), name, chosen.job.n)
     return files
 
 

@@ -61,6 +61,7 @@ class Screen:
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
         self._estimate, self._live = Estimate(total), True
+        self._beside: Callable[[], str] | None = None
         self._usage = Usage(rows, total, now=self._now)
 
     def phase(self, name: str, *, live: bool = True) -> None:
@@ -87,11 +88,18 @@ class Screen:
         self._bytes = (done, whole)
         self._tick()
 
-    def start(self, total: int | None, *, rows: int = 1, live: bool = True) -> None:
+    def start(
+        self,
+        total: int | None,
+        *,
+        rows: int = 1,
+        live: bool = True,
+        beside: Callable[[], str] | None = None,
+    ) -> None:
         """Count anew, and show progress towards `total` samples (None: nobody knows how many)
-        from now on. `rows`: those of a full batch."""
+        from now on. `rows`: those of a full batch; `beside`: a line more, of who draws them."""
         self._reset(total, rows)
-        self._live = live
+        self._live, self._beside = live, beside
         self._show_samples()
 
     def round(
@@ -108,10 +116,14 @@ class Screen:
         rows of the batch, if they are others than before."""
         self._usage.round(rows, seconds, capturing, capacity)
         if self._decoding is None:
-            self._decoding = self._now() - seconds
-            self._estimate.update(0, self._decoding)
-            self._show_samples()
-        self._live_tokens += accepted + rows
+            self._begin_decoding(self._now() - seconds)
+        self.rounds(accepted + rows, rows, accepted)
+
+    def rounds(self, tokens: int, rows: int, accepted: int) -> None:
+        """Rounds brought so many tokens, to so many rows in all, of so many accepted drafts."""
+        if self._decoding is None:
+            self._begin_decoding(self._now())
+        self._live_tokens += tokens
         self._live_rows += rows
         self._live_accepted += accepted
         self._tick()
@@ -264,12 +276,18 @@ class Screen:
         return (
             f"{self._samples}{known} samples, {self._figures()}, "
             f"{self._times(self._began, self._estimate)}"
+            + ("" if self._beside is None else f"\n{self._beside()}")
         )
 
     def _times(self, began: float, estimate: Estimate) -> str:
         left = estimate.left(self._now())
         rest = "" if left is None else f", about {clock(max(left, 1.0))} left"
         return f"{clock(self._now() - began)} elapsed{rest}"
+
+    def _begin_decoding(self, when: float) -> None:
+        self._decoding = when
+        self._estimate.update(0, when)
+        self._show_samples()
 
     def _show_samples(self) -> None:
         if self._display is not None:

@@ -140,7 +140,8 @@ class Display:
         with self._lock:
             line, share = self._line, self._share()
             text = "" if line is None else line()
-        width = min(self._live.console.width - len(text) - 2, _BAR) if self._live is not None else 0
+        room = 0 if self._live is None else self._live.console.width - 2
+        width = min(room - len(text.partition("\n")[0]), _BAR)
         if share is None or width < _BAR // 4:
             return text
         grid = Table.grid(padding=(0, 1))

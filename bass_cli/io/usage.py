@@ -7,7 +7,7 @@ rounds take. On a CPU they count as between rounds; a GPU reads them while round
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _LAST = 0.05  # the share of samples in which rows empty, whatever anybody does
@@ -90,6 +90,24 @@ class Usage:
         self._since += spent
 
 
+def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One summary of those of several processes: `actors` of them; rows and seconds of all."""
+    phases: dict[str, float] = {}
+    for usage in usages:
+        for name, seconds in usage["phases"].items():
+            phases[name] = round(phases.get(name, 0.0) + seconds, 3)
+    places = sum(one["rounds"] * one["rows"] for one in usages)
+    live = sum(one["rounds"] * one["rows"] * (one["rows_busy"] or 0.0) for one in usages)
+    return {
+        "rows": sum(one["rows"] for one in usages),
+        "rounds": sum(one["rounds"] for one in usages),
+        "rows_busy": round(live / places, 4) if places else None,
+        "rows_busy_early": None,
+        "phases": phases,
+        "actors": len(usages),
+    }
+
+
 def describe(usage: dict[str, Any]) -> str:
     """A summary with rounds in a line for people."""
     early = usage["rows_busy_early"]
@@ -97,4 +115,7 @@ def describe(usage: dict[str, Any]) -> str:
     phases = ", ".join(
         f"{name} {seconds:.1f}" for name, seconds in usage["phases"].items() if seconds >= 0.05
     )
-    return f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}; seconds: {phases}"
+    whose = f" of {usage['actors']} actors together" if "actors" in usage else ""
+    return (
+        f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}; seconds{whose}: {phases}"
+    )

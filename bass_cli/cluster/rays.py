@@ -1,0 +1,263 @@
+"""A crew on Ray: actors on this machine or on a cluster, one a GPU, or on CPUs where there is none.
+
+What is Ray's own stands here and in bass_cli/ray.py only, and nothing of it is imported before
+somebody asks for it. Not here: what actors are given and what becomes of their samples (crew.py,
+pool.py), what runs in them (worker.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from bass_cli.cluster.crew import Crew, Event, Lost, Place
+from bass_cli.cluster.pool import Part
+from bass_cli.cluster.worker import Fault, Order, Worker
+from bass_cli.config.args import SampleArgs
+from bass_cli.config.job import Job
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.console import Screen
+from bass_cli.io.places import is_stream
+from bass_cli.system.threads import usable_cores
+
+_PATIENCE = 5.0  # seconds for a port of a cluster to answer
+_STORE = 100 * 2**20  # bytes of a local object store: messages that are larger than 100 kB pass it
+
+
+class Request(NamedTuple):
+    """--ray and --actors: "local" or an address, and how many (None: as many as there is room
+    for, whatever joins or leaves)."""
+
+    address: str
+    actors: int | None
+
+
+def read_request(args: SampleArgs, job: Job, out: str) -> Request | None:
+    """What the flags ask for; None where samples are drawn by this process. UserError for what
+    makes no sense, before anything is started."""
+    if args.ray is None:
+        if args.actors is not None:
+            raise UserError("--actors (or BASS_ACTORS) has no meaning without --ray")
+        return None
+    text = (args.actors or "all").strip()
+    if text != "all" and not (
+        text.isascii() and text.isdigit() and 1 <= len(text) <= 6 and int(text)
+    ):
+        raise UserError(
+            f'--actors (or BASS_ACTORS): "{args.actors}" is neither all nor a whole number above 0'
+        )
+    if args.shard is not None:
+        raise UserError(
+            "--ray and --shard exclude each other: the actors share the whole job among them"
+        )
+    if job.budget is not None:
+        raise UserError(
+            "--ray and --budget exclude each other: what a clock cuts is not the same when it is "
+            "drawn again after an actor died"
+        )
+    if job.speculation.coupling == "maximal":
+        raise UserError(
+            "--ray needs --coupling shared: under maximal coupling what is drawn again after an "
+            "actor died is not the same"
+        )
+    if is_stream(out):
+        raise UserError("--ray needs --out FILE, which a job that was killed goes on from")
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--ray needs the package ray: pip install 'bass-cli[ray]'")
+    return Request(args.ray, None if text == "all" else int(text))
+
+
+@contextlib.contextmanager
+def crew_on_ray(
+    request: Request,
+    job: Job,
+    screen: Screen,
+    *,
+    source: Mapping[str, Any],
+    prompts: int | None,
+    longest: str,
+) -> Iterator[Crew]:
+    """A crew for the job while it lasts; `source`, `prompts`, `longest`: see Order. At its end all
+    actors are gone, and a cluster that was begun here with them. UserError where there is no
+    cluster at that address."""
+    screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
+    with (
+        _connected(request) as ray,
+        open(os.devnull, "w") as nowhere,
+        # Ray prints what nodes report of workers that died to standard output, where results go
+        contextlib.redirect_stdout(nowhere),
+    ):
+        rooms = Rooms(ray.nodes, request, job)
+        share = None
+        if prompts is not None:
+            share = math.ceil(prompts / max(len(rooms.places()), 1))
+        fleet = RayFleet(ray, rooms, Order(rooms.job, dict(source), share, longest))
+        screen.phase("starting the actors, checking the models")
+        try:
+            yield Crew(fleet, screen, n=job.n, alike=job.draws_one)
+        finally:
+            fleet.close()
+
+
+@contextlib.contextmanager
+def _connected(request: Request) -> Iterator[Any]:
+    """The module ray, connected; the signals mean what they did before."""
+    local = request.address == "local"
+    if not local:
+        _check_address(request.address)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that begins here
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    given: dict[str, Any] = {"address": request.address}
+    if local:
+        cores = usable_cores().most
+        given |= {"num_cpus": max(cores, request.actors or 1), "object_store_memory": _STORE}
+        given |= {"include_dashboard": False}
+    try:
+        ray.init(**given, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--ray {request.address}: {first}") from None
+    try:
+        with contextlib.suppress(ValueError):  # only the main thread has signals
+            signal.signal(signal.SIGTERM, handler)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _check_address(address: str) -> None:
+    """UserError where nobody answers there: Ray itself would try for a minute, and then end the
+    process."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536) or "/" in host:
+        raise UserError(
+            f'--ray (or BASS_RAY): "{address}" is neither local, auto nor an address like '
+            "10.0.0.1:6379; run the command on a node of the cluster"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PATIENCE).close()
+    except OSError as error:
+        raise UserError(
+            f"--ray {address}: no cluster answers there: {error.strerror or error}"
+        ) from None
+
+
+class Rooms:
+    """Where on the cluster there is room for actors, and what one takes: a GPU, if the job may
+    use one and the cluster has any, else CPUs. `nodes`: ray.nodes."""
+
+    def __init__(self, nodes: Callable[[], list[dict[str, Any]]], request: Request, job: Job):
+        self._nodes, self._request, self._threads = nodes, request, job.threads
+        found = [node["Resources"] for node in self._alive()]
+        gpus = int(sum(each.get("GPU", 0) for each in found))
+        self._gpu = job.device == "cuda" or (job.device == "auto" and gpus > 0)
+        local, most = request.address == "local", request.actors or 1
+        if local and self._gpu and gpus < most:
+            raise MachineError(
+                f"--actors {most}: this machine has {gpus} GPUs that Ray sees, and each actor "
+                "takes one"
+            )
+        # on a machine of its own the actors share its cores; elsewhere nobody knows where they are
+        self._cpus = job.threads or (max(usable_cores().most // most, 1) if local else 1)
+        self.job = job.model_copy(update={"device": "cuda" if self._gpu else "cpu"})
+
+    def places(self) -> set[Place]:
+        """As many as were asked for, anywhere; or one for each GPU that there is now. On CPUs one
+        a node, or as many as --threads lets fit."""
+        if self._request.actors is not None:
+            return {Place(None, number) for number in range(self._request.actors)}
+        return {
+            Place(node["NodeID"], number)
+            for node in self._alive()
+            for number in range(self._fitting(node["Resources"]))
+        }
+
+    def taken(self, place: Place) -> dict[str, Any]:
+        """What an actor there takes, as Ray's options."""
+        if place.node is None:
+            return {"num_cpus": 1 if self._gpu else self._cpus, "num_gpus": int(self._gpu)}
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node = next((one for one in self._alive() if one["NodeID"] == place.node), None)
+        cpus = self._threads or int((node or {"Resources": {}})["Resources"].get("CPU", 1))
+        return {
+            "num_cpus": 0 if self._gpu else cpus,
+            "num_gpus": int(self._gpu),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(place.node, soft=False),
+        }
+
+    def _fitting(self, resources: Mapping[str, float]) -> int:
+        if self._gpu:
+            return int(resources.get("GPU", 0))
+        cpus = int(resources.get("CPU", 0))
+        return cpus // self._threads if self._threads else min(cpus, 1)
+
+    def _alive(self) -> list[dict[str, Any]]:
+        return [node for node in self._nodes() if node["Alive"]]
+
+
+class RayFleet:
+    """A Fleet of Ray actors. One that dies is not begun again by Ray, but by the crew."""
+
+    def __init__(self, ray: Any, rooms: Rooms, order: Order):
+        self._ray, self._rooms, self._order = ray, rooms, order
+        self._actors: dict[Place, Any] = {}
+        self._asked: dict[Any, Place] = {}  # by the reference to the answer
+        self.places = rooms.places
+
+    def start(self, place: Place) -> None:
+        kind = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
+        actor = self._actors[place] = kind(Worker).remote(self._order)
+        self._asked[actor.prepare.remote()] = place
+
+    def ask(self, place: Place, parts: list[Part], beat: float) -> None:
+        self._asked[self._actors[place].exchange.remote(parts, beat)] = place
+
+    def wait(self, timeout: float) -> list[tuple[Place, Event]]:
+        asked = list(self._asked)
+        if not asked:
+            time.sleep(timeout)
+            return []
+        ready, _ = self._ray.wait(asked, num_returns=1, timeout=timeout)
+        if ready:  # and whoever else has answered
+            ready, _ = self._ray.wait(asked, num_returns=len(asked), timeout=0)
+        return [(self._asked.pop(one), self._answer(one)) for one in ready]
+
+    def stop(self, place: Place) -> None:
+        actor = self._actors.pop(place, None)
+        self._asked = {one: where for one, where in self._asked.items() if where != place}
+        if actor is not None:
+            self._ray.kill(actor)
+
+    def close(self) -> None:
+        """End all of them."""
+        for place in list(self._actors):
+            self.stop(place)
+
+    def _answer(self, reference: Any) -> Event:
+        errors = self._ray.exceptions
+        try:
+            answer: Event = self._ray.get(reference)
+        except errors.RayTaskError as error:
+            return Fault("bug", str(error))
+        except errors.RayError as error:
+            text = str(error).strip()
+            if "creation task" in text or "failed to import" in text:
+                why = text.splitlines()[-1]
+                return Fault(
+                    "user",
+                    f"bass cannot start there; install the same version on every node: {why}",
+                )
+            return Lost((text.splitlines() or [type(error).__name__])[0])
+        return answer

@@ -1,0 +1,88 @@
+"""For people who live in Ray Data: a dataset of prompts to a dataset of samples.
+
+A thin map over the library, in Ray's own order and with Ray's own ways to go on after a fault. For
+a file that outlives kills and a display of who draws what: `bass generate --ray` (cluster/).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bass_cli.config.job import Job
+from bass_cli.errors import UserError
+from bass_cli.library import generate as draw
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+# Prompts that an actor is given at once: its rows empty towards the end of each such batch, so they
+# are to be many times as many as its rows have room for.
+BATCH = 256
+
+
+def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = BATCH) -> Dataset:
+    """A dataset with one row for every sample of every row of `dataset`, with the fields of a
+    result line; not drawn before it is consumed, like all of Ray Data.
+
+    A row is like a prompt line: {"id", "prompt"} (or the job's prompt_column), other columns come
+    back as JSON objects in `meta`; ids must be distinct, since the seed and the id fix the
+    samples. `actors`: processes with the models, each on a GPU of its own, or on CPUs for
+    device "cpu". `batch_size`: prompts that one is given at once. UserError for a job of a kind
+    whose samples would depend on how prompts are batched."""
+    if job.speculation.coupling == "maximal" or job.budget is not None:
+        raise UserError(
+            "bass_cli.ray.generate: maximal coupling and budgets make samples depend on what is "
+            "drawn beside them, which Ray Data decides; leave both out"
+        )
+    return dataset.map_batches(
+        Drawer,
+        fn_constructor_args=(job,),
+        batch_format="pyarrow",
+        batch_size=batch_size,
+        concurrency=actors,
+        num_gpus=None if job.device == "cpu" else 1,
+        num_cpus=(job.threads or 1) if job.device == "cpu" else None,
+    )
+
+
+# A result line's fields, each of one type in all batches.
+_COLUMNS = {
+    **dict.fromkeys(("id", "text", "finish_reason", "meta", "error"), "text"),
+    **dict.fromkeys(("sample", "tokens", "rounds", "drafted", "accepted", "seed"), "int"),
+    **dict.fromkeys(("prompt_tokens", "copy_of"), "int"),
+    **dict.fromkeys(("mean_logprob", "sum_logprob", "seconds"), "float"),
+    "token_ids": "ints",
+}
+
+
+class Drawer:
+    """One process with the job's models, which are loaded when it begins."""
+
+    def __init__(self, job: Job):
+        from bass_cli.build import build
+        from bass_cli.plan import make_plan
+        from bass_cli.system.threads import settle
+
+        settle(job.threads, lambda note: None)
+        self._plan = make_plan(job)
+        self._loop = build(self._plan)
+
+    def __call__(self, batch: Any) -> Any:
+        """A table of prompts to the table of their samples."""
+        import json
+
+        import pyarrow
+
+        kinds = {"text": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64()}
+        kinds["ints"] = pyarrow.list_(kinds["int"])
+        rows = [_plain(row) for row in batch.to_pylist()]
+        found = [json.loads(one.to_line()) for one in draw(rows, self._plan, loop=self._loop)]
+        for row in found:
+            row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
+        schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])
+        return pyarrow.Table.from_pylist(found, schema=schema)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """Without what Ray Data has for a column that a row lacks."""
+    return {key: value for key, value in row.items() if value is not None}

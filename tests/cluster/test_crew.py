@@ -1,0 +1,173 @@
+"""The driver of many workers on a fake clock, with workers that are killed, join, leave, lag and
+err: what comes out is what one process would give."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from bass_cli.cluster.crew import Crew, Event, Lost, Place
+from bass_cli.cluster.pool import Part
+from bass_cli.cluster.worker import Fault, Ready, Report
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.completion import Completion
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Prompt
+from bass_cli.io.usage import Usage
+from bass_cli.manifest import Facts
+
+FACTS = Facts({"results": {"target": "m", "dtype": "fp32"}}, 4, (), False)
+
+
+class Fleet:
+    """Workers that draw a few samples a tick. `deaths`: the chance that one dies in a tick;
+    `joined`: by tick, how many places there are. A worker that has died still has an answer under
+    way as often as not, which comes late."""
+
+    def __init__(self, *, places: int = 4, deaths: float = 0.0, seed: int = 0) -> None:
+        self.chance, self.deaths, self.now, self.kills = random.Random(seed), deaths, 0.0, 0
+        self.there = {Place(None, number) for number in range(places)}
+        self.answers: dict[Place, Event] = {}  # of prepare, where it is not Ready
+        self._held: dict[Place, list[tuple[str, int]]] = {}
+        self._due: dict[Place, Event | None] = {}  # None: an exchange, answered when it is time
+
+    def places(self) -> set[Place]:
+        return set(self.there)
+
+    def start(self, place: Place) -> None:
+        assert place not in self._held
+        self._held[place] = []
+        self._due[place] = self.answers.get(place, Ready(f"node{place.number}", 1, FACTS))
+
+    def ask(self, place: Place, parts: list[Part], beat: float) -> None:
+        assert place not in self._due, "one question at a time"
+        self._held[place] += [(part.prompt.id, i) for part in parts for i in part.samples]
+        self._due[place] = None
+
+    def stop(self, place: Place) -> None:
+        self._held.pop(place, None)
+        self._due.pop(place, None)
+
+    def wait(self, timeout: float) -> list[tuple[Place, Event]]:
+        self.now += timeout
+        found: list[tuple[Place, Event]] = []
+        for place in list(self._due):
+            if self.chance.random() < self.deaths:
+                self.kills += 1
+                if self.chance.random() < 0.5:  # it was said, and is heard
+                    found.append((place, self._due.pop(place) or self._report(place)))
+                found.append((place, Lost("killed")))
+            elif self.chance.random() < 0.7:  # others take longer
+                found.append((place, self._due.pop(place) or self._report(place)))
+        return found
+
+    def _report(self, place: Place) -> Report:
+        held = self._held[place]
+        self.chance.shuffle(held)
+        some = [held.pop() for _ in range(min(len(held), self.chance.randint(0, 3)))]
+        usage = Usage(4, None, now=lambda: self.now).summary()
+        done = tuple(completion(*key) for key in some)
+        return Report(done, (), None, 4, len(held), 10, 5, 5, usage)
+
+
+def completion(id_: str, number: int) -> Completion:
+    return Completion(id_, number, f"{id_}:{number}", "eos", 3, None, None, 0.0, 1, 0, 0, 0, 2)
+
+
+def crew_of(fleet: Fleet, n: int = 3, **given: Any) -> Crew:
+    return Crew(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now, **given)
+
+
+def prompts(count: int) -> Iterator[Prompt]:
+    return (Prompt(f"p{i}", "text", None, {}, None, f"x:{i}") for i in range(count))
+
+
+def due(count: int, n: int = 3) -> Counter[tuple[str, int]]:
+    return Counter((f"p{i}", number) for i in range(count) for number in range(n))
+
+
+def run(fleet: Fleet, count: int, done: set[tuple[str, int]] = frozenset()) -> Counter[Any]:  # type: ignore[assignment]
+    crew = crew_of(fleet)
+    crew.gather()
+    return Counter((one.id, one.sample) for one in crew.draw(prompts(count), done, count))
+
+
+def test_a_thousand_deaths_lose_nothing_and_double_nothing() -> None:
+    kills = 0
+    for seed in range(24):
+        fleet = Fleet(deaths=0.06, seed=seed)
+        done = {("p3", 1), ("p7", 0), ("p7", 1), ("p7", 2)}
+        assert run(fleet, 300, done) == due(300) - Counter(done)
+        kills += fleet.kills
+    assert kills > 1000
+
+
+def test_nodes_join_and_leave_while_it_runs() -> None:
+    fleet = Fleet(places=1, deaths=0.01)
+    found, seen = Counter[tuple[str, int]](), set()
+    crew = crew_of(fleet)
+    crew.gather()
+    for one in crew.draw(prompts(300), set(), 300):
+        found[one.id, one.sample] += 1
+        seen.add(crew.line().partition(" actors")[0])
+        if sum(found.values()) == 100:
+            fleet.there = {Place("b", number) for number in range(6)}  # and the first one is gone
+        if sum(found.values()) == 500:
+            fleet.there = {Place("b", 5)}
+    assert found == due(300)
+    assert {"1 of 1", "6 of 6"} <= seen
+
+
+def test_samples_of_other_models_are_refused_and_the_node_is_named() -> None:
+    fleet = Fleet()
+    other = Facts({"results": {"target": "m", "dtype": "bf16"}}, 4, (), False)
+    fleet.answers[Place(None, 2)] = Ready("spare", 1, other)
+    with pytest.raises(UserError, match=r"^on spare: .*dtype: 'bf16' there, 'fp32' elsewhere"):
+        run(fleet, 300)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("user", UserError), ("machine", MachineError),
+                                             ("bug", RuntimeError)])  # fmt: skip
+def test_a_fault_ends_the_job_after_what_was_drawn(kind: str, error: type[Exception]) -> None:
+    fleet = Fleet()
+    crew = crew_of(fleet)
+    crew.gather()
+    answer, found = fleet._report, []
+
+    def report(place: Place) -> Report:
+        fault = Fault(kind, "no model") if len(found) > 20 else None
+        return answer(place)._replace(fault=fault)
+
+    fleet._report = report  # type: ignore[method-assign]
+    with pytest.raises(error, match=r"^on node\d: no model"):
+        found.extend(crew.draw(prompts(300), set(), 300))
+    assert len(found) > 20
+
+
+def test_a_node_that_joins_without_the_model_is_left_out() -> None:
+    fleet = Fleet(places=2)
+    fleet.answers[Place("new", 0)] = Fault("user", "no model")
+    crew = crew_of(fleet)
+    crew.gather()
+    found = Counter[tuple[str, int]]()
+    for one in crew.draw(prompts(100), set(), 100):
+        found[one.id, one.sample] += 1
+        fleet.there |= {Place("new", 0)}
+    assert found == due(100)
+
+
+def test_actors_that_only_die_end_the_job() -> None:
+    fleet = Fleet(places=3)
+    crew = crew_of(fleet)
+    crew.gather()
+    fleet.deaths = 1.0
+    fleet._report = lambda place: Report(
+        (), (), None, 4, 4, 0, 0, 0, {"phases": {}, "rounds": 0, "rows": 4, "rows_busy": None}
+    )  # type: ignore[method-assign]
+    with pytest.raises(MachineError, match="actors died one after the other without a sample"):
+        list(crew.draw(prompts(10), set(), 10))
+    assert 10 < fleet.kills < 20

@@ -1,0 +1,156 @@
+"""Who draws what: every sample in one hand at a time, nothing lost, nothing twice, whoever comes
+and goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from bass_cli.cluster.pool import Part, Pool
+from bass_cli.io.completion import Completion
+from bass_cli.io.prompts import Prompt
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [
+        Prompt(f"p{i}", f"text {i}", None, {}, None, f"x:{i}") for i in range(count)
+    ]  # fmt: skip
+
+
+def sample(id_: str, number: int) -> Completion:
+    return Completion(id_, number, "", "eos", 3, None, None, 0.0, 1, 0, 0, 0, 2)
+
+
+def failed(id_: str) -> Completion:
+    return Completion.failed(id_, "too long", seed=0, meta={})
+
+
+def pool_of(
+    count: int,
+    n: int,
+    done: Iterable[tuple[str, int]] = (),
+    *,
+    known: bool = True,
+    alike: bool = False,
+) -> Pool:
+    given = iter(prompts(count))
+    return Pool(given, set(done), n=n, count=count if known else None, alike=alike)
+
+
+def keys(parts: list[Part]) -> list[tuple[str, int]]:
+    return [(part.prompt.id, number) for part in parts for number in part.samples]
+
+
+@pytest.mark.parametrize("count_is_known", [True, False])
+def test_whoever_comes_and_goes_each_sample_is_taken_once(count_is_known: bool) -> None:
+    """Workers of unequal speed that are hired, lost and heard of again in any order."""
+    for seed in range(60):
+        chance = random.Random(seed)
+        count, n = chance.randint(1, 30), chance.randint(1, 9)
+        due = {(f"p{i}", number) for i in range(count) for number in range(n)}
+        done = {key for key in due if chance.random() < 0.2}
+        pool = pool_of(count, n, done, known=count_is_known)
+        hands: dict[int, list[tuple[str, int]]] = {}
+        ghosts: list[tuple[int, tuple[str, int]]] = []  # what lost workers may still say
+        taken, hired = Counter[tuple[str, int]](), 0
+        while not pool.over():
+            if not hands or chance.random() < 0.1:
+                pool.hire(hired)
+                hands[hired] = []
+                hired += 1
+            worker = chance.choice(list(hands))
+            if chance.random() < 0.05 and hired < 200:
+                assert pool.lose(worker) == len(hands[worker])
+                ghosts += [(worker, key) for key in hands.pop(worker)]
+                continue
+            hands[worker] += keys(pool.chunk(worker, rows=4))
+            chance.shuffle(hands[worker])
+            for _ in range(chance.randint(0, len(hands[worker]))):
+                key = hands[worker].pop()
+                assert pool.deliver(worker, sample(*key))
+                assert not pool.deliver(worker, sample(*key))
+                taken[key] += 1
+            if ghosts:
+                worker, key = ghosts.pop()
+                assert not pool.deliver(worker, sample(*key))
+        assert taken == Counter(due - done)
+        assert not any(hands.values())
+
+
+def test_a_chunk_is_small_and_grows_with_what_ends_between_two() -> None:
+    pool = pool_of(1000, 2)
+    pool.hire("a")
+    first = pool.chunk("a", rows=16)
+    assert len(keys(first)) == 18  # the rows, and an eighth in reserve
+    assert pool.chunk("a", rows=16) == []
+    for key in keys(first)[:6]:
+        pool.deliver("a", sample(*key))
+    assert len(keys(pool.chunk("a", rows=16))) == 16  # back to 16 rows, and twice 6
+    assert pool.held("a") == 28
+
+
+def test_prompts_stay_whole_until_less_than_a_share_is_left() -> None:
+    """Two workers and four prompts of 40: the last ones are cut, none into more than 8 parts."""
+    pool = pool_of(4, 40)
+    for worker in ("a", "b"):
+        pool.hire(worker)
+    sizes = []
+    while not pool.over():
+        for worker in ("a", "b"):
+            parts = pool.chunk(worker, rows=4)
+            sizes += [len(part.samples) for part in parts]
+            for key in keys(parts):
+                assert pool.deliver(worker, sample(*key))
+    assert sizes[:3] == [40, 40, 40]
+    assert max(sizes[3:]) == 20
+    assert min(sizes[:-1]) >= 5
+    assert sum(sizes) == 160
+    alone = pool_of(4, 40)
+    alone.hire("a")
+    assert [len(part.samples) for part in alone.chunk("a", rows=200)] == [40] * 4
+
+
+def test_nobody_has_two_parts_of_a_prompt_at_once() -> None:
+    pool = pool_of(1, 16)
+    for worker in ("a", "b", "c"):
+        pool.hire(worker)
+    (first,) = pool.chunk("a", rows=1)
+    pool.deliver("a", sample("p0", first.samples[0]))
+    assert pool.chunk("a", rows=100) == []  # the rest waits, and is for others
+    (second,) = pool.chunk("b", rows=100)
+    assert not set(first.samples) & set(second.samples)
+
+
+def test_a_prompt_that_cannot_be_run_is_one_line_wherever_its_parts_are() -> None:
+    pool = pool_of(1, 16)
+    for worker in ("a", "b"):
+        pool.hire(worker)
+    pool.chunk("a", rows=1)
+    pool.chunk("b", rows=1)
+    assert pool.deliver("a", failed("p0"))
+    assert not pool.deliver("b", failed("p0"))
+    assert pool.over()
+    pool = pool_of(1, 16)
+    for worker in ("a", "b"):
+        pool.hire(worker)
+    pool.chunk("a", rows=1)
+    pool.chunk("b", rows=1)
+    assert pool.deliver("a", failed("p0"))
+    assert pool.lose("b") > 0
+    assert pool.over()  # what it had is not drawn again
+
+
+def test_copies_stay_together_and_take_one_row() -> None:
+    pool = pool_of(20, 8, alike=True)
+    pool.hire("a")
+    pool.hire("b")
+    parts = pool.chunk("a", rows=4)
+    assert [len(part.samples) for part in parts] == [8] * 5
+    assert pool.held("a") == 5
+    for key in keys(parts[:1]):
+        assert pool.deliver("a", sample(*key))
+    assert pool.held("a") == 4
+    assert len(pool.chunk("a", rows=4)) == 2  # twice the one that ended
