@@ -20,8 +20,9 @@ import bass_kernels as ops
 ELEMENTS, _ELEMENTS_OF_KERNELS = 1 << 28, 1 << 30
 _ALIGNED = 64  # ids: a product whose rows are no multiple of 16 bytes takes several times as long
 # Of the loss, what is distance of masses (2 - 2 * overlap), the rest being divergence: what stands
-# is the overlap, but far from the target's law only the divergence says where it lies.
-APART = 0.5
+# is the overlap, but far from the target's law only the divergence says where it lies. DSpark's
+# share (arXiv 2607.05147), and the best of 0, 0.5 and 0.9 in docs/LOG.md.
+APART = 0.9
 LEAST = 0.3  # of a guess's weight, where drafts before it hardly stand: else it would never learn
 
 
