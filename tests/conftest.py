@@ -3,6 +3,7 @@ imports triton."""
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,19 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_idle_checks():
+    """Sums and products of kernels' integers are computed twice to see that they fit, a quarter
+    of the interpreter's time, and what is found is thrown away unless its builder debugs, which
+    it never does."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
 
 
 @pytest.fixture(autouse=True)

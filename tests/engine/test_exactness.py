@@ -6,6 +6,7 @@ at different rounds.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -35,17 +36,22 @@ CONTROLLERS = (
 # All controllers go with the families that differ most: Llama's biases, Gemma's windows and two
 # ropes, GPT-2's learned positions. What a family may break, caches and positions, shows at any
 # lengths, so the others have those that differ most: one row that is refilled, rows that move,
-# all at once after full, partial and no drafts. Each controller goes with both batches over the
-# drafters and families, with one of them for each: the batch moves rows whoever drafts.
+# all at once after full, partial and no drafts. Of family, drafter and controller each two meet,
+# and each controller has both batches: the batch moves rows whoever drafts.
 WIDELY = ("llama", "gemma3_text", "gpt2")
 LENGTHS = (lambda: Fixed(1), lambda: Fixed(3), lambda: Fixed(7), Bass, Reactive, *CONTROLLERS)
-FEW = ((1, lambda: Fixed(3)), (2, lambda: Fixed(7)), (5, Bass), (5, Reactive))
+FEW = ((1, lambda: Fixed(3)), (5, Reactive)), ((2, lambda: Fixed(7)), (5, Bass))
 
 
-def widely(turn):
-    """Batches and controllers; the next turn has the other batch for each."""
-    alone = ((1, lengths) for lengths in (lambda: Fixed(7), Reactive))
-    return *alone, *(((2, 5)[(turn + at) % 2], lengths) for at, lengths in enumerate(LENGTHS))
+def met_by(family, drafter):
+    """Batches and controllers: a third of the controllers and one of them with a row alone, by
+    turns, or half of FEW."""
+    at = DRAFTERS.index(drafter)
+    if family not in WIDELY:
+        return FEW[(FAMILIES.index(family) + at) % 2]
+    turn = WIDELY.index(family) + at
+    alone = (1, (lambda: Fixed(7), Reactive)[turn % 2])
+    return alone, *(((2, 5)[(turn + place) % 2], LENGTHS[place]) for place in range(turn % 3, 9, 3))
 
 
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
@@ -81,6 +87,12 @@ def decoders(tmp_path_factory):
     return pair
 
 
+@pytest.fixture(scope="module")
+def plainly(decoders):
+    """A function from a family's name to what plain decoding gives for rows()."""
+    return functools.cache(lambda family: plain(decoders(family)[0], rows()))
+
+
 def rows():
     """Two samples of each prompt: sample 0 greedy, sample 1 at temperature 0.8."""
     return [
@@ -100,16 +112,33 @@ def drafter_of(name, target, draft):
     return {"model": draft, "skip": skipping, "parallel": AtOnce(draft, 300)}.get(name, name)
 
 
+def test_each_two_of_family_drafter_and_controller_meet():
+    cells = {both: met_by(*both) for both in itertools.product(FAMILIES, DRAFTERS)}
+    for family in WIDELY:
+        met = {lengths for drafter in DRAFTERS for _, lengths in cells[family, drafter]}
+        assert met >= {*LENGTHS}
+    for drafter in DRAFTERS:
+        met = {lengths for family in WIDELY for _, lengths in cells[family, drafter]}
+        assert met >= {*LENGTHS}
+    for lengths in LENGTHS:
+        batches = {batch for cell in cells.values() for batch, other in cell if other is lengths}
+        assert batches >= {2, 5}
+    for family in {*FAMILIES} - {*WIDELY}:
+        assert {pair for drafter in DRAFTERS for pair in cells[family, drafter]} == {
+            *FEW[0],
+            *FEW[1],
+        }
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter):
+def test_shared_coupling_gives_plain_decodings_tokens(decoders, plainly, family, drafter):
     target, draft = decoders(family)
-    due, accepted, drafted = plain(target, rows()), 0, 0
-    turn = WIDELY.index(family) + DRAFTERS.index(drafter) if family in WIDELY else 0
-    for batch, lengths in widely(turn) if family in WIDELY else FEW:
+    accepted = drafted = 0
+    for batch, lengths in met_by(family, drafter):
         live = rows()
         loop = loop_for(target, drafter_of(drafter, target, draft), rows=batch, lengths=lengths())
-        assert drive(loop, live) == due, f"batch {batch}, {lengths()}"
+        assert drive(loop, live) == plainly(family), f"batch {batch}, {lengths()}"
         accepted, drafted = (
             accepted + sum(r.accepted for r in live),
             drafted + sum(r.drafted for r in live),
@@ -118,7 +147,8 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
         assert 0 < accepted < drafted, "the drafts were all alike: this run showed nothing"
 
 
-# What a family and a drafter do to each other's caches shows under shared coupling above.
+# What a family and a drafter do to each other's caches shows under shared coupling above; here
+# batches and controllers go by turns.
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [
@@ -128,11 +158,13 @@ def test_shared_coupling_gives_plain_decodings_tokens(decoders, family, drafter)
         if family in WIDELY or at % 2 == turn % 2
     ],
 )
-def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, family, drafter):
+def test_maximal_coupling_gives_plain_decodings_greedy_tokens(decoders, plainly, family, drafter):
     target, draft = decoders(family)
-    due = {key: tokens for key, tokens in plain(target, rows()).items() if key[1] == 0}
-    every = (1, Fixed(3)), (5, Fixed(1)), (5, auto("maximal"))
-    for batch, lengths in ((2, Fixed(7)), (5, Bass()), *(every if family in WIDELY else ())):
+    due = {key: tokens for key, tokens in plainly(family).items() if key[1] == 0}
+    turn = FAMILIES.index(family) + DRAFTERS.index(drafter)
+    both = (2, Fixed(7)), (5, Bass())
+    every = (*both, (1, Fixed(3)), (5, Fixed(1)), (5, auto("maximal")))
+    for batch, lengths in every[turn % 2 :: 2] if family in WIDELY else both[turn // 2 % 2 :][:1]:
         loop = loop_for(
             target,
             drafter_of(drafter, target, draft),

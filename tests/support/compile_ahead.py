@@ -2,9 +2,11 @@
 not there, on CPU tensors, with whatever memory kernels would have filled as harmful as it can be.
 Then nothing may be left to compile.
 
-Run as a script, without the interpreter: DRAFT COUPLING; prints how many kernels there were.
+Run as a script, without the interpreter: DRAFT COUPLING ...; prints for each how many kernels
+there were.
 """
 
+import gc
 import sys
 import tempfile
 from pathlib import Path
@@ -100,10 +102,18 @@ def noting(name):
     return called
 
 
-def main(draft, coupling):
-    triton.runtime.driver.set_active(Absent())
-    skip_machine_code()  # that of all kernels is made by compile_kernels.py
-    compiled, asked = noting("_do_compile"), noting("run")
+def forget_all():
+    """As in a process that has compiled nothing: only the files of what was are still there."""
+    kernels = [one for one in gc.get_objects() if isinstance(one, triton.JITFunction)]
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+def hold(draft, coupling, compiled, asked):
+    """Compile that drafter's rounds twice; `compiled` and `asked` note kernels meanwhile."""
+    forget_all()
+    compiled.clear()
+    asked.clear()
     loop, tokens = loop_for(draft, coupling), list(range(2, 20))
     ops.use("triton")
     torch.use_deterministic_algorithms(
@@ -127,6 +137,14 @@ def main(draft, coupling):
     assert len(compiled) == before, compiled[before:]
     assert len(asked) < 120, "layers that are alike are asked for once"
     print(before, sorted(set(compiled)))
+
+
+def main(*kinds):
+    triton.runtime.driver.set_active(Absent())
+    skip_machine_code()  # that of all kernels is made by compile_kernels.py
+    compiled, asked = noting("_do_compile"), noting("run")
+    for draft, coupling in zip(kinds[::2], kinds[1::2], strict=True):
+        hold(draft, coupling, compiled, asked)
 
 
 if __name__ == "__main__":
