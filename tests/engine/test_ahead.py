@@ -5,7 +5,7 @@ import pytest
 import torch
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
-from test_captured import Tour, captured, pair, rows  # noqa: F401 (a fixture)
+from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
 from toys import Guess, drive, plain
 
 from bass_cli.drafting.factory import NoDrafter
@@ -50,15 +50,14 @@ def ready(loop):
 @pytest.mark.parametrize(
     "lengths", [lambda: Fixed(0), lambda: Fixed(3), Settled, lambda: Goodput(limit=6)]
 )
-def test_tokens_are_plain_decodings(pair, batch, lengths):
+def test_tokens_are_plain_decodings(pair, plainly, batch, lengths):
     """Rows end one by one, and others take their places, while a round that knows nothing of it
     is under way."""
-    target, draft = pair
-    due, behind = plain(target, rows()), 0
+    (target, draft), behind = pair, 0
     for drafter in (draft, "none", Guess(target.vocab)):
         loop = captured(target, drafter, batch=batch, lengths=lengths())
         flights = ready(loop)
-        assert drive(loop, rows(), ahead=True) == due
+        assert drive(loop, rows(), ahead=True) == plainly
         behind += flights.behind
     assert behind > 20
 
@@ -222,13 +221,13 @@ def test_plain_decoding_by_auto_waits_for_nothing():
     assert flights.behind > 90
 
 
-def test_a_cpu_launches_nothing_ahead(pair):
+def test_a_cpu_launches_nothing_ahead(pair, plainly):
     from toys import loop_for
 
     target, draft = pair
     loop = loop_for(target, draft, rows=3, lengths=Fixed(2))
     loop._worth.pays = lambda waiting: True
-    assert drive(loop, rows(), ahead=True) == plain(target, rows())
+    assert drive(loop, rows(), ahead=True) == plainly
     assert loop._flight is None
     assert torch.equal(loop.batch.lengths, torch.ones_like(loop.batch.lengths))
 

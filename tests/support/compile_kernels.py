@@ -95,23 +95,25 @@ if __name__ == "__main__":
     compile_one(drawing._draw, **spread)
     for point in (False, True):
         compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
-    for size, pieces, pad, block in (
-        (1, 1, 0, 16),
-        (1, 16, 64, 64),
-        (2, 16, 0, 128),
-        (8, 32, 0, 64),
+    # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as
+    # they are launched by compile_launches.py
+    for size, pieces, pad, block, head in (
+        (1, 1, 0, 16, 128),
+        (1, 16, 64, 64, 64),
+        (2, 16, 0, 128, 64),
+        (8, 32, 0, 64, 64),
     ):
         compile_one(
             ragged_kernel.attend,
             H=28,
             K=4,
-            D=128,
+            D=head,
             SIZE=size,
             PIECES=pieces,
             PAD=pad,
             BLOCK_M=block,
             BLOCK_N=32,
-            BLOCK_D=128,
+            BLOCK_D=head,
             WIDE="tf32",
         )
     compile_one(softmax.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
