@@ -46,16 +46,16 @@ def ready(loop):
     return Flights(loop)
 
 
-@pytest.mark.parametrize("batch", [2, 5])
 @pytest.mark.parametrize(
-    "lengths", [lambda: Fixed(0), lambda: Fixed(3), Settled, lambda: Goodput(limit=6)]
+    ("turn", "lengths"),
+    [(0, lambda: Fixed(0)), (1, lambda: Fixed(3)), (2, Settled), (3, lambda: Goodput(limit=6))],
 )
-def test_tokens_are_plain_decodings(pair, plainly, batch, lengths):
+def test_tokens_are_plain_decodings(pair, plainly, turn, lengths):
     """Rows end one by one, and others take their places, while a round that knows nothing of it
-    is under way."""
+    is under way. Of lengths, drafters and batches each two meet."""
     (target, draft), behind = pair, 0
-    for drafter in (draft, "none", Guess(target.vocab)):
-        loop = captured(target, drafter, batch=batch, lengths=lengths())
+    for at, drafter in enumerate((draft, "none", Guess(target.vocab))):
+        loop = captured(target, drafter, batch=(2, 5)[(turn + at) % 2], lengths=lengths())
         flights = ready(loop)
         assert drive(loop, rows(), ahead=True) == plainly
         behind += flights.behind
