@@ -114,7 +114,7 @@ def drawing_of(
     `prompts`: how many there are, None where nobody knows."""
     if request is not None:
         with crew_on_ray(
-            request, job, screen, source=source, prompts=prompts, longest=longest
+            request, job, screen, source=source, prompts=prompts, longest=longest, shard=shard
         ) as crew:
             yield Elsewhere(crew)
         return

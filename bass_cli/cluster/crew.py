@@ -24,8 +24,8 @@ from bass_cli.manifest import Facts
 LOOK = 2.0  # seconds between two looks at which nodes there are
 _WAIT = 0.1  # seconds after which a driver without news looks whether there is anything else to do
 # A worker is asked so often, and all of them together no more than keeps a quarter of the driver's
-# core busy with their answers, of which each takes it half a millisecond (docs/SCALE.md).
-_BEAT, _BEAT_OF_ALL = 0.1, 0.002
+# core busy with their answers, of which each takes it a millisecond (docs/SCALE.md).
+_BEAT, _BEAT_OF_ALL = 0.1, 0.004
 _RATED = 5.0  # seconds over which an actor's tokens a second are counted
 _SHOWN = 8  # actors with figures of their own in the progress line
 _HOPELESS = 5  # deaths without a sample between them, and two for every worker, end a job
@@ -198,7 +198,7 @@ class Crew:
         if other:
             shown = f"{other[0]}: {theirs.get(other[0])!r} there, {mine[other[0]]!r} elsewhere"
             text = f"its samples would be others ({shown}); models and versions have to be the same"
-            self._refuse(place, member, Fault("user", text))
+            self._refuse(place, member, Fault("user", text, ready.node))
         elif self._pool is not None:
             self._pool.hire(place)
             self._ask(place, member)
@@ -254,8 +254,7 @@ class Crew:
     def _refuse(self, place: Place, member: _Member, fault: Fault) -> None:
         """End the job, for a worker cannot take part that was there from the beginning; leave one
         out that joined."""
-        node = "a node" if member.ready is None else member.ready.node
-        text = f"on {node}: {fault.text}"
+        text = f"on {fault.node}: {fault.text}"
         if fault.kind == "bug":
             raise RuntimeError(text)
         if member.expected:

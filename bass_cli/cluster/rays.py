@@ -25,6 +25,7 @@ from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.places import is_stream
+from bass_cli.io.shards import Shard
 from bass_cli.system.threads import usable_cores
 
 _PATIENCE = 5.0  # seconds for a port of a cluster to answer
@@ -53,10 +54,6 @@ def read_request(args: SampleArgs, job: Job, out: str) -> Request | None:
         raise UserError(
             f'--actors (or BASS_ACTORS): "{args.actors}" is neither all nor a whole number above 0'
         )
-    if args.shard is not None:
-        raise UserError(
-            "--ray and --shard exclude each other: the actors share the whole job among them"
-        )
     if job.budget is not None:
         raise UserError(
             "--ray and --budget exclude each other: what a clock cuts is not the same when it is "
@@ -83,8 +80,9 @@ def crew_on_ray(
     source: Mapping[str, Any],
     prompts: int | None,
     longest: str,
+    shard: Shard | None,
 ) -> Iterator[Crew]:
-    """A crew for the job while it lasts; `source`, `prompts`, `longest`: see Order. At its end all
+    """A crew for the job while it lasts; `source` to `shard`: see Order. At its end all
     actors are gone, and a cluster that was begun here with them. UserError where there is no
     cluster at that address."""
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
@@ -98,7 +96,7 @@ def crew_on_ray(
         share = None
         if prompts is not None:
             share = math.ceil(prompts / max(len(rooms.places()), 1))
-        fleet = RayFleet(ray, rooms, Order(rooms.job, dict(source), share, longest))
+        fleet = RayFleet(ray, rooms, Order(rooms.job, dict(source), share, longest, shard))
         screen.phase("starting the actors, checking the models")
         try:
             yield Crew(fleet, screen, n=job.n, alike=job.draws_one)

@@ -22,6 +22,7 @@ from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
+from bass_cli.io.shards import Shard
 from bass_cli.io.usage import Usage
 from bass_cli.manifest import Facts
 from bass_cli.system.threads import Company, settle
@@ -34,20 +35,23 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Order:
     """What every worker is told: the job, what identifies its prompts, how many of them it will
-    have if all take the same share (None: nobody knows), and the text of the longest."""
+    have if all take the same share (None: nobody knows), the text of the longest, and which part
+    of a larger job this one is."""
 
     job: Job
     source: Mapping[str, Any]
     prompts: int | None
     longest: str
+    shard: Shard | None = None
 
 
 class Fault(NamedTuple):
-    """Why a worker cannot go on: a UserError's sentence, a MachineError's, or a traceback
-    ("bug")."""
+    """Why a worker cannot go on: a UserError's sentence ("user"), a MachineError's ("machine"), or
+    a traceback ("bug"); and its node."""
 
     kind: str
     text: str
+    node: str = "a node"
 
 
 class Ready(NamedTuple):
@@ -150,7 +154,7 @@ class Worker:
                 self._order.job, longest_prompt=self._order.longest, prompts=self._order.prompts
             )
             self._rows = self._plan.rows
-            facts = facts_of(self._plan, self._order.source)
+            facts = facts_of(self._plan, self._order.source, shard=self._order.shard)
             return Ready(platform.node(), os.getpid(), facts)
         except Exception as error:
             return _fault(error)
@@ -227,5 +231,6 @@ class Worker:
 
 def _fault(error: Exception) -> Fault:
     if isinstance(error, UserError):
-        return Fault("machine" if isinstance(error, MachineError) else "user", str(error))
-    return Fault("bug", "".join(traceback.format_exception(error)))
+        kind = "machine" if isinstance(error, MachineError) else "user"
+        return Fault(kind, str(error), platform.node())
+    return Fault("bug", "".join(traceback.format_exception(error)), platform.node())

@@ -139,7 +139,7 @@ def test_a_fault_ends_the_job_after_what_was_drawn(kind: str, error: type[Except
     answer, found = fleet._report, []
 
     def report(place: Place) -> Report:
-        fault = Fault(kind, "no model") if len(found) > 20 else None
+        fault = Fault(kind, "no model", f"node{place.number}") if len(found) > 20 else None
         return answer(place)._replace(fault=fault)
 
     fleet._report = report  # type: ignore[method-assign]

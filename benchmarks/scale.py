@@ -1,0 +1,237 @@
+"""What limits many GPUs: a job's driver with its own code (cluster/crew.py, cluster/pool.py) on a
+fake clock, actors that only take time.
+
+    python benchmarks/scale.py [--gpus 1,8,100,1000] [--turns 8] [--measure] [--json]
+
+An actor holds --rows samples, of lognormal lengths, and each token of a row takes --token seconds.
+What the driver does takes what it took when it was measured (--measure does so again: a line's
+writing, an exchange with an actor of a real, local Ray, a sample's way there). Cases: all alike;
+one GPU in ten at half speed; each actor killed every --lifetime seconds in the mean, and back
+after --loading; few prompts of many samples. Prints, for each: how far it is from GPUs that never
+wait, how busy the driver was, and what was drawn in vain.
+"""
+
+import argparse
+import heapq
+import json
+import math
+import os
+import random
+import tempfile
+import time
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bass_cli.cluster.crew import Crew, Lost, Place
+from bass_cli.cluster.worker import Ready, Report
+from bass_cli.io.completion import Completion
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Prompt
+from bass_cli.io.results import open_output
+from bass_cli.manifest import Facts
+
+# seconds of a core, by --measure on two cores of a server of 2026: a line that is written; an
+# exchange, its messages of some samples both ways; a sample's way through messages and pool
+COSTS = {"line": 62e-6, "exchange": 1.0e-3, "sample": 36e-6}
+MEAN, SPREAD = 300, 0.6  # tokens a sample in the mean, and the spread of their logarithm
+TEXT = "    return sum(value for value in values)\n" * 30  # as long as 300 tokens of code
+CHANCE = random.Random(0)
+LENGTHS = [
+    min(CHANCE.lognormvariate(math.log(MEAN) - SPREAD**2 / 2, SPREAD), 1024) for _ in range(1 << 16)
+]
+USAGE = {"phases": {}, "rounds": 0, "rows": 0, "rows_busy": None}
+
+
+@dataclass
+class Actor:
+    """Ends of what its rows do, what waits for a row, and since when it is there."""
+
+    ready: float
+    speed: float
+    dies: float
+    told: bool = False  # that it is ready
+    running: list = field(default_factory=list)
+    waiting: deque = field(default_factory=deque)
+
+
+class Fleet:
+    """Actors on a fake clock, as a Crew sees them."""
+
+    def __init__(self, options, gpus, *, slow=0.0, lifetime=math.inf, costs=COSTS):
+        self.now, self.driver, self.vain, self.work, self.last = 0.0, 0.0, 0.0, 0.0, 0.0
+        self._options, self._lifetime, self._costs = options, lifetime, costs
+        self._chance, self._actors, self._asked = random.Random(0), {}, []
+        self._places = {Place(None, number) for number in range(gpus)}
+        self.speeds = {p: 0.5 if p.number < slow * gpus else 1.0 for p in self._places}
+        self._facts = Facts({"results": {}}, options.rows, (), False)
+        self._number = 0
+
+    def places(self):
+        return self._places
+
+    def start(self, place):
+        """All of them load at the beginning, which is left out; those that come back take time."""
+        ready = self.now + (self._options.loading if self.now > 1.0 else 0.0)
+        dies = ready - math.log(self._chance.uniform(1e-9, 1.0)) * self._lifetime
+        self._actors[place] = Actor(ready, self.speeds[place], dies)
+        self._push(ready, place)
+
+    def ask(self, place, parts, beat):
+        actor = self._actors[place]
+        actor.waiting += [(part.prompt.id, sample) for part in parts for sample in part.samples]
+        self._fill(actor, self.now)
+        self._charge(self._costs["exchange"])
+        self._push(min(self.now + beat, actor.dies), place)
+
+    def stop(self, place):
+        self._actors.pop(place, None)
+
+    def wait(self, timeout):
+        if not self._asked or self._asked[0][0] > self.now + timeout:
+            self.now += timeout
+            return []
+        self.now, found = max(self.now, self._asked[0][0]), []
+        while self._asked and self._asked[0][0] <= self.now:
+            _, _, place, actor = heapq.heappop(self._asked)
+            if self._actors.get(place) is actor:
+                found.append((place, self._answer(place, actor)))
+        return found
+
+    def _answer(self, place, actor):
+        if self.now >= actor.dies:
+            self.vain += sum(self.now - began for _, _, began, _ in actor.running) * actor.speed
+            return Lost("killed")
+        if not actor.told:
+            actor.told = True
+            return Ready(f"node{place.number // 8}", 1, self._facts)
+        done = []
+        while actor.running and actor.running[0][0] <= self.now:
+            end, _, _, key = heapq.heappop(actor.running)
+            done.append(Completion(*key, TEXT, "eos", MEAN, -0.2, -60.0, 1.0, 90, 400, 210, 0, 140))
+            self._fill(actor, end)
+            self.last = max(self.last, end)
+        self._charge(len(done) * (self._costs["line"] + self._costs["sample"]))
+        return Report(tuple(done), (), None, self._options.rows, len(actor.running), 0, 0, 0, USAGE)
+
+    def _fill(self, actor, when):
+        while actor.waiting and len(actor.running) < self._options.rows:
+            key = actor.waiting.popleft()
+            took = self._options.token * length(key) / actor.speed
+            self._number += 1
+            heapq.heappush(actor.running, (when + took, self._number, when, key))
+
+    def _charge(self, seconds):
+        self.now += seconds
+        self.driver += seconds
+
+    def _push(self, when, place):
+        self._number += 1
+        heapq.heappush(self._asked, (when, self._number, place, self._actors[place]))
+
+
+def length(key):
+    """Tokens of a sample, which its seed fixes."""
+    return LENGTHS[zlib.crc32(repr(key).encode()) % len(LENGTHS)]
+
+
+def simulate(options, gpus, n, **given):
+    """One job; its figures."""
+    fleet = Fleet(options, gpus, **given)
+    count = max(round(gpus * options.rows * options.turns / n), 1)
+    keys = ((f"{i}", s) for i in range(count) for s in range(n))
+    work = sum(map(length, keys)) * options.token  # seconds of a row at full speed
+    prompts = (Prompt(f"{i}", "x", None, {}, None, "x:1") for i in range(count))
+    crew = Crew(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now)
+    crew.gather()
+    began, found = fleet.now, sum(1 for _ in crew.draw(prompts, (), count))
+    assert found == count * n
+    seconds, best = fleet.now - began, work / options.rows / sum(fleet.speeds.values())
+    return {
+        "gpus": gpus,
+        "samples": found,
+        "seconds": round(seconds, 1),
+        "of the best": round(best / seconds, 3),
+        "driver busy": round(fleet.driver / seconds, 3),
+        "lines/s": round(found / seconds),
+        "in vain": round(fleet.vain / work, 4),
+    }
+
+
+def measure():
+    """COSTS on this machine, in seconds of a core; and a line's bytes."""
+    import ray
+
+    some = [Completion(f"p{i}", 0, TEXT, "eos", MEAN, -0.2, -60.0, 1.0, 90, 400, 210, 0, 140)
+            for i in range(5000)]  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "lines.jsonl"
+        with open_output(str(path), {"results": {}}) as writer:
+            began = time.process_time()
+            for one in some:
+                writer.write(one)
+            line = (time.process_time() - began) / len(some)
+        size = path.stat().st_size / len(some)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    echo = ray.remote(Echo).remote()
+    seconds = {}
+    for number in (1, 21):
+        ray.get(echo.exchange.remote(some[:number]))
+        began, wall = time.process_time(), time.perf_counter()
+        for _ in range(300):
+            (ready,), _ = ray.wait([echo.exchange.remote(some[:number])])
+            ray.get(ready)
+        seconds[number] = (time.process_time() - began) / 300
+        if number == 1:
+            trip = (time.perf_counter() - wall) / 300
+    ray.shutdown()
+    each = (seconds[21] - seconds[1]) / 20
+    return {
+        "line": line,
+        "exchange": seconds[1] - each,
+        "sample": each,
+        "round trip": trip,
+        "bytes a line": size,
+    }
+
+
+class Echo:
+    """An actor that gives back what it gets."""
+
+    def exchange(self, completions):
+        return completions
+
+
+def main():
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--gpus", default="1,8,100,1000")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--turns", type=float, default=8.0)
+    parser.add_argument("--token", type=float, default=0.0065)
+    parser.add_argument("--lifetime", type=float, default=600.0)
+    parser.add_argument("--loading", type=float, default=40.0)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps({name: float(f"{value:.3g}") for name, value in measure().items()}))
+        return
+    cases = {
+        "alike": (8, {}),
+        "one in ten at half speed": (8, {"slow": 0.1}),
+        "killed": (8, {"lifetime": options.lifetime}),
+        "200 samples a prompt": (200, {}),
+    }
+    for name, (n, given) in cases.items():
+        for gpus in map(int, options.gpus.split(",")):
+            figures = simulate(options, gpus, n, **given)
+            shown = ", ".join(f"{key} {value}" for key, value in figures.items())
+            line = json.dumps({"case": name} | figures) if options.json else f"{name}: {shown}"
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""A real Ray on this machine, two cores and tiny models: actors and driver are killed, a node joins,
+and the file is that of one process that nobody disturbed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_end_to_end import samples
+from typer.testing import CliRunner
+
+from bass_cli.cli.commands import app
+
+FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "3", "--token-ids", "--device", "cpu")
+STORE = 80 * 2**20  # bytes, about the least that Ray takes
+_PATIENCE = 240.0  # seconds for what takes a few on an idle machine
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head node with room for four actors of one thread each."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {"num_cpus": 4, "object_store_memory": STORE, "include_dashboard": False}
+        found = Cluster(initialize_head=True, head_node_args=head)
+        yield found
+        found.shutdown()
+
+
+def bass(*arguments: str) -> tuple[int, str]:
+    found = CliRunner().invoke(app, arguments)
+    return found.exit_code, " ".join(found.stderr.split())
+
+
+def driver(place: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bass_cli", "generate", *FLAGS, *arguments]
+    with (place / "log").open("ab") as log:
+        return subprocess.Popen(command, cwd=place, stderr=log, stdout=log)
+
+
+def parent_of(process: int) -> int:
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def actors(of: int) -> set[int]:
+    """Processes with a Worker in them that descend from this one."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if file.read_bytes().startswith(b"ray::Worker"):
+                above = number = int(file.parent.name)
+                while above not in (0, of):
+                    above = parent_of(above)
+                found |= {number} if above == of else set()
+    return found
+
+
+def until(what: Callable[[], Any], child: subprocess.Popen[bytes] | None = None) -> Any:
+    """What it gives as soon as it is something, while the child lives."""
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        assert child is None or child.poll() is None, "the driver has ended"
+        time.sleep(0.05)
+    raise AssertionError("it takes too long")
+
+
+def lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def test_actors_and_the_driver_are_killed_a_node_joins_and_the_file_is_the_same(
+    cluster: Any, pair_folder: Any
+) -> None:
+    place = pair_folder(prompts=60)
+    flags = ("--max-new-tokens", "48", "--draft", "none", "--draft-length", "auto")
+    assert bass("generate", *FLAGS, *flags, "--out", "due.jsonl")[0] == 0
+    out = place / "o.jsonl"
+    flags += ("--ray", cluster.address, "--threads", "1", "--batch-size", "4", "--out", out.name)
+    child = driver(place, *flags)
+    killed: set[int] = set()
+    for number in range(3):
+        until(lambda number=number: lines(out) > 8 * (number + 1), child)
+        victim = until(lambda: sorted(actors(os.getpid()) - killed), child)[-1]
+        os.kill(victim, signal.SIGKILL)
+        killed.add(victim)
+    until(lambda: (place / "log").read_text().count("are drawn again") == 3, child)
+    child.kill()
+    child.wait()
+    before = out.read_bytes()
+    until(lambda: not actors(os.getpid()))  # Ray ends what has no driver any more
+    child = driver(place, *flags)
+    until(lambda: lines(out) > before.count(b"\n") + 8, child)
+    late = cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    until(lambda: len(actors(os.getpid())) == 5, child)
+    assert child.wait(_PATIENCE) == 0, (place / "log").read_text()
+    assert samples(out) == samples(place / "due.jsonl")
+    assert len(samples(out)) == 180
+    assert out.read_bytes().startswith(before[: before.rindex(b"\n") + 1])  # kept, not drawn anew
+    manifest = json.loads((place / "o.jsonl.manifest.json").read_text())
+    assert manifest["finished"]
+    assert manifest["last_run"]["actors"] >= 4
+    cluster.remove_node(late)
+
+
+def test_a_local_ray_ends_with_ctrl_c_and_one_process_goes_on(pair_folder: Any) -> None:
+    place = pair_folder(prompts=14)
+    out = place / "o.jsonl"
+    flags = ("--out", out.name, "--max-new-tokens", "40")
+    child = driver(place, *flags, "--ray", "local", "--actors", "1", "--batch-size", "2")
+    until(lambda: lines(out) > 8, child)
+    child.send_signal(signal.SIGINT)
+    log = place / "log"
+    assert child.wait(_PATIENCE) == 130, log.read_text()
+    assert "interrupted; the same command goes on from here" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    until(lambda: not actors(child.pid))
+    kept = lines(out)
+    assert bass("generate", *FLAGS, *flags)[0] == 0
+    assert bass("generate", *FLAGS, *flags[2:], "--out", "due.jsonl")[0] == 0
+    assert 8 < kept < 42
+    assert samples(out) == samples(place / "due.jsonl")
+
+
+def test_a_part_is_one_and_what_a_node_lacks_is_said_with_its_name(
+    cluster: Any, pair_folder: Any
+) -> None:
+    place = pair_folder(prompts=4)
+    flags = ("--ray", cluster.address, "--actors", "1", "--out", "o.jsonl", "--shard", "1/2")
+    flags += ("--max-new-tokens", "4")
+    assert bass("generate", *FLAGS, *flags)[0] == 0
+    results = json.loads((place / "o.jsonl.manifest.json").read_text())["results"]
+    assert results["shard"] == "1/2"  # so that bass merge knows it as a part
+    (place / "o.jsonl").unlink()
+    (place / "pair.yaml").write_text("target: ./gone\ndraft: none\n")
+    code, said = bass("generate", *FLAGS, *flags)
+    assert code == 2, said
+    assert f"on {os.uname().nodename}: " in said
+    assert "gone" in said
+    assert not (place / "o.jsonl").exists()
+
+
+def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
+    """The same samples by `eval --ray`, and by a map over Ray Data."""
+    import ray
+
+    import bass_cli.ray
+    from bass_cli import Job, Sampling, generate, load_pair
+
+    place = pair_folder(prompts=2, max_position_embeddings=1024)
+    task = ("eval", "humaneval", "--pair", "pair.yaml", "--limit", "3", "--n", "2", "--token-ids")
+    task += ("--device", "cpu", "--max-new-tokens", "6")
+    given = ("--ray", cluster.address, "--actors", "1", "--out", "ray.jsonl")
+    assert bass(*task, *given)[0] == bass(*task, "--out", "one.jsonl")[0] == 2  # nothing is scored
+    assert samples(place / "ray.jsonl") == samples(place / "one.jsonl")
+
+    sampling = Sampling(seed=3, max_new_tokens=6)
+    job = Job(pair=load_pair("pair.yaml"), n=2, device="cpu", sampling=sampling, token_ids=True)
+    rows = [{"id": f"p{i}", "prompt": f"the cat {i}", "kind": i} for i in range(5)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+        try:
+            drawn = bass_cli.ray.generate(ray.data.from_items(rows), job, batch_size=2).take_all()
+        finally:
+            ray.shutdown()
+    assert {(row["id"], row["sample"]): (row["text"], row["token_ids"], json.loads(row["meta"]))
+            for row in drawn} == {(one.id, one.sample): (one.text, one.token_ids, one.meta)
+                                  for one in generate(rows, job)}  # fmt: skip
+    assert len(drawn) == 10
+
+
+@pytest.mark.parametrize(("flags", "fault"), [
+    (("--ray", "local", "--actors", "0"), '"0" is neither all nor a whole number above 0'),
+    (("--ray", "local", "--actors", "many"), '"many" is neither all'),
+    (("--actors", "2"), "has no meaning without --ray"),
+    (("--ray", "local", "--budget", "2s"), "--ray and --budget exclude each other"),
+    (("--ray", "local", "--coupling", "maximal"), "--ray needs --coupling shared"),
+    (("--ray", "local", "--out", "-"), "--ray needs --out FILE"),
+    (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster answers there"),
+    (("--ray", "somewhere"), '"somewhere" is neither local, auto nor an address'),
+    (("--ray", "ray://host:10001"), "run the command on a node of the cluster"),
+    (("--ray", "local", "--device", "cuda"), "this machine has 0 GPUs that Ray sees"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_said_before_models_are_looked_at(
+    pair_folder: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fault: str
+) -> None:
+    pair_folder(prompts=2)
+    monkeypatch.setattr("bass_cli.plan.make_plan", lambda *_, **__: pytest.fail("models were read"))
+    code, said = bass("generate", *FLAGS, "--out", "o.jsonl", *flags)
+    assert (code, fault in said) == (3 if "cuda" in flags else 2, True), said
+
+
+def test_without_ray_its_installation_is_named(
+    pair_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair_folder(prompts=2)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    code, said = bass("generate", *FLAGS, "--ray", "local", "--out", "o.jsonl")
+    assert (code, "pip install 'bass-cli[ray]'" in said) == (2, True)
+
+
+def test_nothing_of_ray_is_imported_unless_asked_for() -> None:
+    code = "import sys, bass_cli.drawing, bass_cli.ray; print('ray' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
