@@ -62,7 +62,7 @@ def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) 
         "--prompt-tokens",
         "12",
         "--new-tokens",
-        "20",
+        "8",
         "--repeats",
         "1",
         "--device",

@@ -99,12 +99,13 @@ CONTROLLERS = {
 }
 
 
+# Where hardly a draft stands, the lengths of Algorithm 1 and of `auto` are those that react to it.
 @pytest.mark.parametrize(
-    ("coupling", "name"),
-    [("shared", name) for name in ("bass", "bass to 20", "bass+table")]
-    + [("maximal", name) for name in CONTROLLERS],
+    ("distance", "coupling", "name"),
+    [(0.3, "shared", name) for name in ("bass", "bass to 20", "bass+table")]
+    + [(0.3, "maximal", name) for name in CONTROLLERS]
+    + [(3.0, "shared", "bass"), (3.0, "maximal", "bass"), (3.0, "maximal", "auto with a profile")],
 )
-@pytest.mark.parametrize("distance", [0.3, 3.0])
 def test_captured_rounds_are_those_of_an_uncaptured_loop(coupling, name, distance):
     (found, seen), (due, rounds) = (
         rounds_of(
