@@ -185,7 +185,8 @@ class Crew:
             self._hear(member, event)
             if event.fault is not None:
                 self._refuse(place, member, event.fault)
-            self._ask(place, member)
+            else:
+                self._ask(place, member)
 
     def _accept(self, place: Place, member: _Member, ready: Ready) -> None:
         """One more is ready. Its samples must be those that all others would draw."""

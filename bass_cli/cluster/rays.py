@@ -87,7 +87,7 @@ def crew_on_ray(
     cluster at that address."""
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
-        _connected(request) as ray,
+        _connected(request, job.threads or 1) as ray,
         open(os.devnull, "w") as nowhere,
         # Ray prints what nodes report of workers that died to standard output, where results go
         contextlib.redirect_stdout(nowhere),
@@ -105,8 +105,9 @@ def crew_on_ray(
 
 
 @contextlib.contextmanager
-def _connected(request: Request) -> Iterator[Any]:
-    """The module ray, connected; the signals mean what they did before."""
+def _connected(request: Request, threads: int) -> Iterator[Any]:
+    """The module ray, connected; the signals mean what they did before. `threads`: of an actor on
+    CPUs."""
     local = request.address == "local"
     if not local:
         _check_address(request.address)
@@ -117,7 +118,10 @@ def _connected(request: Request) -> Iterator[Any]:
     given: dict[str, Any] = {"address": request.address}
     if local:
         cores = usable_cores().most
-        given |= {"num_cpus": max(cores, request.actors or 1), "object_store_memory": _STORE}
+        given |= {
+            "num_cpus": max(cores, (request.actors or 1) * threads),
+            "object_store_memory": _STORE,
+        }
         given |= {"include_dashboard": False}
     try:
         ray.init(**given, log_to_driver=False, logging_level="ERROR")

@@ -148,9 +148,16 @@ def test_a_fault_ends_the_job_after_what_was_drawn(kind: str, error: type[Except
     assert len(found) > 20
 
 
-def test_a_node_that_joins_without_the_model_is_left_out() -> None:
-    fleet = Fleet(places=2)
-    fleet.answers[Place("new", 0)] = Fault("user", "no model")
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_node_that_joins_without_the_model_is_left_out(at_once: bool) -> None:
+    """Or that finds out later that it cannot load it, with parts in its hand."""
+    fleet, fault = Fleet(places=2), Fault("machine", "no memory")
+    report = fleet._report
+    if at_once:
+        fleet.answers[Place("new", 0)] = fault
+    fleet._report = lambda place: report(place)._replace(  # type: ignore[method-assign]
+        fault=fault if place.node == "new" else None
+    )
     crew = crew_of(fleet)
     crew.gather()
     found = Counter[tuple[str, int]]()

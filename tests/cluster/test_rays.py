@@ -19,7 +19,10 @@ import pytest
 from test_end_to_end import samples
 from typer.testing import CliRunner
 
+from bass_cli import Job, Pair
 from bass_cli.cli.commands import app
+from bass_cli.cluster.crew import Place
+from bass_cli.cluster.rays import Request, Rooms
 
 FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "3", "--token-ids", "--device", "cpu")
 STORE = 80 * 2**20  # bytes, about the least that Ray takes
@@ -161,7 +164,7 @@ def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
     import ray
 
     import bass_cli.ray
-    from bass_cli import Job, Sampling, generate, load_pair
+    from bass_cli import Sampling, generate, load_pair
 
     place = pair_folder(prompts=2, max_position_embeddings=1024)
     task = ("eval", "humaneval", "--pair", "pair.yaml", "--limit", "3", "--n", "2", "--token-ids")
@@ -220,3 +223,39 @@ def test_nothing_of_ray_is_imported_unless_asked_for() -> None:
     code = "import sys, bass_cli.drawing, bass_cli.ray; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_an_actor_takes_a_gpu_where_the_cluster_has_any_and_cores_elsewhere() -> None:
+    """`taken` is what Ray is asked for; the job says which device an actor must find there."""
+    head, gpus, gone = ("a" * 56, "b" * 56, "c" * 56)
+    nodes = [
+        {"NodeID": head, "Alive": True, "Resources": {"CPU": 8.0}},
+        {"NodeID": gpus, "Alive": True, "Resources": {"CPU": 32.0, "GPU": 2.0}},
+        {"NodeID": gone, "Alive": False, "Resources": {"CPU": 32.0, "GPU": 8.0}},
+    ]
+
+    def rooms(device: str, actors: int | None, threads: int | None = None) -> Rooms:
+        job = Job(pair=Pair(name="p", target="t"), device=device, threads=threads)
+        return Rooms(lambda: nodes, Request("auto", actors), job)
+
+    found = rooms("auto", None)
+    assert found.job.device == "cuda"
+    assert found.places() == {Place(gpus, 0), Place(gpus, 1)}
+    taken = found.taken(Place(gpus, 1))
+    assert (taken["num_gpus"], taken["scheduling_strategy"].node_id) == (1, gpus)
+    nodes[0]["Resources"] = {"CPU": 8.0, "GPU": 1.0}  # it has joined
+    assert found.places() == {Place(gpus, 0), Place(gpus, 1), Place(head, 0)}
+    assert rooms("auto", 5).taken(Place(None, 4)) == {"num_cpus": 1, "num_gpus": 1}
+    on_cpus = rooms("cpu", None)
+    assert on_cpus.job.device == "cpu"
+    assert on_cpus.places() == {Place(head, 0), Place(gpus, 0)}
+    assert (
+        on_cpus.taken(Place(gpus, 0))["num_cpus"],
+        on_cpus.taken(Place(gpus, 0))["num_gpus"],
+    ) == (32, 0)
+    assert len(rooms("cpu", None, threads=8).places()) == 5
+    for node in nodes:
+        node["Resources"].pop("GPU", None)
+    assert rooms("auto", None).job.device == "cpu"
+    assert rooms("cuda", None).places() == set()  # they may join
+    assert rooms("cuda", 3).taken(Place(None, 0))["num_gpus"] == 1  # an autoscaler brings them
