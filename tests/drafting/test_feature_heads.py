@@ -36,6 +36,7 @@ from bass_cli.model.weights import load, open_checkpoint, open_head
 from bass_cli.profiling.measure import measure
 
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels
 KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
 
 
@@ -51,11 +52,12 @@ def models(tmp_path_factory):
         width = theirs.config.hidden_size
         reading = write_head(folder / "head", kind, width=width)
         ops.use(form)  # kernels read no packed weights
+        place = DEVICE if form == "triton" else CPU
         try:
             checkpoint = open_checkpoint(folder / "target")
-            target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
+            target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=place))
             opened = open_head(folder / "head", checkpoint.spec)
-            weights = load(opened, dtype=torch.float32, device=CPU)
+            weights = load(opened, dtype=torch.float32, device=place)
             head = FeatureHead(opened.head, weights, target)
         finally:
             ops.use(None)
@@ -274,7 +276,7 @@ def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, width):
             runner = Runner(target.read_by(head), rows=1, span=30, lag=1)
             runner.open("0", [5, 6, 7, 8, 9])
             runner.follow(Change((), (), (((0,), "0"),)))
-            with torch.inference_mode():
+            with torch.inference_mode(), DEVICE:
                 tokens = torch.arange(20, 20 + width)[None]
                 runner.forward(tokens, torch.arange(4, 4 + width)[None], None)
                 block = torch.tensor([[11] + [MASK] * 4])
