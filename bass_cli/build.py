@@ -80,10 +80,11 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     decoder, drafting, head = models if job.pair.draft != "none" else Models(models.target, None)
     if head is not None:
         decoder = decoder.read_by(head)
-    target = Runner(decoder, rows=plan.rows, span=plan.span, lag=1)
+    pieces = plan.pieces
+    target = Runner(decoder, rows=plan.rows, span=plan.span, lag=1, pieces=pieces)
     runner = None if head is None else target
     if drafting is not None:
-        runner = Runner(drafting, rows=plan.rows, span=plan.span, lag=2)
+        runner = Runner(drafting, rows=plan.rows, span=plan.span, lag=2, pieces=pieces)
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
@@ -93,7 +94,9 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         temperature=speculation.draft_temperature,
     )
     return Loop(
-        batch=Batch(rows=plan.rows, context=ARENA[plan.device.type], device=plan.device),
+        batch=Batch(
+            rows=plan.rows, context=ARENA[plan.device.type], device=plan.device, pieces=pieces
+        ),
         target=target,
         drafter=drafter,
         lengths=lengths_for(plan),

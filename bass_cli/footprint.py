@@ -26,7 +26,7 @@ from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused
 
 # of the free memory: the rest is for what other programs take meanwhile, and for fragments
 _USABLE = 0.95
-_SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
+SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
 _INTEGER = 8  # bytes of a token id
 # Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36,
 # a truncated law 16, and maximal coupling with a draft model 38 (measured); the kernels of a GPU
@@ -61,13 +61,17 @@ class Footprint:
     token: Each
     context: int
 
-    def parts(self, rows: int, new_tokens: int, *, prompts: float = 1) -> dict[str, int]:
+    def parts(
+        self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
+    ) -> dict[str, int]:
         """What `rows` rows of `prompts` prompts take, each of which may generate `new_tokens`, by
-        what it is for."""
+        what it is for; with place in the cache for `kept` of these on average (None: for all),
+        and for all of one row."""
         tokens = min(new_tokens, self.context - 1)
-        cache, buffers = (
-            rows * (row + token * tokens) for row, token in zip(self.row, self.token, strict=True)
-        )
+        stored = rows * min(tokens if kept is None else kept, tokens)
+        buffers = rows * (self.row.buffers + self.token.buffers * tokens)
+        # rows that are not live write to places of one more
+        cache = (rows + 1) * self.row.cache + self.token.cache * max(stored, min(rows, 1) * tokens)
         return {
             "weights": self.weights,
             "prompts": self.prompts + math.ceil((prompts - 1) * self.prompt),
@@ -76,17 +80,31 @@ class Footprint:
             "graphs": self.graphs,
         }
 
-    def bytes(self, rows: int, new_tokens: int, *, prompts: float = 1) -> int:
+    def bytes(
+        self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
+    ) -> int:
         """The sum of the parts."""
-        return sum(self.parts(rows, new_tokens, prompts=prompts).values())
+        return sum(self.parts(rows, new_tokens, prompts=prompts, kept=kept).values())
 
-    def most_rows(self, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
+    def most_rows(
+        self, new_tokens: int, free: int, *, samples: float = math.inf, kept: int | None = None
+    ) -> int:
         """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if
         there are none."""
-        each = (
-            self.bytes(1, new_tokens) - self.bytes(0, new_tokens) + math.ceil(self.prompt / samples)
+        tokens, left = min(new_tokens, self.context - 1), free - self.bytes(0, new_tokens)
+        stored = min(tokens if kept is None else kept, tokens)
+        each = sum(self.row) + self.token.buffers * tokens + math.ceil(self.prompt / samples)
+        longest = (left - self.token.cache * tokens) // each
+        return max(min(left // (each + self.token.cache * stored), longest), 0)
+
+    def most_kept(self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
+        """For how many of its new tokens each of `rows` rows can have place in the cache on
+        average, where `free` bytes do not suffice for all; 0 if for none."""
+        prompts = max(rows / samples, 1)
+        beside = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
+            new_tokens, self.context - 1
         )
-        return max((free - self.bytes(0, new_tokens)) // each, 0)
+        return max((free - beside) // (rows * self.token.cache), 0)
 
     def most_tokens(self, rows: int, free: int) -> int:
         """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are
@@ -130,7 +148,7 @@ def footprint(
     logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
-    beside = beyond(longest) + _SLACK  # positions of a row beside those of its new tokens
+    beside = beyond(longest) + SLACK  # positions of a row beside those of its new tokens
     work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
     work += _INTEGER * ARENA[kind]
     return Footprint(
@@ -173,20 +191,21 @@ def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool) -> int:
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a job is to take of a device: `rows` that may each generate `new_tokens`. `options`:
-    what sets the two (the second may be None)."""
+    what sets the two (the second may be None). `kept`: see Footprint.parts."""
 
     footprint: Footprint
     rows: int
     new_tokens: int
     device: torch.device
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
+    kept: int | None = None
 
     def check(self) -> None:
         """MachineError, with the largest settings that fit, where there is not enough memory for
         it now."""
         free, needed = (
             usable(free_memory(self.device)),
-            self.footprint.bytes(self.rows, self.new_tokens),
+            self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept),
         )
         if needed > free:
             remedy = self._remedy(free, self.rows, self.new_tokens)
@@ -210,7 +229,7 @@ class Need:
             except (
                 RuntimeError
             ):  # a device that refuses memory may refuse that too; then the plan has to do
-                free = self.footprint.bytes(self.rows, self.new_tokens)
+                free = self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept)
             # By the plan it should have fitted: half of it is proposed, or less where others
             # have taken memory meanwhile.
             remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
@@ -225,7 +244,8 @@ class Need:
         """What to give instead: one setting changed, up to these."""
         rows_option, tokens_option = self.options
         found = []
-        if rows := min(self.footprint.most_rows(self.new_tokens, free), most_rows):
+        fitting = self.footprint.most_rows(self.new_tokens, free, kept=self.kept)
+        if rows := min(fitting, most_rows):
             found.append(f"{rows_option} {rows}")
         tokens = min(self.footprint.most_tokens(self.rows, free), most_tokens)
         if tokens_option is not None and tokens:

@@ -10,26 +10,30 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from bass_cli import __version__
-from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
-from bass_cli.errors import MachineError, UserError
-from bass_cli.footprint import Footprint, Need, footprint, usable
-from bass_cli.lengths import store
+from bass_cli.engine.forecast import expected
+from bass_cli.errors import MachineError
+from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
-from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
-from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
+from bass_cli.model.slabs import Pieces
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.model.weights import Checkpoint
+from bass_cli.pair_files import Files, costs_of, open_files, tokens_of
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Slots of a row's first piece, at least: with more, most of a short sample's would be empty; with
+# fewer, rows would be copied more often.
+_PIECE = 256
 # The most rows that --batch-size auto takes: docs/LOG.md has what more of them gain, and cost.
 _MOST = {"cpu": 64, "cuda": 1024}
 
@@ -42,8 +46,8 @@ class Plan:
     `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
     it is there. `notes`: what the user should know. `footprint`: what it takes of memory, of
     which `free` bytes are there; `most_rows`: as many as fit into that, with every prompt as long
-    as the longest; `prompts`: how many there are (None: nobody knows); `options`: those that set
-    rows and new tokens."""
+    as the longest and place in the cache for `kept` new tokens of a row on average; `prompts`:
+    how many there are (None: nobody knows); `options`: those that set rows and new tokens."""
 
     job: Job
     target: Checkpoint
@@ -57,6 +61,7 @@ class Plan:
     footprint: Footprint
     free: int
     most_rows: int
+    kept: int
     profile: Path | None = None
     surface: Surface | None = None
     notes: tuple[str, ...] = ()
@@ -101,9 +106,25 @@ class Plan:
     def span(self) -> int:
         """How many positions of its own a row needs: no sample is longer than the target's
         context leaves room for."""
-        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1) + beyond(
-            _reach(self.job, self.draft)
-        )
+        return self.new_tokens + beyond(_reach(self.job, self.draft))
+
+    @property
+    def pieces(self) -> Pieces:
+        """How the rows' own keys are cut: a piece a row where there is place for all that every
+        row may generate, else smaller ones, of which rows get more as they grow."""
+        beside, most = self.span - self.new_tokens + SLACK, 1
+        whole = self.new_tokens + beside
+        if self.kept >= self.new_tokens:
+            return Pieces(self.rows, 1, whole, beside)
+        while whole // (2 * most) >= max(_PIECE, beside):
+            most *= 2
+        size = math.ceil(whole / most)
+        return Pieces(max(self.rows * (self.kept + beside) // size, most), most, size, beside)
+
+    @property
+    def new_tokens(self) -> int:
+        """The most that a sample may generate."""
+        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1)
 
     @property
     def longest(self) -> int:
@@ -115,7 +136,12 @@ class Plan:
     def need(self) -> Need:
         """The memory that its rows and new tokens ask for."""
         return Need(
-            self.footprint, self.rows, self.job.sampling.max_new_tokens, self.device, self.options
+            self.footprint,
+            self.rows,
+            self.job.sampling.max_new_tokens,
+            self.device,
+            self.options,
+            self.kept,
         )
 
     @property
@@ -123,7 +149,9 @@ class Plan:
         """Bytes of the memory that it takes, by what for, with as many prompts at once as its
         rows have."""
         prompts = max(self.rows / (1 if self.job.draws_one else self.job.n), 1)
-        return self.footprint.parts(self.rows, self.job.sampling.max_new_tokens, prompts=prompts)
+        return self.footprint.parts(
+            self.rows, self.job.sampling.max_new_tokens, prompts=prompts, kept=self.kept
+        )
 
     @property
     def why(self) -> str:
@@ -171,19 +199,20 @@ def make_plan(
     longest_prompt: str = "",
     prompts: int | None = None,
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens"),
+    grows: bool = True,
 ) -> Plan:
     """Check all that can be checked without weights. UserError for a mistake, MachineError for
     what is missing here. `longest_prompt`: its text, if it is known; `prompts`, `options`: see
-    Plan."""
+    Plan. `grows`: the rows' cache may grow with them (Loop.grow is called), so that there can be
+    more of them than fit at their longest."""
     device = device_of(job.device)
     wake(device)  # while files are read
-    files = _open(job)
+    files = open_files(job)
     dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
-    profile, surface = _costs(job, files, device, dtype, notes.append)
-    tokens = _tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
+    profile, surface = costs_of(job, files, device, dtype, notes.append)
+    tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype)
     free = usable(free_memory(device))
-    asked = job.batch_size if isinstance(job.batch_size, int) else 1
     fitting = found.most_rows(
         job.sampling.max_new_tokens, free, samples=1 if job.draws_one else job.n
     )
@@ -194,62 +223,45 @@ def make_plan(
         dtype=dtype,
         footprint=found,
         free=free,
-        most_rows=max(fitting, asked),  # these are held against the memory next
+        most_rows=fitting,
+        kept=job.sampling.max_new_tokens,
         profile=profile,
         surface=surface,
         prompts=prompts,
         options=options,
     )
+    if grows:
+        plan = _growing(plan)
+    if isinstance(job.batch_size, int):  # these are held against the memory next
+        plan = replace(plan, most_rows=max(plan.most_rows, job.batch_size))
+    plan = replace(plan, most_rows=max(plan.most_rows, 1))
     plan.need.check()
     if plan.rows < plan.wished:
         notes.append(f"{plan.rows} rows at a time, not {plan.wished}: {plan.why}")
     return replace(plan, notes=tuple(notes))
 
 
-class _Files(NamedTuple):
-    """What of a Plan comes from the files of its models."""
-
-    target: Checkpoint
-    tokenizer: Tokenizer
-    draft: Checkpoint | None
-    draft_vocab: int
-    mask: int | None
-    skipped: frozenset[int]
-
-
-def _open(job: Job) -> _Files:
-    """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
-    other, or the job."""
-    pair = job.pair
-    target_path = locate(pair.target, folder=pair.folder)
-    target = open_checkpoint(target_path)
-    words = parse_draft(pair.draft)
-    draft_path = None if words.files is None else locate(words.files, folder=pair.folder)
-    draft, mask = None, None
-    if draft_path is not None and words.reads:
-        draft = open_head(draft_path, target.spec)
-    elif draft_path is not None:
-        draft = open_checkpoint(draft_path)
-    if draft is not None and (words.parallel or words.reads):
-        mask = draft.mask()
-    skipped = skipped_layers(words.model or "", target.spec.layers)
-    if pair.draft == "none" and job.speculation.length not in ("auto", 0):
-        raise UserError(
-            f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
-            "no meaning"
-        )
-    if pair.tokenizer:
-        tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
-    else:
-        tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
-    draft_vocab = min(tokenizer.size, target.spec.vocab)
-    if draft is not None and draft_path is not None and not words.reads:
-        other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
-        check_same_vocabulary(tokenizer, other)
-        draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
-    if job.chat and not tokenizer.has_chat_template:
-        raise UserError(f"--chat: {pair.target} has no chat template")
-    return _Files(target, tokenizer, draft, draft_vocab, mask, skipped)
+def _growing(plan: Plan) -> Plan:
+    """The plan with rows whose cache grows with them, where more are wished than fit at their
+    longest: as many as fit at the length that is expected, with all the memory that they leave.
+    Not with a budget, nor under maximal coupling: a row that has to be put back is late, and its
+    sample would be another one."""
+    job, found = plan.job, plan.footprint
+    if (
+        not 0 < plan.most_rows < plan.wished
+        or job.budget is not None
+        or job.speculation.coupling == "maximal"
+    ):
+        return plan
+    tokens, samples = plan.new_tokens, 1 if job.draws_one else job.n
+    least = replace(plan, kept=0).pieces
+    kept = max(math.ceil(expected(tokens)), least.size - least.beside)
+    most = found.most_rows(tokens, plan.free, samples=samples, kept=kept)
+    if least.most == 1 or most <= plan.most_rows:
+        return plan
+    fewer = replace(plan, most_rows=most, kept=kept)
+    room = found.most_kept(fewer.rows, tokens, plan.free, samples=samples)
+    return replace(fewer, kept=max(kept, room))
 
 
 def _contradictions(job: Job) -> Iterator[str]:
@@ -266,32 +278,8 @@ def _contradictions(job: Job) -> Iterator[str]:
         )
 
 
-def _costs(
-    job: Job, files: _Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
-) -> tuple[Path | None, Surface | None]:
-    """The file for what rounds cost, and what it holds; UserError where that is needed and not
-    there."""
-    pair, profile, surface = job.pair, None, None
-    if pair.draft != "none":
-        profile = store.path_of(
-            target=files.target.fingerprint(),
-            draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
-            device=device,
-            dtype=dtype,
-            threads=job.threads,
-        )
-        surface = store.load_surface(profile, note)
-    if "table" in str(job.speculation.length) and not (surface and surface.measured):
-        raise UserError(
-            f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
-            "device yet; make one with bass profile and the same --pair (or --model) and --draft, "
-            "or use auto or bass"
-        )
-    return profile, surface
-
-
 def _footprint(
-    job: Job, files: _Files, prompt_tokens: int, *, device: torch.device, dtype: torch.dtype
+    job: Job, files: Files, prompt_tokens: int, *, device: torch.device, dtype: torch.dtype
 ) -> Footprint:
     spec = files.target.spec
     return footprint(
@@ -305,16 +293,6 @@ def _footprint(
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
     )
-
-
-def _tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
-    """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
-    # only its length counts; what cannot be read fails later
-    text = prompt.encode(errors="replace").decode()
-    try:
-        return min(len(tokenizer.encode(text, context)), context) if text else 0
-    except UserError:  # too long to be tokenised
-        return context
 
 
 def _reach(job: Job, draft: Checkpoint | None) -> int:

@@ -154,6 +154,7 @@ class Conductor:
         self._tasks: dict[Task, None] = {}  # under way, in the order in which they came
         self._queue: deque[Task] = deque()  # those with samples that wait for a row
         self._waiting = 0  # so many samples
+        self._crowded = False  # a row was put back, and none has ended since
         self._live: dict[Row, Sample] = {}
         self._over: list[int] = []  # the places of rows that have ended, and are not given up yet
         self._due: deque[Due | Completion] = deque()  # what is over and was not yielded
@@ -174,6 +175,7 @@ class Conductor:
                 self._take(prompts, done)
                 self._exchange()
                 self._expire()
+                self._grow()
                 if self._live and self._job.budget is None:
                     self._loop.launch(backlog=self._backlog())
                 yield from self._finished()
@@ -201,8 +203,7 @@ class Conductor:
             tokens += last
 
     def _wants_prompt(self, *, more: bool) -> bool:
-        batch = self._loop.batch
-        room = batch.capacity - len(batch) + (batch.capacity if more else 0)
+        room = self._room() + (self._loop.batch.capacity if more else 0)
         return self._waiting < room and not (self._alone and self._tasks)
 
     def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
@@ -230,20 +231,39 @@ class Conductor:
     def _exchange(self) -> None:
         """Give free rows, and those of samples that are over, to waiting samples, oldest prompt
         first."""
-        batch, rows, closed = self._loop.batch, list[Row](), list[Task]()
-        room = batch.capacity - len(batch) + len(self._over)
+        rows, room = list[Row](), self._room()
         while self._queue and len(rows) < room:
             task = self._queue[0]
             count = min(len(task.waiting), room - len(rows))
             rows += (self._row(task, task.waiting.popleft()) for _ in range(count))
             if not task.waiting:
-                closed.append(self._queue.popleft())
+                self._queue.popleft()
         if rows or self._over:
             self._loop.exchange(self._over, rows)
         self._waiting -= len(rows)
         self._over = []
-        for task in closed:
-            self._loop.close(task.prompt.id)
+
+    def _room(self) -> int:
+        """How many rows more there is place for: none after a row was put back, until another
+        one has ended."""
+        batch, limit = self._loop.batch, self._job.sampling.max_new_tokens
+        if self._crowded and self._live:
+            return 0
+        generated = int(batch.generated().sum())
+        return batch.room(self._forecast.becomes(limit, generated), ended=self._over)
+
+    def _grow(self) -> None:
+        """Rows that are put back wait again, before all others, and are drawn from the
+        beginning."""
+        for row in self._loop.grow():
+            sample = self._live.pop(row)
+            task = sample.task
+            if not task.waiting:
+                self._queue.appendleft(task)
+            task.waiting.appendleft(row.sample)
+            task.live -= 1
+            self._waiting += 1
+            self._crowded = True
 
     def _row(self, task: Task, sample: int) -> Row:
         sampling = self._job.sampling
@@ -305,7 +325,6 @@ class Conductor:
                 self._waiting -= len(task.waiting)
                 task.waiting.clear()
                 self._queue.remove(task)
-                self._loop.close(task.prompt.id)
                 self._forget(task)
         if self._over:
             self._loop.retire(*self._over)
@@ -324,6 +343,7 @@ class Conductor:
         """The row is given up with all others that end now."""
         row, task = sample.row, sample.task
         self._over.append(row.place)
+        self._crowded = False
         self._forecast.end(row.generated)
         del self._live[row]
         task.live -= 1
@@ -336,8 +356,10 @@ class Conductor:
         self._due += (Due(task, sample, None, Ending("budget"), now) for sample in task.waiting)
 
     def _forget(self, task: Task) -> None:
-        if not task.waiting and not task.live:
-            self._tasks.pop(task, None)
+        """Until all its samples are over a prompt may need another row."""
+        if not task.waiting and not task.live and task in self._tasks:
+            del self._tasks[task]
+            self._loop.close(task.prompt.id)
 
     def _finished(self) -> Iterator[Completion]:
         """What is over, in the order in which it ended."""

@@ -17,7 +17,7 @@ model
 engine
 drafting | lengths
 profiling
-footprint plan
+footprint pair_files plan
 build intake endings unfinished scheduler library manifest
 cluster
 drawing generation ray

@@ -161,7 +161,7 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
     assert print_.parts(3, 5, prompts=2) == {
         "weights": 1000,
         "prompts": 60,
-        "cache": 3 * (20 + 5 * 4),
+        "cache": (3 + 1) * 20 + 3 * 5 * 4,
         "buffers": 30 + 3 * (10 + 5 * 3),
         "graphs": 60,
     }

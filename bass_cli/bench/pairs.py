@@ -74,7 +74,9 @@ class Loops:
 
 def plan_for(settings: Settings) -> Plan | None:
     """A real pair's plan: everything that can be checked without weights. None for random ones."""
-    return make_plan(settings.job, options=_OPTIONS) if settings.shape is None else None
+    if settings.shape is not None:
+        return None
+    return make_plan(settings.job, options=_OPTIONS, grows=False)
 
 
 def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:

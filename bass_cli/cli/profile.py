@@ -54,7 +54,7 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
     from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job, options=("--batch-sizes", None))
+    plan = make_plan(job, options=("--batch-sizes", None), grows=False)
     if plan.profile is None:
         raise UserError(
             f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to '

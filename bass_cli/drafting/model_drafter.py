@@ -58,7 +58,7 @@ class ModelRows:
 
     def follow(self, change: Change) -> None:
         self._runner.follow(change)
-        for source, target, _ in change.moved:
+        for source, target in change.moved:
             self._fed[target] = self._fed[source]
         for places, _ in change.begun:
             self._fed[list(places)] = self._runner.cache.base(places[0])

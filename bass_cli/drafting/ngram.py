@@ -87,7 +87,7 @@ class LookupDrafter:
             sample = self._samples.pop(place)
             if sample.row is not None:
                 sample.catch_up(sample.row)
-        for source, target, _ in change.moved:
+        for source, target in change.moved:
             self._samples[target] = self._samples.pop(source)
         for places, key in change.begun:
             self._samples |= {place: self._begin(self._prompts[key]) for place in places}

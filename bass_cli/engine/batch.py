@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy
@@ -19,7 +20,7 @@ from torch import Tensor
 from bass_cli.engine.graphs import WIDTHS, cover
 from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
 from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
-from bass_cli.model.kv_cache import Change, sent
+from bass_cli.model.slabs import Change, Copied, Pieces, Slabs, sent
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
 
@@ -40,8 +41,11 @@ class Batch:
     numbers of live rows. `version` changes whenever `tokens` moves to another address.
     """
 
-    def __init__(self, *, rows: int, context: int, device: torch.device):
+    def __init__(
+        self, *, rows: int, context: int, device: torch.device, pieces: Pieces | None = None
+    ):
         self.capacity, self.device = rows, device
+        self.slabs = Slabs(rows, pieces or Pieces(rows))
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
         # What only the host changes is set by one copy of all of it, whatever has changed.
@@ -102,10 +106,10 @@ class Batch:
     def laws(self) -> Laws:
         return self._laws.first(self.rows)
 
-    def exchange(self, ended: Sequence[int], rows: Sequence[Row], *, unseen: int = 0) -> Change:
+    def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
         """End the rows at `ended` and make `rows` live: they take the places of those, and only
         where they are fewer, the last rows do. One copy to the device, which the host does not
-        wait for. `unseen`: tokens that the device may be ahead of the host."""
+        wait for."""
         leaving, old = sorted(ended), len(self.hosts)
         count = old - len(leaving) + len(rows)
         assert count <= self.capacity
@@ -115,7 +119,6 @@ class Batch:
         sources = [place for place in range(count, old) if place not in gone]
         for place in leaving:
             self.hosts[place].leave()
-        lengths = self.ledger.numbers[sources, LENGTH] + unseen
         self._write(places, rows, sources, holes, count)
         self._send(places, rows, sources, holes, slice(count, max(count, old)))
         self.changes += 1
@@ -125,8 +128,51 @@ class Batch:
                 zip(places, rows, strict=True), key=lambda one: one[1].key
             )
         )
-        moved = zip(sources, holes, lengths.tolist(), strict=True)
-        return Change(tuple(leaving), tuple(moved), tuple(begun))
+        moved = tuple(zip(sources, holes, strict=True))
+        self.slabs.exchange(leaving, moved, places)
+        return Change(tuple(leaving), moved, tuple(begun), self.slabs.runs.copy())
+
+    def room(self, tokens: float, *, ended: Sequence[int] = ()) -> int:
+        """How many rows more there is place for, those at `ended` being over, if all that are
+        live become so many tokens long or are longer already; one at least where none is."""
+        live = numpy.ones(len(self.hosts), dtype=bool)
+        live[list(ended)] = False
+        pieces, sizes = self.slabs.pieces, self.slabs.runs[1, : len(self.hosts)][live]
+        free = self.capacity - len(sizes)
+        if pieces.most == 1:
+            return free
+        each = int(pieces.needed(numpy.array([math.ceil(tokens)]))[0])
+        left = (pieces.total - int(numpy.maximum(sizes, each).sum())) // each
+        return min(free, max(left, int(not len(sizes))))
+
+    def grow(self) -> tuple[Change | None, int | None]:
+        """Give the rows, longest first, as many pieces as two rounds more may take; and the row
+        for which there are not so many together, where it ends."""
+        slabs, generated, copied = self.slabs, self.generated(), list[Copied]()
+        if slabs.pieces.most == 1:
+            return None, None
+        needed, fails = slabs.pieces.needed(generated), None
+        (places,) = numpy.nonzero(needed > slabs.runs[1, : len(needed)])
+        for place in places[numpy.argsort(-generated[places], kind="stable")].tolist():
+            found = slabs.grow(place, int(needed[place]))
+            if found is None:
+                fails = place
+                break
+            copied.append(found)
+        if not copied:
+            return None, fails
+        return Change((), (), (), slabs.runs.copy(), tuple(copied)), fails
+
+    def surplus(self, place: int) -> list[int]:
+        """The rows to be put back so that the one at `place` can grow, or itself: those that have
+        the fewest tokens among rows whose pieces lie well; never the longest row, so that one
+        always comes to its end."""
+        generated = self.generated()
+        worth = generated.astype(numpy.float64)
+        worth[longest := int(generated.argmax())] = numpy.inf
+        size = int(self.slabs.pieces.needed(generated[place : place + 1])[0])
+        others = self.slabs.least(size, worth, grows=place)
+        return others if place == longest or worth[others].sum() <= worth[place] else [place]
 
     def _write(
         self,

@@ -7,6 +7,15 @@ as long as those before.
 
 from __future__ import annotations
 
+# Before a sample has ended it is taken to have this part of the tokens that it may: limits are set
+# so that few samples meet them.
+_PART = 1 / 4
+
+
+def expected(limit: float) -> float:
+    """Tokens that a sample is taken to have while nothing is known but how many it may."""
+    return limit * _PART
+
 
 class Forecast:
     """`samples`: how many the job has; None if nobody knows, then as many again as have begun
@@ -29,6 +38,13 @@ class Forecast:
         """Tokens that a sample is likely to have. While none has ended: twice what the live rows
         have on average (`generated`), for all that lasts is likely to last as long again."""
         return self._tokens / self._ended if self._ended else 2 * generated + 1
+
+    def becomes(self, limit: int, generated: int) -> float:
+        """The same, to admit rows by, of which too many are worse than too few: what all samples
+        have generated (the live ones: `generated`) over how many have ended, since those that
+        end first are short; what is `expected` of the limit counts as one that has."""
+        tokens = expected(limit) + self._tokens + generated
+        return min(tokens / (1 + self._ended), float(limit))
 
     def waiting(self, waiting: int, *, ended: bool) -> int:
         """Samples that have no row yet: `waiting` ones, and those of prompts that were not taken

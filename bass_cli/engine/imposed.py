@@ -36,7 +36,7 @@ class Imposed:
     def follow(self, change: Change) -> None:
         """Rows that begin have the luck of their noise keys."""
         self._widen()
-        for source, target, _ in change.moved:
+        for source, target in change.moved:
             self._luck[target] = self._luck[source]
             self._chances[target] = self._chances[source]
         begun = [(place, key) for places, key in change.begun for place in places]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.batch import Batch, Change, Row
 from bass_cli.engine.contracts import Drafter, FollowsRows, Target
 from bass_cli.engine.deadline import Clock, Prefill
 from bass_cli.engine.graphs import synchronise
@@ -60,8 +60,24 @@ class Members:
         self._target.close(key)
         self._drafter.close(key)
 
-    def exchange(self, ended: Sequence[int], rows: Sequence[Row], *, unseen: int) -> None:
+    def grow(self) -> list[Row]:
+        """See to it that the rows' pieces hold what two rounds may bring, whether the host knows
+        of the first or not; rows that had to be put back for that are live no more."""
+        back: list[Row] = []
+        while True:
+            change, fails = self._batch.grow()
+            if change is not None:
+                self._follow(change)
+            if fails is None:
+                return back
+            surplus = self._batch.surplus(fails)
+            back += [self._batch.hosts[place] for place in surplus]
+            self.exchange(surplus, ())
+
+    def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
         """Batch.exchange; the rows' prompts must be open."""
-        change = self._batch.exchange(ended, rows, unseen=unseen)
+        self._follow(self._batch.exchange(ended, rows))
+
+    def _follow(self, change: Change) -> None:
         for follower in self._followers:
             follower.follow(change)

@@ -135,10 +135,19 @@ class Loop:
     def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
         """End the rows at `ended` and make `rows`, of open prompts, live. Cheapest if a prompt's
         rows come together, and all that changes between two rounds at once."""
-        unseen = 0 if self._flight is None else self._flight.width + 1
-        self._members.exchange(ended, rows, unseen=unseen)
+        self._members.exchange(ended, rows)
         self._next.changed()
         self._worth.rows_ended(len(ended))
+
+    @torch.inference_mode()
+    def grow(self) -> list[Row]:
+        """Before `launch` and `round` wherever rows may outgrow their pieces of the cache: see to
+        it that they have enough. Rows for which there were not are put back: live no more, and to
+        be drawn again."""
+        back = self._members.grow()
+        if back:
+            self._next.changed()
+        return back
 
     def admit(self, *rows: Row) -> None:
         """Make rows of open prompts live."""

@@ -1,9 +1,9 @@
-"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and one
-span per row.
+"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and for
+every row a run of pieces of a second store, which grows with it.
 
 A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a
-key goes and who may see it; nothing is erased when drafts are rejected. Not here: which tokens
-are fed (runner.py), attention (kernels).
+key goes and who may see it; nothing is erased when drafts are rejected. Not here: which pieces a
+row has (slabs.py), which tokens are fed (runner.py), attention (kernels).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bass_cli.model.prefix_groups import TeamTable
+from bass_cli.model.slabs import Copied, Integers, Pieces, sent
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Segments
 
@@ -25,24 +25,7 @@ from bass_kernels import Group, Segments
 ARENA = {"cpu": 1024, "cuda": 8192}
 # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 _TEAMED = 1024
-_MOVED = 2**26  # bytes of keys and values that move at once, for which there is a copy meanwhile
-
-
-class Change(NamedTuple):
-    """Rows that come and go at once. The rows at `ended` are over; then row `source` of each
-    (source, target, length) in `moved`, which has so many tokens, becomes row `target`; then the
-    places of each (places, key) in `begun` are rows of that prompt."""
-
-    ended: tuple[int, ...]
-    moved: tuple[tuple[int, int, int], ...]
-    begun: tuple[tuple[tuple[int, ...], str], ...]
-
-
-def sent(array: NDArray[numpy.int64], device: torch.device) -> Tensor:
-    """Numbers of the host's on the device, from pinned memory: the host waits for nothing that
-    runs there."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+_MOVED = 2**26  # bytes of keys and values that are copied at once, and stand elsewhere meanwhile
 
 
 @dataclass(slots=True, eq=False)
@@ -94,16 +77,15 @@ class Pass(NamedTuple):
         """Where in `own` the keys and values of its tokens go, [B, W] int64."""
         if self.prefill is not None:
             return self.prefill
-        return self.positions - self.segments.base[:, None]
+        return self.positions + (self.segments.own - self.segments.base)[:, None]
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that it writes to, the rows' own spans or the prompt store,
-        [B, K, S, D] each."""
-        if self.prefill is None:
-            rows, at = self.positions.shape[0], self.first + layer
-            return self.store.own_keys[at][:rows], self.store.own_values[at][:rows]
-        keys, values = self.prompt(layer)
-        return keys[None], values[None]
+        """Keys and values that it writes to, the rows' own or the prompt store, [K, S, D]
+        each."""
+        if self.prefill is not None:
+            return self.prompt(layer)
+        at = self.first + layer
+        return self.store.own_keys[at], self.store.own_values[at]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt store, [K, T, D] each."""
@@ -115,13 +97,14 @@ class KVCache:
     """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they
     share.
 
-    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [rows, K, span,
-    D] a layer, of the `shapes` one after the other; those of one shape are views of one block
-    [layers, 2, rows, K, span, D], so that a row moves in one copy. `prompt_keys`,
-    `prompt_values`: [K, T, D] a layer, T growing. `version` changes when they move to another
-    address, and when the first rows share a long prompt (passes are launched otherwise then). A
-    prompt span that no row reads and that is closed is free again. Rows that are not live are at
-    base 0.
+    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [K, S, D] a
+    layer, of the `shapes` one after the other; those of one shape are views of one block [layers,
+    2, K, S, D], so that rows grow in one copy. Their first slots, `beside` of `pieces`, are where
+    rows that are not live write, at base 0; then come the pieces (None: one of `span` slots a
+    row, and as many aside), the rows' own. `prompt_keys`, `prompt_values`: [K, T, D] a layer, T
+    growing. `version` changes when they move to another address, and when the first rows share a
+    long prompt (passes are launched otherwise then). A prompt span that no row reads and that is
+    closed is free again.
     """
 
     def __init__(
@@ -132,6 +115,7 @@ class KVCache:
         span: int,
         dtype: torch.dtype,
         device: torch.device,
+        pieces: Pieces | None = None,
     ):
         def zeros() -> list[Tensor]:
             arena = ARENA.get(device.type, 1024)
@@ -141,8 +125,11 @@ class KVCache:
                 for _ in range(count)
             ]
 
+        pieces = pieces or Pieces(rows, 1, span, span)
+        assert pieces.most * pieces.size >= span
+        self._pieces, slots = pieces, pieces.beside + pieces.total * pieces.size
         self._own = [
-            torch.zeros(count, 2, rows, heads, span, size, dtype=dtype, device=device)
+            torch.zeros(count, 2, heads, slots, size, dtype=dtype, device=device)
             for count, heads, size in shapes
         ]
         self.own_keys, self.own_values = (
@@ -152,9 +139,12 @@ class KVCache:
         self.span = span
         self.version = 0
         # together, so that one operation sets both
-        self._places = torch.zeros(2, rows, dtype=torch.int64, device=device)
-        self._base, self._start = self._places
-        self._host = numpy.zeros((2, rows), dtype=numpy.int64)
+        self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
+        self._base, self._start, self._slot = self._places
+        self._host = numpy.zeros((3, rows), dtype=numpy.int64)
+        # of each row, the first piece and how many it has
+        self._runs: Integers = numpy.stack((numpy.arange(rows), numpy.ones(rows, numpy.int64)))
+        self._live = numpy.zeros(rows, dtype=bool)
         self._of_row: list[Span | None] = [None] * rows
         self._spans: list[Span] = []
         self._groups: tuple[Group, ...] | None = None
@@ -190,47 +180,52 @@ class KVCache:
         self,
         *,
         ended: Sequence[int] = (),
-        moved: Sequence[tuple[int, int, int]] = (),
+        moved: Sequence[tuple[int, int]] = (),
         begun: Iterable[tuple[Sequence[int], Span]] = (),
+        runs: Integers | None = None,
+        copied: Sequence[Copied] = (),
     ) -> None:
-        """Rows end; then of each (source, target, used) row `source` with its first `used` own
-        slots becomes row `target`, which must be free and is no other's source; then rows begin,
-        whose own slot 0 is position span.length. The device is told by one copy of all."""
+        """Rows end; then of each (source, target) row `source` becomes row `target`, which must
+        be free and is no other's source; then rows begin, whose own slot 0 is position
+        span.length. `runs`, `copied`: see Change. The device is told by one copy of all."""
         for row in ended:
             self._span_of(row).rows.discard(row)
             self._collect(self._span_of(row))
             self._of_row[row] = None
-        self._host[:, ended] = 0
-        self._move(moved)
+        self._host[:, ended], self._live[list(ended)] = 0, False
+        for source, target in moved:
+            assert self._of_row[target] is None
+            span = self._of_row[target] = self._span_of(source)
+            span.rows ^= {source, target}
+            self._of_row[source] = None
+            self._host[:, target] = self._host[:, source]
+            self._host[:, source], self._live[[source, target]] = 0, (False, True)
+            if runs is None:
+                self._runs[:, [source, target]] = self._runs[:, [target, source]]
+        if runs is not None:
+            self._runs = runs
         for rows, span in begun:
             assert span.open
             assert not any(self._of_row[row] for row in rows)
             span.rows.update(rows)
             for row in rows:
                 self._of_row[row] = span
-            self._host[:, rows] = [[span.length], [span.start]]
+            self._host[:2, rows], self._live[list(rows)] = [[span.length], [span.start]], True
+        self._host[2] = self._pieces.slot(self._runs[0]) * self._live
         self._places.copy_(sent(self._host, self._places.device))
+        self._copy(copied)
         self._regroup()
 
-    def _move(self, moved: Sequence[tuple[int, int, int]]) -> None:
-        if not moved:
-            return
-        for source, target, _ in moved:
-            assert self._of_row[target] is None
-            span = self._of_row[target] = self._span_of(source)
-            span.rows ^= {source, target}
-            self._of_row[source] = None
-        sources, targets, useds = zip(*moved, strict=True)
-        self._host[:, targets] = self._host[:, sources]
-        self._host[:, sources] = 0
-        used = max(useds)
+    def _copy(self, copied: Sequence[Copied]) -> None:
+        """In parts, of which each is read before it is written: a row's new pieces may be those
+        that one before it has left."""
+        places = self._pieces.slots(copied)
         for own in self._own:
-            one = own[:, :, 0, :, :used]
-            at_once = max(_MOVED // max(one.numel() * one.element_size(), 1), 1)
-            for part in range(0, len(moved), at_once):
-                places = numpy.array((sources, targets))[:, part : part + at_once]
-                old, new = sent(places, own.device)
-                own[:, :, new, :, :used] = own[:, :, old, :, :used]
+            each = own[:, :, :, :1].numel() * own.element_size()
+            at_once = max(_MOVED // max(each, 1), 1)
+            for part in range(0, places.shape[1], at_once):
+                old, new = sent(places[:, part : part + at_once].copy(), own.device)
+                own[:, :, :, new] = own[:, :, :, old]
 
     def _span_of(self, row: int) -> Span:
         span = self._of_row[row]
@@ -254,13 +249,17 @@ class KVCache:
         groups: tuple[Group, ...] | None = None
         extent = self.span
         if ends is not None:
-            extent = max(end - self.base(row) for row, end in enumerate(ends))
-            assert extent <= self.span, f"a row needs {extent} own slots of {self.span}"
+            used = ends - self._host[0, :rows]
+            extent = int(used.max())
+            spare = self._pieces.size * self._runs[1, :rows] - used
+            assert spare.min() >= 0, f"a row lacks {-spare.min()} own slots"
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
         base = self._base[:rows]
         teams = self._teams.of(rows) if self._sharing else None
-        segments = Segments(positions, base, self._start[:rows], groups, extent, teams)
+        segments = Segments(
+            positions, base, self._start[:rows], self._slot[:rows], groups, extent, teams
+        )
         # A row may be fed positions of its prompt again to catch up; those keys stand in the
         # prompt span already.
         return Pass(positions, segments, self, None)
@@ -278,7 +277,7 @@ class KVCache:
         their prompt starts in the store, and the position up to which it is there after the pass,
         [N]; all int64. groups: the tiles by prompt, where the host is to take part; a captured
         pass goes by what is on the device alone."""
-        segments = Segments(positions.view(len(ends), -1), ends, starts, groups, 0)
+        segments = Segments(positions.view(len(ends), -1), ends, starts, starts, groups, 0)
         return Pass(positions[None], segments, self, slots[None])
 
     @property

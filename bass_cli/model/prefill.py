@@ -21,7 +21,8 @@ from torch import Tensor
 
 from bass_cli.model.capture import Recorder
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import KVCache, Span, sent
+from bass_cli.model.kv_cache import KVCache, Span
+from bass_cli.model.slabs import sent
 from bass_kernels import Group
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included

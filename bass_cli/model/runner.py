@@ -14,8 +14,9 @@ from torch import Tensor
 
 from bass_cli.model.capture import Recorder, recorder
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import Change, KVCache, Span
+from bass_cli.model.kv_cache import KVCache, Span
 from bass_cli.model.prefill import PASS, Part, Passes, alone, tiled
+from bass_cli.model.slabs import Change, Pieces
 
 # prompt tokens a pass where a deadline may stop it in between: about what a round takes
 _TIMED_PASS = {"cpu": 64}
@@ -45,15 +46,27 @@ class Runner:
     `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2
     for a draft model, whose first step always feeds a row's last two tokens. Prompts that are
     opened one after the other are read together, when a row of one of them begins; by graphs
-    where `record` (by default that of the device) captures them.
+    where `record` (by default that of the device) captures them. `pieces`: see KVCache.
     """
 
     def __init__(
-        self, decoder: Decoder, *, rows: int, span: int, lag: int, record: Recorder | None = None
+        self,
+        decoder: Decoder,
+        *,
+        rows: int,
+        span: int,
+        lag: int,
+        record: Recorder | None = None,
+        pieces: Pieces | None = None,
     ):
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(
-            decoder.cached, rows=rows, span=span + lag, dtype=decoder.dtype, device=decoder.device
+            decoder.cached,
+            rows=rows,
+            span=span + lag,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            pieces=pieces,
         )
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
@@ -130,11 +143,12 @@ class Runner:
         """Rows have ended, moved and begun."""
         while any(key in self._unread for _, key in change.begun):
             self.read()
-        base = self.cache.base
         self.cache.exchange(
             ended=change.ended,
-            moved=[(old, new, max(length - base(old), 0)) for old, new, length in change.moved],
+            moved=change.moved,
             begun=[(places, self._prompts[key].span) for places, key in change.begun],
+            runs=change.runs,
+            copied=change.copied,
         )
 
     @property

@@ -2,8 +2,8 @@
 also have a Triton form, which CUDA tensors take and which must give the same results.
 
 Tensors only: no op knows of jobs, tokenizers or controllers. Shapes: B rows, W positions a row,
-V vocabulary, H query heads, K key/value heads, D head size, S slots of a row's own span, T
-positions of the prompt store.
+V vocabulary, H query heads, K key/value heads, D head size, S slots of the store of rows' own
+keys, T positions of the prompt store.
 """
 
 from . import acceptance, law_distances, reference, sampling, trained

@@ -42,7 +42,7 @@ def mix(
     a row's keys, and keys at a time: for tests.
     """
     rows, wide = segments.positions.shape
-    _, kv_heads, _, size = own[0].shape
+    kv_heads, _, size = own[0].shape
     units = rows * kv_heads
     splits = splits or max(1, min(8, processors(qkv.device) // units))
     block_q, block_d = _block(wide * heads // kv_heads), _block(size)
@@ -62,6 +62,7 @@ def mix(
         segments.positions,
         segments.base,
         segments.start,
+        segments.own,
         out,
         *_scratch(out, units, splits, block_q, block_d),
         wide,
@@ -69,7 +70,7 @@ def mix(
         window,
         eps,
         scale * 1.4426950408889634,
-        *own[0].stride()[:3],
+        *own[0].stride()[:2],
         *prompt[0].stride()[:2],
         NORMS=norms is not None,
         WIDE="ieee" if qkv.dtype == torch.float32 else "tf32",
@@ -175,6 +176,7 @@ def _mix(
     position_ptr,
     base_ptr,
     start_ptr,
+    own_ptr,
     out_ptr,
     part_ptr,
     peak_ptr,
@@ -184,7 +186,6 @@ def _mix(
     window,
     eps,
     scale,
-    key_row,
     key_head,
     key_step,
     prompt_head,
@@ -213,6 +214,7 @@ def _mix(
     # one ahead is done.
     base = tl.load(base_ptr + row, cache_modifier=".cg").to(tl.int32)
     start = tl.load(start_ptr + row, cache_modifier=".cg")
+    own = tl.load(own_ptr + row, cache_modifier=".cg")
     old = tl.load(position_ptr + row * wide, cache_modifier=".cg")
     old = old.to(tl.int32)  # keys before it are in the cache
     position = tl.load(position_ptr + token, mask=inside, other=-1, cache_modifier=".cg")
@@ -222,10 +224,11 @@ def _mix(
         least = tl.maximum(old - window + 1, 0)
     share = tl.cdiv(tl.cdiv(old - least, KEYS), SPLITS) * KEYS
     low = least + split * share
-    key_ptr += row.to(tl.int64) * key_row + kv * key_head
-    value_ptr += row.to(tl.int64) * key_row + kv * key_head
-    prompt_key_ptr += kv * prompt_head + start * prompt_step
-    prompt_value_ptr += kv * prompt_head + start * prompt_step
+    kv_head = kv.to(tl.int64)
+    key_ptr += kv_head * key_head + own * key_step
+    value_ptr += kv_head * key_head + own * key_step
+    prompt_key_ptr += kv_head * prompt_head + start * prompt_step
+    prompt_value_ptr += kv_head * prompt_head + start * prompt_step
     after(EARLY)
     q = _turned(
         qkv_ptr,

@@ -160,7 +160,7 @@ def rope_write(
 ) -> Tensor:
     """As reference.rope_write; one program a token and head."""
     keys, values = own
-    kv_heads, size = keys.shape[1], keys.shape[3]
+    kv_heads, _, size = keys.shape
     rows, width = slots.shape
     qkv = qkv.contiguous()
     q = qkv.new_empty(rows, width, heads, size)
@@ -183,7 +183,6 @@ def rope_write(
         slots.stride(1),
         keys.stride(0),
         keys.stride(1),
-        keys.stride(2),
         H=heads,
         K=kv_heads,
         D=size,
@@ -216,7 +215,6 @@ def _rope_write(
     width,
     slot_row,
     slot_place,
-    key_row,
     key_head,
     key_slot,
     H: tl.constexpr,
@@ -262,7 +260,7 @@ def _rope_write(
     else:
         result = finite(raw)
     slot = tl.load(slots_ptr + row * slot_row + place * slot_place)
-    target = row.to(tl.int64) * key_row + ((head + K * H - H) % K) * key_head + slot * key_slot + at
+    target = ((head + K * H - H) % K).to(tl.int64) * key_head + slot * key_slot + at
     if head < H:
         tl.store(q_ptr + (token.to(tl.int64) * H + head) * D + at, result, mask=inside)
     elif head < H + K:

@@ -67,14 +67,14 @@ def attention(
     if _schedule(segments) == "split" and len(q) > 1:
         given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
         found = [
-            attention(q[at], (own[0][at], own[1][at]), prompt, _rows(segments, at), **given)
+            attention(q[at], own, prompt, _rows(segments, at), **given)
             for at in (slice(row, row + 1) for row in range(len(q)))
         ]
         return torch.cat(found)
     rows, width, heads, size = q.shape
     if not window and (group := _one_prompt(q, segments)) is not None:
         return _within(q, prompt, group, scale)
-    kv_heads = own[0].shape[1]
+    kv_heads = own[0].shape[0]
     lines = width * (heads // kv_heads)
     if _schedule(segments) != "ragged" or segments.teams is None:
         members = 1
@@ -157,7 +157,7 @@ def _launch(
     window: int,
 ) -> Tensor:
     rows, width, heads, size = q.shape
-    kv_heads, positions = own[0].shape[1], segments.positions
+    kv_heads, positions = own[0].shape[0], segments.positions
     lines = width * (heads // kv_heads)
     tiles = triton.cdiv(lines, tiling.lines)
     units = rows * kv_heads * tiles
@@ -172,6 +172,7 @@ def _launch(
         positions,
         segments.base,
         segments.start,
+        segments.own,
         teamed,
         table,
         out,
@@ -181,9 +182,9 @@ def _launch(
         rows,
         width,
         *positions.stride(),
-        *own[0].stride()[:3],
+        *own[0].stride()[:2],
         *prompt[0].stride()[:2],
-        own[0].shape[2],
+        own[0].shape[1],
         tiles,
         *cut,
         *team,
@@ -269,6 +270,7 @@ def _rows(segments: Segments, rows: slice) -> Segments:
         positions=segments.positions[rows],
         base=segments.base[rows],
         start=segments.start[rows],
+        own=segments.own[rows],
         groups=(),
         teams=None,
     )

@@ -101,6 +101,7 @@ def attend(
     position_ptr,
     base_ptr,
     start_ptr,
+    own_ptr,
     teamed_ptr,
     table_ptr,
     out_ptr,
@@ -114,7 +115,6 @@ def attend(
     width,
     position_row,
     position_place,
-    key_row,
     key_head,
     key_step,
     prompt_head,
@@ -219,7 +219,7 @@ def attend(
             peak = tl.full([BLOCK_M], -1e30, tl.float32)
             mass = tl.zeros([BLOCK_M], tl.float32)
             total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            offset = kv * prompt_head + start * prompt_step
+            offset = kv.to(tl.int64) * prompt_head + start * prompt_step
             peak, mass, total = _blocks(
                 q,
                 prompt_key_ptr + offset,
@@ -245,7 +245,8 @@ def attend(
                 BLOCK_D,
                 WIDE,
             )
-            offset = first_row.to(tl.int64) * key_row + kv * key_head
+            own = tl.load(own_ptr + first_row)
+            offset = kv.to(tl.int64) * key_head + own * key_step
             peak, mass, total = _blocks(
                 q,
                 key_ptr + offset,
@@ -257,7 +258,7 @@ def attend(
                 position,
                 base,
                 end,
-                span,
+                span - own.to(tl.int32),
                 peak,
                 mass,
                 total,

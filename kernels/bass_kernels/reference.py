@@ -50,7 +50,8 @@ class Segments(NamedTuple):
     """What each row of a pass may attend to: its prompt's span, then its own.
 
     positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the
-    length of its prompt span. start [B]: where that span begins in the prompt store. All int64.
+    length of its prompt span. start [B]: where that span begins in the prompt store; own [B]:
+    where slot 0 lies in the store of own keys. All int64.
     groups and extent say the same on the host: rows by prompt span (None: the host does not
     know), and an upper bound of own slots in use. Slots at positions beyond a query's are not
     seen: what lies there, rejected drafts included, needs no erasing. extent 0: nothing is seen
@@ -61,6 +62,7 @@ class Segments(NamedTuple):
     positions: Tensor
     base: Tensor
     start: Tensor
+    own: Tensor
     groups: tuple[Group, ...] | None
     extent: int
     teams: Teams | None = None
@@ -122,7 +124,7 @@ def rope_write(
     eps: float,
 ) -> Tensor:
     """Split qkv [B, W, (H + 2K) D], norm each head of q and k (if norms), rotate them, write k and
-    v into `own` ([B, K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
+    v into `own` ([K, S, D] each) at slots [B, W]; returns q [B, W, H, D].
 
     What is not finite in a value is stored as 0, with NaN in the key's place: a query that sees the
     key is NaN, and one that does not is not (to weigh a value of NaN with 0 would give NaN).
@@ -131,15 +133,14 @@ def rope_write(
     against each other.
     """
     keys, values = own
-    kv_heads, size = keys.shape[1], keys.shape[3]
+    kv_heads, _, size = keys.shape
     q, k, v = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), dim=2)
     if norms is not None:
         q, k = _rms(q, norms[0], eps), _rms(k, norms[1], eps)
     if angles is not None:
         q, k = _rotate(q, *angles), _rotate(k, *angles)
-    rows = torch.arange(qkv.shape[0], device=qkv.device)[:, None]
-    keys[rows, :, slots] = k + (k * 0 + v * 0)
-    values[rows, :, slots] = v.nan_to_num(0.0, 0.0, 0.0)
+    keys[:, slots] = (k + (k * 0 + v * 0)).movedim(2, 0)
+    values[:, slots] = v.nan_to_num(0.0, 0.0, 0.0).movedim(2, 0)
     return q
 
 
@@ -165,12 +166,12 @@ def attention(
     """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns
     [B, W, H D].
 
-    own: keys and values [B, K, S, D]; prompt: [K, T, D], each span read once for all of its
-    group's rows. window: how many of the latest positions a query sees, itself included; 0 for
+    own: keys and values [K, S, D]; prompt: [K, T, D], each span read once for all of its group's
+    rows. window: how many of the latest positions a query sees, itself included; 0 for
     all.
     """
-    keys, values = own
-    (rows, width, _heads, size), kv_heads = q.shape, keys.shape[1]
+    keys, _ = own
+    (rows, width, _heads, size), kv_heads = q.shape, keys.shape[0]
     q = q.float() * scale
     # [B, K, W, H / K, D]: one matrix of queries per key/value head.
     q = q.unflatten(2, (kv_heads, -1)).transpose(1, 2).reshape(rows, kv_heads, -1, size)
@@ -178,14 +179,7 @@ def attention(
     if not segments.extent:
         mixed = _inside(q, prompt, segments, window, width)
         return _finish(mixed, width, keys.dtype)
-    places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
-    total, peak, mass = _partial(
-        q,
-        keys[:, :, : segments.extent],
-        values[:, :, : segments.extent],
-        _visible(segments.positions, places, window),
-        width,
-    )
+    total, peak, mass = _owned(q, own, segments, window, width)
     if segments.groups is None or _many_short(segments.groups, rows):
         longest = (
             everywhere
@@ -208,6 +202,21 @@ def attention(
         part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
     return _finish(total / mass, width, keys.dtype)
+
+
+def _owned(
+    q: Tensor, own: tuple[Tensor, Tensor], segments: Segments, window: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_partial` over every row's own slots, copied side by side, as many as some row uses."""
+    kv_heads, slots, size = own[0].shape
+    steps = torch.arange(segments.extent, device=q.device)
+    # what lies behind a row's slots is another's, or behind the store: no query sees it
+    index = (segments.own[:, None] + steps).clamp(max=slots - 1)
+    heads = slots * torch.arange(kv_heads, device=q.device)
+    index = heads[:, None] + index[:, None]
+    keys, values = (functional.embedding(index, store.reshape(-1, size)) for store in own)
+    places = segments.base[:, None] + steps
+    return _partial(q, keys, values, _visible(segments.positions, places, window), width)
 
 
 def _inside(

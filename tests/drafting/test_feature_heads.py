@@ -30,8 +30,8 @@ from bass_cli.model import decoder, fused_decode
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.head_config import head_of_config
-from bass_cli.model.kv_cache import Change
 from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Change
 from bass_cli.model.weights import load, open_checkpoint, open_head
 from bass_cli.profiling.measure import measure
 

@@ -7,6 +7,7 @@ import torch
 import bass_kernels as ops
 
 H, K, D, S, T = 6, 2, 8, 24, 64
+OWN = torch.tensor([3, 0, 1, 4, 2]) * S  # where each row's own slots begin
 
 
 def case(width, window, *, dtype=torch.float32, seed=0):
@@ -19,11 +20,11 @@ def case(width, window, *, dtype=torch.float32, seed=0):
     own_used = torch.tensor([4, 9, 1, 14, 6])
     positions = (base + own_used)[:, None] + torch.arange(width)
     prompt = tuple(torch.randn(K, T, D, generator=g) for _ in range(2))
-    own = tuple(torch.randn(5, K, S, D, generator=g) for _ in range(2))
+    own = tuple(torch.randn(K, 5 * S, D, generator=g) for _ in range(2))
     q = torch.randn(5, width, H, D, generator=g)
     groups = (ops.Group(3, 11, torch.tensor([0, 1, 4])), ops.Group(20, 40, slice(2, 3)))
     extent = int((positions[:, -1] - base).max()) + 1
-    segments = ops.Segments(positions, base, start, groups, extent)
+    segments = ops.Segments(positions, base, start, OWN, groups, extent)
     for tensor in (*prompt, *own):
         tensor.copy_(tensor.to(dtype).float())
     return (
@@ -43,10 +44,11 @@ def naive(q, own, prompt, segments, window):
             position = int(segments.positions[b, w])
             for h in range(H):
                 kv = h // (H // K)
-                keys = torch.cat((prompt[0][kv, start : start + base], own[0][b, kv]))[
+                slots = slice(int(segments.own[b]), int(segments.own[b]) + S)
+                keys = torch.cat((prompt[0][kv, start : start + base], own[0][kv, slots]))[
                     : position + 1
                 ].double()
-                values = torch.cat((prompt[1][kv, start : start + base], own[1][b, kv]))[
+                values = torch.cat((prompt[1][kv, start : start + base], own[1][kv, slots]))[
                     : position + 1
                 ].double()
                 first = max(0, position + 1 - window) if window else 0
@@ -96,8 +98,9 @@ def test_what_lies_beyond_a_query_is_not_seen():
     before = ops.attention(q, own, prompt, segments, scale=D**-0.5)
     for b in range(5):
         beyond = int(segments.positions[b, -1] - segments.base[b]) + 1
+        beyond = slice(int(segments.own[b]) + beyond, int(segments.own[b]) + S)
         for poison in (0.0, 1e4):
-            own[0][b, :, beyond:], own[1][b, :, beyond:] = poison, -poison
+            own[0][:, beyond], own[1][:, beyond] = poison, -poison
             torch.testing.assert_close(
                 ops.attention(q, own, prompt, segments, scale=D**-0.5), before
             )
@@ -113,10 +116,11 @@ def test_a_row_does_not_depend_on_its_neighbours():
             segments.positions[one],
             segments.base[one],
             segments.start[one],
+            segments.own[one],
             groups,
             segments.extent,
         )
-        found = ops.attention(q[one], tuple(t[one] for t in own), prompt, alone, scale=D**-0.5)
+        found = ops.attention(q[one], own, prompt, alone, scale=D**-0.5)
         torch.testing.assert_close(found[0], together[b], atol=2e-6, rtol=1e-5)
 
 
@@ -125,9 +129,9 @@ def test_rope_write_puts_each_row_at_its_own_places_and_rotates_by_explicit_posi
     width, rows = 3, 4
     qkv = torch.randn(rows, width, (H + 2 * K) * D, generator=g)
     positions = torch.tensor([[5, 6, 7], [0, 1, 2], [9, 10, 11], [4, 4, 5]])
-    slots = positions - torch.tensor([3, 0, 9, 4])[:, None]
+    slots = positions + (OWN[:rows] - torch.tensor([3, 0, 9, 4]))[:, None]
     qkv[3, 1] = qkv[3, 0]  # the same token fed twice at one place
-    own = tuple(torch.full((rows, K, S, D), torch.nan) for _ in range(2))
+    own = tuple(torch.full((K, 5 * S, D), torch.nan) for _ in range(2))
     inverse = torch.tensor([1.0, 0.1, 0.01])  # 6 of 8 dimensions are rotated
     angles = positions[..., None] * inverse
     q = ops.rope_write(qkv, (angles.cos(), angles.sin()), slots, own, heads=H, norms=None, eps=1e-6)
@@ -144,7 +148,7 @@ def test_rope_write_puts_each_row_at_its_own_places_and_rotates_by_explicit_posi
             for h in range(H):
                 torch.testing.assert_close(q[b, w, h], rotated(split[b, w, h], place))
             for h in range(K):
-                torch.testing.assert_close(own[0][b, h, slot], rotated(split[b, w, H + h], place))
-                torch.testing.assert_close(own[1][b, h, slot], split[b, w, H + K + h])
-        written = set(slots[b].tolist())
-        assert all(bool(own[0][b, :, s].isnan().all()) for s in range(S) if s not in written)
+                torch.testing.assert_close(own[0][h, slot], rotated(split[b, w, H + h], place))
+                torch.testing.assert_close(own[1][h, slot], split[b, w, H + K + h])
+    written = set(slots.flatten().tolist())
+    assert all(bool(own[0][:, s].isnan().all()) for s in range(5 * S) if s not in written)

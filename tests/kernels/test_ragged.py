@@ -48,7 +48,7 @@ def case(
     for row, back in (shift or {}).items():
         positions[row] -= back
     prompt = tuple(randn(kv_heads, STORE, size, dtype=dtype, seed=i) for i in range(2))
-    own = tuple(randn(rows, kv_heads, SPAN, size, dtype=dtype, seed=2 + i) for i in range(2))
+    own = tuple(randn(kv_heads, rows * SPAN, size, dtype=dtype, seed=2 + i) for i in range(2))
     q = randn(rows, width, heads, size, dtype=dtype, seed=9)
     sharing = [
         [row for row in range(rows) if spans[row] == span] for span in dict.fromkeys(spans) if span
@@ -56,7 +56,12 @@ def case(
     groups = tuple(ops.Group(*spans[of[0]], torch.tensor(of, device=DEVICE)) for of in sharing)
     table = TeamTable(rows, DEVICE)
     table.update(sharing)
-    segments = ops.Segments(positions, base, start, groups, max(used) + width, table.of(rows))
+    slots = torch.tensor([SPAN * ((3 * row + 1) % rows) for row in range(rows)], device=DEVICE)
+    if rows % 3 == 0:
+        slots = SPAN * torch.arange(rows, device=DEVICE)
+    segments = ops.Segments(
+        positions, base, start, slots, groups, max(used) + width, table.of(rows)
+    )
     return q, own, prompt, segments
 
 
@@ -80,10 +85,11 @@ def poisoned(given):
     q, own, prompt, segments = given
     last = (segments.positions.amax(1) - segments.base)[:, None]
     hidden = torch.arange(SPAN, device=DEVICE) > last
+    hidden = hidden[segments.own.argsort()].flatten()
     outside = torch.ones(STORE, dtype=torch.bool, device=DEVICE)
     for group in segments.groups:
         outside[group.start : group.start + group.length] = False
-    own = tuple(t.masked_fill(hidden[:, None, :, None], torch.nan) for t in own)
+    own = tuple(t.masked_fill(hidden[:, None], torch.nan) for t in own)
     return q, own, tuple(t.masked_fill(outside[:, None], torch.nan) for t in prompt), segments
 
 
@@ -161,9 +167,9 @@ def test_tiles_of_prompts_are_no_rows_of_the_store(schedule, window, monkeypatch
     prompt = tuple(randn(2, STORE, 16, seed=i) for i in range(2))
     given = (
         randn(5, 4, 6, 16, seed=9),
-        tuple(store[None] for store in prompt),
         prompt,
-        ops.Segments(positions, end, start, groups, 0),
+        prompt,
+        ops.Segments(positions, end, start, start, groups, 0),
     )
     wanted = due(given, window)
     ops.attention_schedule(schedule)
@@ -187,11 +193,16 @@ def test_a_pass_over_much_of_one_prompt_is_torchs(window, monkeypatch):
     tiles = torch.full((3,), end, device=DEVICE)
     group = ops.Group(start, end, slice(0, 3), tokens)
     segments = ops.Segments(
-        positions.view(3, 16), tiles, torch.full_like(tiles, start), (group,), 0
+        positions.view(3, 16),
+        tiles,
+        torch.full_like(tiles, start),
+        torch.zeros_like(tiles),
+        (group,),
+        0,
     )
     prompt = tuple(randn(2, STORE, 16, dtype=torch.float16, seed=i) for i in range(2))
     q = randn(3, 16, 6, 16, dtype=torch.float16, seed=9)
-    own = tuple(store[None] for store in prompt)
+    own = prompt
     launched, launch = [], ragged._launch
     monkeypatch.setattr(ragged, "_launch", lambda *given: launched.append(given) or launch(*given))
     wanted = due((q, own, prompt, segments), window)
@@ -310,7 +321,7 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
             torch.float32,
         )
         cache.exchange(ended=[0])
-        cache.exchange(moved=[(rows - 1, 0, 12)])
+        cache.exchange(moved=[(rows - 1, 0)])
 
 
 def test_tables_of_teams():

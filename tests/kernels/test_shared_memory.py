@@ -121,7 +121,7 @@ def test_smaller_tiles_give_the_same_attention(monkeypatch, shared):
     given = case(3, torch.float32)
     due = reference.attention(*given, scale=0.25)
     card(monkeypatch, shared * 1024)
-    heads = given[0].shape[2] // given[1][0].shape[1]
+    heads = given[0].shape[2] // given[1][0].shape[0]
     assert ragged._fitted(3 * heads, 1, given[0].shape[3], given[0]).keys < 64
     close(attended(3, given[3], given), due, torch.float32)
 

@@ -100,16 +100,17 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
     weights = (
         (randn(size, dtype=dtype, seed=5), randn(size, dtype=dtype, seed=6)) if norms else None
     )
+    slots = positions + span * torch.tensor([[3], [0], [1]], device=DEVICE)
     own = [
-        torch.full((5, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows]
+        torch.full((kv_heads, 5 * span, size), torch.nan, dtype=dtype, device=DEVICE)
         for _ in range(2)
     ]
     due_own = [torch.full_like(t, torch.nan, dtype=torch.float32) for t in own]
-    q = ops.rope_write(qkv, angles, positions, tuple(own), heads=heads, norms=weights, eps=1e-6)
+    q = ops.rope_write(qkv, angles, slots, tuple(own), heads=heads, norms=weights, eps=1e-6)
     due = reference.rope_write(
         qkv.float(),
         angles,
-        positions,
+        slots,
         tuple(due_own),
         heads=heads,
         eps=1e-6,
@@ -174,11 +175,11 @@ def test_projection_to_queries_and_cache(dtype, size, rows, width):
     x, scale = randn(rows, width, depth, dtype=dtype), randn(depth, dtype=dtype, seed=1)
     weight = randn((heads + 2 * kv_heads) * size, depth, dtype=dtype, seed=2) / 10
     bias = randn(len(weight), dtype=dtype, seed=3)
-    slots = (torch.arange(rows) * 3)[:, None].to(DEVICE) + torch.arange(width, device=DEVICE)
+    slots = (torch.arange(rows) * 13)[:, None].to(DEVICE) + torch.arange(width, device=DEVICE)
     turns = slots[..., None] * (0.3 + torch.arange(size // 2, device=DEVICE))
     angles = turns.cos(), turns.sin()
     own = [
-        torch.full((9, kv_heads, span, size), torch.nan, dtype=dtype, device=DEVICE)[:rows]
+        torch.full((kv_heads, 9 * span, size), torch.nan, dtype=dtype, device=DEVICE)
         for _ in range(2)
     ]
     due_own = [torch.full_like(t, torch.nan, dtype=torch.float32) for t in own]
@@ -309,8 +310,8 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     from checkpoints import write_checkpoint
 
     from bass_cli.model.decoder import Decoder
-    from bass_cli.model.kv_cache import Change
     from bass_cli.model.runner import Runner
+    from bass_cli.model.slabs import Change
     from bass_cli.model.weights import load, open_checkpoint
 
     layers = {} if family == "gptj" else {"num_hidden_layers": 2}

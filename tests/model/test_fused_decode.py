@@ -97,11 +97,11 @@ def test_mix(dtype, splits, wide, window, norms):
     given = case(wide, dtype)
     q, own, clean, segments = given
     _q, mine, prompt, _segments = poisoned(given)
-    rows, heads, kv_heads, size = len(q), q.shape[2], own[0].shape[1], own[0].shape[3]
-    slots = segments.positions - segments.base[:, None]
+    rows, heads, kv_heads, size = len(q), q.shape[2], own[0].shape[0], own[0].shape[2]
+    slots = segments.positions + (segments.own - segments.base)[:, None]
     for tensor in mine:
         for row in range(rows):
-            tensor[row, :, slots[row]] = torch.nan
+            tensor[:, slots[row]] = torch.nan
     qkv = randn(rows * wide, (heads + 2 * kv_heads) * size, dtype=dtype, seed=8)
     turns = segments.positions[..., None] * (0.3 + torch.arange(size // 2 - 2, device=DEVICE))
     angles = torch.stack((turns.cos(), turns.sin()))
@@ -139,7 +139,7 @@ def test_mix(dtype, splits, wide, window, norms):
     close(found.view(rows, wide, -1), due, dtype, factor=2)
     for a, b in zip(mine, due_own, strict=True):
         for row in range(rows):
-            close(a[row, :, slots[row]], b[row, :, slots[row]], dtype)
+            close(a[:, slots[row]], b[:, slots[row]], dtype)
         assert torch.equal(a.isnan(), poisoned(given)[1][0].isnan())
 
 

@@ -15,6 +15,7 @@ from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.kv_cache import KVCache, Layers
 from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Pieces, Slabs
 
 
 class _NoLayers:
@@ -70,15 +71,15 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
     spans = [cache.reserve(5), cache.reserve(3)]
     for row, which in enumerate((0, 1, 0, 0)):
         cache.exchange(begun=[([row], spans[which])])
-    cache.own_keys[1][3, :, :2] = 9
+    cache.own_keys[1][:, 32:34] = 9  # row 3's, behind what is aside
     cache.exchange(ended=[1])
-    cache.exchange(moved=[(3, 1, 2)])
+    cache.exchange(moved=[(3, 1)])
     step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
     assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
     assert step.segments.base.tolist() == [5, 5, 5]
-    assert step.slots().tolist() == [[1], [2], [1]]
+    assert step.slots().tolist() == [[9], [34], [25]]
     assert step.segments.extent == 3
-    assert (cache.own_keys[1][1, :, :2] == 9).all()
+    assert (cache.own_keys[1][:, step.slots()[1] - 2] == 9).all()
 
 
 class Copies(TorchDispatchMode):
@@ -93,23 +94,67 @@ class Copies(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def test_a_row_moves_in_one_copy_and_its_views_are_plain_tensors():
+def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
     cache = store(rows=3, span=6)
     for row in (0, 2):
         cache.exchange(begun=[([row], cache.reserve(4 + row))])
-    before = [torch.randn(3, 2, 6, 4) for _ in range(4)]
-    for layer, value in zip((*cache.own_keys, *cache.own_values), before, strict=True):
+    for layer in (*cache.own_keys, *cache.own_values):
         assert layer.is_contiguous()
-        assert layer.shape == (3, 2, 6, 4)
-        layer.copy_(value)
+        assert layer.shape == (2, 6 + 3 * 6, 4)
     with Copies() as copies:
-        cache.exchange(moved=[(2, 1, 5)])
-    assert copies.count == 1
-    for layer, old in zip((*cache.own_keys, *cache.own_values), before, strict=True):
-        assert layer[1, :, :5].equal(old[2, :, :5])
-        assert layer[1, :, 5:].equal(old[1, :, 5:])
-        assert layer[[0, 2]].equal(old[[0, 2]])
-    assert cache.bytes() == 4 * (4 * 3 * 2 * 6 * 4 + 4 * 2 * 1024 * 4)
+        cache.exchange(moved=[(2, 1)])
+    assert copies.count == 1  # of the numbers that say where rows are
+    positions = torch.tensor([[4], [6]])
+    assert cache.decode(positions, [5, 7]).slots().tolist() == [[6], [18]]
+    assert cache.bytes() == 4 * (4 * 2 * 24 * 4 + 4 * 2 * 1024 * 4)
+
+
+@pytest.mark.parametrize("moved", [2**26, 1500, 1])
+def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(moved, monkeypatch):
+    """One row's new pieces are those that the one before it has left; and however little is
+    copied at once, each is read before it is written."""
+    monkeypatch.setattr("bass_cli.model.kv_cache._MOVED", moved)
+    slabs, whole = Slabs(4, Pieces(7, 4, 6, 5)), torch.Generator().manual_seed(0)
+    cache = KVCache(
+        [Layers(2, 2, 4), Layers(1, 1, 3)],
+        rows=4,
+        span=22,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        pieces=slabs.pieces,
+    )
+    layers = (*cache.own_keys, *cache.own_values)
+    assert {layer.shape[1] for layer in layers} == {5 + 7 * 6}
+    for layer in layers:
+        layer.copy_(torch.randn(layer.shape, generator=whole))
+    slabs.exchange((), (), range(4))
+    span = cache.reserve(3)
+    cache.exchange(begun=[(range(4), span)], runs=slabs.runs.copy())
+
+    def held():
+        slots = 5 + 6 * slabs.runs[0]
+        return [[layer[:, at : at + 6].clone() for at in slots] for layer in layers]
+
+    before, untouched = held(), [layer[:, :5].clone() for layer in layers]
+    places = slabs.runs.copy()
+    slabs.exchange([3], (), ())
+    copied = [slabs.grow(row, 2) for row in (2, 0, 1)]
+    assert None not in copied
+    assert any(
+        later.target <= one.source < later.target + 2
+        for i, one in enumerate(copied)
+        for later in copied[i + 1 :]
+    ), "no row came to where another had been"
+    cache.exchange(ended=[3], runs=slabs.runs.copy(), copied=copied)
+    for layer, old, now, aside in zip(layers, before, held(), untouched, strict=True):
+        assert all(was.equal(is_) for was, is_ in zip(old[:3], now[:3], strict=True))
+        assert layer[:, :5].equal(aside)
+    positions = torch.tensor([[3 + 11]] * 3)
+    slots = cache.decode(positions, [15] * 3).slots()[:, 0]
+    assert slots.tolist() == (5 + 6 * slabs.runs[0, :3] + 11).tolist()
+    assert not (places[0, :3] == slabs.runs[0, :3]).all()
+    with pytest.raises(AssertionError, match="lacks 1 own slots"):
+        cache.decode(positions + 1, [16] * 3)
 
 
 def teams_of(cache, rows, size=4):
@@ -134,10 +179,10 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
         cache.exchange(begun=[([row], span)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
     cache.exchange(ended=[0])
-    cache.exchange(moved=[(7, 0, 2)])
+    cache.exchange(moved=[(7, 0)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
     cache.exchange(ended=[5])
-    cache.exchange(moved=[(6, 5, 2)])
+    cache.exchange(moved=[(6, 5)])
     assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
     with pytest.raises(AssertionError, match="all rows"):
         teams_of(cache, 5)
@@ -166,7 +211,7 @@ def test_a_batch_stays_dense_and_every_column_follows_its_row():
     ]
     for row in rows:
         batch.exchange([], [row])
-    assert batch.exchange([0], []).moved == ((2, 0, 3),)
+    assert batch.exchange([0], []).moved == ((2, 0),)
     assert batch.hosts == [rows[2], rows[1]]
     assert batch.lengths[:2].tolist() == [3, 2]
     assert batch.laws.temperature.tolist() == [1.0, 0.5]
@@ -245,7 +290,8 @@ def test_rows_that_come_and_go_take_few_operations():
             found = batch.exchange(ended, rows)
             cache.exchange(
                 ended=found.ended,
-                moved=[(old, new, 3) for old, new, _ in found.moved],
+                moved=found.moved,
+                runs=found.runs,
                 begun=[(places, span) for places, _ in found.begun],
             )
             return found
@@ -267,8 +313,8 @@ def test_new_rows_take_the_places_of_those_that_ended_and_only_then_the_last_one
         ((), range(6), (), [0, 1, 2, 3, 4, 5]),
         ((3, 1), (6, 7), (), [0, 6, 2, 7, 4, 5]),
         ((0, 5), (8,), (), [8, 6, 2, 7, 4]),
-        ((0, 1, 4), (9,), ((3, 1, 8),), [9, 7, 2]),
-        ((0, 1), (), ((2, 0, 3),), [2]),
+        ((0, 1, 4), (9,), ((3, 1),), [9, 7, 2]),
+        ((0, 1), (), ((2, 0),), [2]),
         ((0,), (10, 11), (), [10, 11]),
     ):
         change = batch.exchange(ended, [rows[i] for i in begun])

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import Change
 from bass_cli.model.prefill import Part, Table, laid_out
 from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Change
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import load, locate, open_checkpoint
 

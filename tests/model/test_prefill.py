@@ -17,8 +17,8 @@ from bass_cli.model import kv_cache as cache
 from bass_cli.model import prefill as prompts
 from bass_cli.model import runner as runner_module
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import Change
 from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Change
 from bass_cli.model.weights import load, open_checkpoint
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 18, 35)

@@ -32,7 +32,7 @@ FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr
           "inverse_ptr", "below_ptr", "own_norm_ptr", "due_norm_ptr", "slope_ptr",
           "norm_ptr", "q_norm_ptr", "k_norm_ptr"}  # fmt: skip
 INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
-LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
+LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
          "block_ptr"}  # fmt: skip
 NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise

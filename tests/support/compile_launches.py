@@ -45,14 +45,14 @@ def empty(*shape, dtype):
 
 def segments(rows, width, *, team=0):
     """Rows on prompts; `team`: rows in a tile of those that share one."""
-    base, start = empty(2, rows, dtype=torch.int64)
+    base, start, own = empty(3, rows, dtype=torch.int64)
     tiles = {team: empty(rows // team, team, dtype=torch.int32)} if team else {}
     teams = Teams(empty(rows, dtype=torch.int32), tiles) if team else None
-    return Segments(empty(rows, width, dtype=torch.int64), base, start, None, 64, teams)
+    return Segments(empty(rows, width, dtype=torch.int64), base, start, own, None, 64, teams)
 
 
 def caches(rows, kv_heads, size, dtype):
-    return tuple(empty(rows, kv_heads, 512, size, dtype=dtype) for _ in range(2)), tuple(
+    return tuple(empty(kv_heads, 512 * rows, size, dtype=dtype) for _ in range(2)), tuple(
         empty(kv_heads, 8192, size, dtype=dtype) for _ in range(2)
     )
 

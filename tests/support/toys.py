@@ -38,7 +38,7 @@ class Markov:
     def follow(self, change):
         for row in change.ended:
             del self._bases[row]
-        for source, target, _ in change.moved:
+        for source, target in change.moved:
             self._bases[target] = self._bases.pop(source)
         for places, key in change.begun:
             self._bases |= dict.fromkeys(places, self._prompts[key])

@@ -1,0 +1,101 @@
+"""The files of a job's pair, opened and held against each other: checkpoints, tokenizer, what
+rounds cost.
+
+Not here: the memory and the device that a job runs with (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bass_cli.config.draft_spec import parse_draft, skipped_layers
+from bass_cli.config.job import Job
+from bass_cli.errors import UserError
+from bass_cli.lengths import store
+from bass_cli.lengths.round_cost import Surface
+from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
+from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
+
+
+class Files(NamedTuple):
+    """What of a Plan comes from the files of its models."""
+
+    target: Checkpoint
+    tokenizer: Tokenizer
+    draft: Checkpoint | None
+    draft_vocab: int
+    mask: int | None
+    skipped: frozenset[int]
+
+
+def open_files(job: Job) -> Files:
+    """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
+    other, or the job."""
+    pair = job.pair
+    target_path = locate(pair.target, folder=pair.folder)
+    target = open_checkpoint(target_path)
+    words = parse_draft(pair.draft)
+    draft_path = None if words.files is None else locate(words.files, folder=pair.folder)
+    draft, mask = None, None
+    if draft_path is not None and words.reads:
+        draft = open_head(draft_path, target.spec)
+    elif draft_path is not None:
+        draft = open_checkpoint(draft_path)
+    if draft is not None and (words.parallel or words.reads):
+        mask = draft.mask()
+    skipped = skipped_layers(words.model or "", target.spec.layers)
+    if pair.draft == "none" and job.speculation.length not in ("auto", 0):
+        raise UserError(
+            f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
+            "no meaning"
+        )
+    if pair.tokenizer:
+        tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
+    else:
+        tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
+    draft_vocab = min(tokenizer.size, target.spec.vocab)
+    if draft is not None and draft_path is not None and not words.reads:
+        other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
+        check_same_vocabulary(tokenizer, other)
+        draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
+    if job.chat and not tokenizer.has_chat_template:
+        raise UserError(f"--chat: {pair.target} has no chat template")
+    return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
+
+
+def costs_of(
+    job: Job, files: Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
+) -> tuple[Path | None, Surface | None]:
+    """The file for what rounds cost, and what it holds; UserError where that is needed and not
+    there."""
+    pair, profile, surface = job.pair, None, None
+    if pair.draft != "none":
+        profile = store.path_of(
+            target=files.target.fingerprint(),
+            draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
+            device=device,
+            dtype=dtype,
+            threads=job.threads,
+        )
+        surface = store.load_surface(profile, note)
+    if "table" in str(job.speculation.length) and not (surface and surface.measured):
+        raise UserError(
+            f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
+            "device yet; make one with bass profile and the same --pair (or --model) and --draft, "
+            "or use auto or bass"
+        )
+    return profile, surface
+
+
+def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
+    """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
+    # only its length counts; what cannot be read fails later
+    text = prompt.encode(errors="replace").decode()
+    try:
+        return min(len(tokenizer.encode(text, context)), context) if text else 0
+    except UserError:  # too long to be tokenised
+        return context

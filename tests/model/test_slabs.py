@@ -1,0 +1,121 @@
+"""The allocator of rows' pieces: nothing is had twice, nothing is lost, what is free comes together
+again."""
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bass_cli.model.slabs import Pieces, Slabs
+
+ROWS = 9
+
+
+def check(slabs):
+    """Every piece is either some row's or free, once, and runs begin at multiples of their
+    size."""
+    taken = [
+        piece
+        for start, size in slabs.runs.T.tolist()
+        for piece in range(start, start + size)
+        if size
+    ]
+    free = [
+        piece
+        for size, starts in slabs._free.items()
+        for start in starts
+        for piece in range(start, start + size)
+    ]
+    assert sorted(taken + free) == list(range(slabs.pieces.total))
+    assert slabs.free == len(free)
+    for size, starts in slabs._free.items():
+        assert all(start % size == 0 for start in starts)
+        assert size == slabs.pieces.most or not any(start ^ size in starts for start in starts)
+    assert all(start % size == 0 for start, size in slabs.runs.T.tolist() if size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 4), st.integers(0, 40), st.data())
+def test_rows_that_come_grow_move_and_go(power, more, data):
+    most = 2**power
+    slabs = Slabs(ROWS, Pieces(most + more, most))
+    twin, live = Slabs(ROWS, slabs.pieces), 0
+    for _ in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["begin", "begin", "grow", "grow", "end"]))
+        calls = []
+        if what == "begin" and live < ROWS and slabs.free:
+            calls, live = [("exchange", (), (), [live])], live + 1
+        elif what == "end" and live:
+            row, live = data.draw(st.integers(0, live - 1)), live - 1
+            calls = [("exchange", [row], [] if row == live else [(live, row)], ())]
+        elif what == "grow" and live:
+            row = data.draw(st.integers(0, live - 1))
+            size = 2 * int(slabs.runs[1, row])
+            calls = [("grow", row, size)] if size <= most else []
+        for name, *arguments in calls:
+            before = slabs.runs.copy()
+            found = getattr(slabs, name)(*arguments)
+            assert found == getattr(twin, name)(*arguments)
+            if name == "grow":
+                row, size = arguments
+                assert found is None or found == (*(before[0, row], slabs.runs[0, row]), size // 2)
+                same = numpy.arange(ROWS) != (-1 if found is None else row)
+                assert (slabs.runs[:, same] == before[:, same]).all()
+        assert (slabs.runs == twin.runs).all()
+        check(slabs)
+    slabs.exchange(range(live), (), ())
+    check(slabs)
+    assert len(slabs._free[most]) == slabs.pieces.total // most
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 20), st.data())
+def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
+    """Whatever lies where, and the rows to go are those of one run, worth no more than any
+    other's."""
+    most = 2**power
+    slabs = Slabs(ROWS, Pieces(most + more, most))
+    for row in range(data.draw(st.integers(1, ROWS))):
+        if not slabs.free:
+            break
+        slabs.exchange((), (), [row])
+        for _ in range(data.draw(st.integers(0, power))):
+            size = 2 * int(slabs.runs[1, row])
+            if size <= most:
+                slabs.grow(row, size)
+    worth = data.draw(st.lists(st.integers(1, 50), min_size=ROWS, max_size=ROWS))
+    worth = numpy.array(worth, dtype=float)
+    can = [row for row in range(ROWS) if 0 < slabs.runs[1, row] < most]
+    if not can:
+        return
+    row = data.draw(st.sampled_from(can))
+    size = 2 * int(slabs.runs[1, row])
+    gone = slabs.least(size, worth, grows=row)
+    assert row not in gone
+    starts, sizes = slabs.runs
+    runs = {
+        at: [
+            r
+            for r in range(ROWS)
+            if sizes[r] and starts[r] < at + size and at < starts[r] + sizes[r]
+        ]
+        for at in range(0, slabs.pieces.total - size + 1, size)
+    }
+    every = [worth[[r for r in inside if r != row]].sum() for inside in runs.values()]
+    assert worth[gone].sum() == min(every)
+    slabs.exchange(gone, (), ())
+    assert slabs.grow(row, size) is not None
+    check(slabs)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_the_lowest_places_come_first_and_a_row_alone_reaches_the_most(most):
+    slabs = Slabs(3, Pieces(most + 2, most))
+    slabs.exchange((), (), [0, 1])
+    slabs.exchange([0], [(1, 0)], ())
+    size = 1
+    while size < most:
+        size *= 2
+        assert slabs.grow(0, size) is not None
+    assert slabs.runs[1, 0] == most
+    check(slabs)

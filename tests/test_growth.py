@@ -1,0 +1,112 @@
+"""Rows whose cache grows with them: jobs on stores far too small for all of them, whose samples are
+those of a store that is large enough."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.engine.members import Members
+from bass_cli.engine.step import Loop
+from bass_cli.library import generate
+from bass_cli.plan import make_plan
+
+TOKENS, MASK = 64, 300
+PROMPTS = [f"the cat number {i} sat" for i in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def place(pair_folder, monkeypatch):
+    monkeypatch.setattr("bass_cli.plan._PIECE", 14)
+    folder = pair_folder(prompts=3, max_position_embeddings=256)
+    config = json.loads((folder / "draft/config.json").read_text())
+    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": MASK}))
+    return folder
+
+
+def plan_of(*, draft="draft", rows=6, kept=None, length=4, n=4, prompts=PROMPTS, **sampling):
+    """A plan with place for so many tokens of a row; None: for all."""
+    job = Job(
+        pair=load_pair("pair.yaml").model_copy(update={"draft": draft}),
+        sampling=Sampling(max_new_tokens=TOKENS, temperature=3.0, seed=30, **sampling),
+        device="cpu",
+        speculation=Speculation(length=length),
+        n=n,
+        batch_size=rows,
+        token_ids=True,
+    )
+    plan = make_plan(job, prompts=len(prompts))
+    return plan if kept is None else dataclasses.replace(plan, kept=kept)
+
+
+class Seen:
+    """What became of the rows: how many grew, were put back, and in which rounds."""
+
+    def __init__(self, monkeypatch):
+        self.back, self.grown, self.shared = 0, 0, 0
+        self.rows = []
+        grow, exchange, follow = Loop.grow, Loop.exchange, Members._follow
+        changed = False
+
+        def watched_grow(loop):
+            nonlocal changed
+            before = self.grown
+            back = grow(loop)
+            self.back += len(back)
+            self.shared += self.grown > before and changed
+            changed = False
+            self.rows.append(len(loop.batch))
+            return back
+
+        def watched_exchange(loop, ended, rows):
+            nonlocal changed
+            changed = changed or (len(ended) > 0 and len(rows) > 0)
+            return exchange(loop, ended, rows)
+
+        def watched_follow(members, change):
+            self.grown += len(change.copied)
+            follow(members, change)
+            slabs = members._batch.slabs
+            if slabs.pieces.most > 1:
+                live = len(members._batch)
+                taken = [set(range(at, at + size)) for at, size in slabs.runs.T.tolist()]
+                assert sum(map(len, taken)) == len(set().union(*taken))
+                assert (slabs.runs[1, :live] > 0).all()
+                assert (slabs.runs[1, live:] == 0).all()
+
+        monkeypatch.setattr(Loop, "grow", watched_grow)
+        monkeypatch.setattr(Loop, "exchange", watched_exchange)
+        monkeypatch.setattr(Members, "_follow", watched_follow)
+
+
+def drawn(plan, prompts=PROMPTS, **given):
+    found = list(generate(prompts, plan, **given))
+    assert len({(one.id, one.sample) for one in found}) == len(found)
+    return {(one.id, one.sample): (one.token_ids, one.finish_reason) for one in found}
+
+
+@pytest.mark.parametrize(
+    ("draft", "length", "kept"),
+    [
+        ("none", "auto", 20),
+        ("draft", 4, 24),
+        ("draft", 2, 1),
+        ("parallel:draft", 4, 20),
+        ("lookup", 4, 24),
+        ("skip:1", 3, 20),
+    ],
+)
+def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
+    draft, length, kept, monkeypatch
+):
+    """Rows grow, are put back, come and go, by every kind of draft. With place for one token each
+    there is a single row in the end, which always reaches its limit."""
+    due = drawn(plan_of(draft=draft, length=length))
+    assert len({len(ids) for ids, _ in due.values()}) > 4, "samples of many lengths"
+    seen, plan = Seen(monkeypatch), plan_of(draft=draft, length=length, kept=kept)
+    assert plan.pieces.most >= 4
+    assert drawn(plan) == due
+    assert seen.grown > 10
+    assert seen.back > 0
+    assert min(seen.rows) < 6
