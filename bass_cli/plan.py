@@ -167,6 +167,17 @@ class Plan:
         turns = math.ceil(self.samples / self.rows)
         return "all samples at once" if turns == 1 else f"{self.samples} samples in {turns} turns"
 
+    @property
+    def share(self) -> str:
+        """What is to be known where rows share a cache that is too small for all at their
+        longest; else nothing."""
+        if self.kept >= self.new_tokens:
+            return ""
+        return (
+            f"the cache holds {self.kept} of the up to {self.new_tokens} new tokens of a row on "
+            "average; a row that cannot grow waits, and is drawn again"
+        )
+
     def identity(self) -> dict[str, Any]:
         """What the results depend on beside the job, and the versions they came from: for the
         manifest."""
@@ -238,6 +249,8 @@ def make_plan(
     plan.need.check()
     if plan.rows < plan.wished:
         notes.append(f"{plan.rows} rows at a time, not {plan.wished}: {plan.why}")
+    if plan.share:
+        notes.append(plan.share)
     return replace(plan, notes=tuple(notes))
 
 

@@ -304,7 +304,11 @@ def _memory_plan(plan: Plan) -> dict[str, Any]:
     needed = sum(parts.values())
     listed = ", ".join(f"{part} {gigabytes(count)}" for part, count in parts.items())
     return {
-        "pair_rows": f"{plan.rows} at once, of {tokens} new tokens each: {plan.why}",
+        "pair_rows": "; ".join(
+            filter(
+                None, (f"{plan.rows} at once, of {tokens} new tokens each: {plan.why}", plan.share)
+            )
+        ),
         "pair_most_rows": f"{plan.most_rows}, by memory alone",
         "pair_memory": f"{listed}; {gigabytes(needed)} of the {gigabytes(plan.free)} that a plan "
         "may count on",
