@@ -7,6 +7,7 @@ Not here: what is checked before weights are loaded (plan.py), prompts and sampl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
 from bass_cli.plan import Plan, longest_draft
+from bass_cli.system.host import give_back_memory
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
 READING = {
@@ -113,6 +115,17 @@ def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> L
         on_phase(WARMING[plan.device.type])
         warm_up(loop, plan)
     return loop
+
+
+def halved(plan: Plan, on_note: Callable[[str], None]) -> Plan:
+    """The plan with half the rows, after what the last attempt held has been let go of."""
+    give_back_memory(plan.device)
+    fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
+    on_note(
+        f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
+        "what was under way"
+    )
+    return fewer
 
 
 def lengths_for(plan: Plan) -> Lengths:

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bass_cli.config.job import Job
+from bass_cli.config.job import Job, Sampling
+from bass_cli.engine.batch import Row
 from bass_cli.errors import UserError
 from bass_cli.io.prompts import Prompt
 from bass_cli.model.continuation import Continuation
@@ -33,6 +34,19 @@ class Task:
     deadline: float | None
     live: int = 0
     started: bool = False
+
+    def row(self, sample: int, sampling: Sampling) -> Row:
+        """A new row for one of its samples."""
+        return Row(
+            self.prompt.id,
+            sample,
+            sampling.seed,
+            self.tokens,
+            self.limit,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
 
 
 class Intake:

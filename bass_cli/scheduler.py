@@ -13,7 +13,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator
 
-from bass_cli.build import READING, Models, load_models, ready_loop
+from bass_cli.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.config.job import Job
 from bass_cli.endings import Due, Ending, Sample, Watch, WholePrompts, with_copies
 from bass_cli.engine.batch import Row
@@ -28,7 +28,7 @@ from bass_cli.lengths.store import keep_learnt
 from bass_cli.model.prefill import PASS
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan
-from bass_cli.system.host import give_back_memory, is_refused_memory
+from bass_cli.system.host import is_refused_memory
 from bass_cli.unfinished import Unfinished
 
 
@@ -83,18 +83,7 @@ def generate(
                 fixed = models is None or plan.job.speculation.coupling == "maximal"
                 if fixed or plan.rows == 1 or work.reading or not is_refused_memory(error):
                     raise
-        plan = _halved(plan, on_note)
-
-
-def _halved(plan: Plan, on_note: Callable[[str], None]) -> Plan:
-    """The plan with half the rows, after what the last attempt held has been let go of."""
-    give_back_memory(plan.device)
-    fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
-    on_note(
-        f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
-        "what was under way"
-    )
-    return fewer
+        plan = halved(plan, on_note)
 
 
 def _attempt(
@@ -266,17 +255,7 @@ class Conductor:
             self._crowded = True
 
     def _row(self, task: Task, sample: int) -> Row:
-        sampling = self._job.sampling
-        row = Row(
-            task.prompt.id,
-            sample,
-            sampling.seed,
-            task.tokens,
-            task.limit,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
+        row = task.row(sample, self._job.sampling)
         self._live[row] = Sample(task, row, self._watch.detector(task.text))
         task.live += 1
         return row

@@ -51,8 +51,7 @@ def mix(
     tiling = {"BLOCK_Q": block_q, "BLOCK_D": block_d, "KEYS": keys, "SPLITS": splits}
     out = qkv.new_empty(rows * wide, heads * size)
     assert wide <= _NEW
-    # a copy here would be written by the launch right ahead
-    assert segments.positions.is_contiguous()
+    assert segments.positions.is_contiguous()  # a copy would be written by the launch right ahead
     _mix[(units, splits)](
         qkv,
         angles,

@@ -159,10 +159,9 @@ def _launch(
     rows, width, heads, size = q.shape
     kv_heads, positions = own[0].shape[0], segments.positions
     lines = width * (heads // kv_heads)
-    tiles = triton.cdiv(lines, tiling.lines)
+    tiles, pieces = triton.cdiv(lines, tiling.lines), cut.most + team.most
     units = rows * kv_heads * tiles
     teamed, table, team_units = _table(segments, tiling.members, kv_heads)
-    pieces = cut.most + team.most
     out = q.new_empty(rows, width, heads * size)
     scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
     attend[(team_units * team.most + units * cut.most,)](
