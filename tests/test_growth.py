@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from bass_cli.build import build
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.members import Members
 from bass_cli.engine.step import Loop
+from bass_cli.errors import MachineError
 from bass_cli.library import generate
 from bass_cli.plan import make_plan
 
@@ -25,13 +27,23 @@ def place(pair_folder, monkeypatch):
     return folder
 
 
-def plan_of(*, draft="draft", rows=6, kept=None, length=4, n=4, prompts=PROMPTS, **sampling):
+def plan_of(
+    *,
+    draft="draft",
+    rows=6,
+    kept=None,
+    length=4,
+    n=4,
+    prompts=PROMPTS,
+    coupling="shared",
+    **sampling,
+):
     """A plan with place for so many tokens of a row; None: for all."""
     job = Job(
         pair=load_pair("pair.yaml").model_copy(update={"draft": draft}),
         sampling=Sampling(max_new_tokens=TOKENS, temperature=3.0, seed=30, **sampling),
         device="cpu",
-        speculation=Speculation(length=length),
+        speculation=Speculation(length=length, coupling=coupling),
         n=n,
         batch_size=rows,
         token_ids=True,
@@ -110,3 +122,33 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
     assert seen.grown > 10
     assert seen.back > 0
     assert min(seen.rows) < 6
+
+
+def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
+    """More than fit at their longest, within the memory that there is, which is what is built; not
+    where samples depend on the rows, nor where all fit."""
+    whole = plan_of(rows=40, n=20)
+    assert (whole.kept, whole.share, whole.pieces.most) == (TOKENS, "", 1)
+    found = whole.footprint
+    free = int(found.bytes(6, TOKENS, prompts=6 / 20) / 0.95) + 1000
+    for module in ("plan", "footprint"):
+        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: free)
+    plan = plan_of(rows="auto", n=20)
+    assert 6 < plan.rows < 40
+    assert TOKENS / 4 <= plan.kept < TOKENS
+    assert sum(plan.parts.values()) <= plan.free
+    assert plan.share in plan.notes
+    loop = build(plan)
+    caches = [loop.target.cache, loop.drafter._runner.cache]
+    own = sum(
+        layer.numel() * layer.element_size()
+        for cache in caches
+        for layer in (*cache.own_keys, *cache.own_values)
+    )
+    assert 0.8 * plan.parts["cache"] < own <= plan.parts["cache"]
+    assert plan_of(rows=6, n=20).kept == TOKENS
+    assert plan_of(rows=plan.rows, n=20).pieces == plan.pieces
+    with pytest.raises(MachineError, match=r"--batch-size \d+"):
+        plan_of(rows=1000, n=20)
+    with pytest.raises(MachineError):
+        plan_of(rows=plan.rows, n=20, coupling="maximal")
