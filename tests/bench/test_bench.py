@@ -433,7 +433,7 @@ def test_the_document() -> None:
 def test_the_seed_fixes_everything_but_the_times() -> None:
     def found(seed: int) -> list[tuple[Any, ...]]:
         cells = measured(
-            **SET, batch_sizes="3", methods="2,bass", new_tokens=16, repeats=2, seed=seed
+            **SET, batch_sizes="3", methods="2,bass", new_tokens=10, repeats=1, seed=seed
         )
         keys = ("rounds", "acceptance_rate", "mean_accepted", "draft_length")
         return [tuple(cell[key] for key in keys) for cell in cells.values()]

@@ -122,6 +122,7 @@ def test_actors_and_the_driver_are_killed_a_node_joins_and_the_file_is_the_same(
     cluster.remove_node(late)
 
 
+@pytest.mark.slow  # a Ray of its own: two thirds of a minute
 def test_a_local_ray_ends_with_ctrl_c_and_one_process_goes_on(pair_folder: Any) -> None:
     place = pair_folder(prompts=14)
     out = place / "o.jsonl"
@@ -159,6 +160,7 @@ def test_a_part_is_one_and_what_a_node_lacks_is_said_with_its_name(
     assert not (place / "o.jsonl").exists()
 
 
+@pytest.mark.slow  # a third of a minute; one more way to the same actors
 def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
     """The same samples by `eval --ray`, and by a map over Ray Data."""
     import ray
