@@ -1,7 +1,7 @@
 # make setup   a virtual environment in .venv with bass and its embedded default model
 # make demo    a small model edits code, by plain decoding and with drafts looked up, side by side
 # make test    all tests but those of minutes (make test-slow);  make test-gpu: those of kernels and engine on a CUDA device
-# make test-fast   what a minute of two cores can tell: files, options, tokenizers, controllers, figures, the conductor
+# make test-fast   what a minute of two cores can tell: files, options, controllers, figures, the conductor
 # make lint    ruff and mypy;  make bench: speed on this CPU against transformers
 
 PYTHON ?= python3
@@ -24,15 +24,12 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
-FAST := scheduler saving same_files places prompts text_length template continuation streams doctor stopping tokenizer \
+FAST := scheduler saving same_files places prompts text_length template continuation doctor stopping \
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
 	noise imports house_style console round_cost cli
 
-# two processes that import transformers, a tenth of what all others take
-TWICE := tests/model/test_tokenizer.py::test_two_processes_convert_the_same_tokenizer_at_once
-
 test-fast: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --deselect $(TWICE) $(wildcard $(FAST:%=tests/test_%.py) $(FAST:%=tests/*/test_%.py))
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(wildcard $(FAST:%=tests/test_%.py) $(FAST:%=tests/*/test_%.py))
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
