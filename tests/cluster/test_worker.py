@@ -8,26 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import write_checkpoint, write_tokenizer
+from test_library import model, one_thread  # noqa: F401 (fixtures)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
 from bass_cli.cluster.pool import Part
 from bass_cli.cluster.worker import Fault, Order, Ready, Report, Worker
 from bass_cli.io.prompts import Prompt
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint("llama", folder, seed=0)
-    write_tokenizer(folder)
-    return folder
-
 
 PROMPTS = [Prompt(f"p{i}", f"the cat {i}", None, {"k": i}, None, f"x:{i}") for i in range(4)]
 LONG = Prompt("long", "cat " * 5000, None, {}, None, "x:9")
