@@ -52,24 +52,27 @@ def load_models(
 ) -> Models:
     """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
     read."""
-    whole, done = plan.target.size + (0 if plan.draft is None else plan.draft.size), 0
+    whole, done = (
+        plan.files.target.size + (0 if plan.files.draft is None else plan.files.draft.size),
+        0,
+    )
 
     def on_read(size: int) -> None:
         nonlocal done
         done += size
         on_bytes(done, whole)
 
-    weights = load(plan.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
-    target = Decoder(plan.target.spec, weights, vocab=plan.tokenizer.size)
+    weights = load(plan.files.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
+    target = Decoder(plan.files.target.spec, weights, vocab=plan.files.tokenizer.size)
     drafting = None
-    if plan.draft is not None:
-        weights = load(plan.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
-        if plan.draft.head is not None:
-            return Models(target, None, FeatureHead(plan.draft.head, weights, target))
-        drafting = Decoder(plan.draft.spec, weights, vocab=plan.draft_vocab)
-    elif plan.skipped:
+    if plan.files.draft is not None:
+        weights = load(plan.files.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
+        if plan.files.draft.head is not None:
+            return Models(target, None, FeatureHead(plan.files.draft.head, weights, target))
+        drafting = Decoder(plan.files.draft.spec, weights, vocab=plan.files.draft_vocab)
+    elif plan.files.skipped:
         drafting = target.keep_layers(
-            [i for i in range(plan.target.spec.layers) if i not in plan.skipped]
+            [i for i in range(plan.files.target.spec.layers) if i not in plan.files.skipped]
         )
     return Models(target, drafting)
 
@@ -90,7 +93,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
-        mask=plan.mask,
+        mask=plan.files.mask,
         head=head,
         coupling=speculation.coupling,
         temperature=speculation.draft_temperature,
@@ -136,7 +139,7 @@ def lengths_for(plan: Plan) -> Lengths:
         limit=plan.longest or speculation.max,
         coupling=speculation.coupling,
         surface=plan.surface,
-        at_once=plan.mask is not None,
+        at_once=plan.files.mask is not None,
     )
 
 
@@ -168,9 +171,9 @@ def warm_up(loop: Loop, plan: Plan) -> None:
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
     """A few rounds of the samples of a meaningless prompt; then the rows are ended."""
-    limit = min(plan.job.sampling.max_new_tokens, plan.target.spec.context - 1)
+    limit = min(plan.job.sampling.max_new_tokens, plan.files.target.spec.context - 1)
     prompt, far = (
-        [0] * max(1, min(tokens, plan.target.spec.context - limit)),
+        [0] * max(1, min(tokens, plan.files.target.spec.context - limit)),
         loop.clock.now() + 1e6,
     )
     loop.open(_WARM_KEY, prompt, deadline=far)

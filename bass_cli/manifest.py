@@ -34,7 +34,7 @@ class Facts:
 def facts_of(plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None) -> Facts:
     """What there is to know of a plan; see `describe`."""
     manifest = describe(plan, source, shard=shard)
-    return Facts(manifest, plan.rows, plan.notes, plan.tokenizer.has_chat_template)
+    return Facts(manifest, plan.rows, plan.notes, plan.files.tokenizer.has_chat_template)
 
 
 def describe(
@@ -61,7 +61,7 @@ def describe(
         results |= {"shard": str(shard)}
     if job.speculation.coupling == "maximal":
         speculation = job.speculation.model_dump(mode="json")
-        draft_files = plan.draft and plan.draft.fingerprint(plan.mask)
+        draft_files = plan.files.draft and plan.files.draft.fingerprint(plan.files.mask)
         results |= {"draft": job.pair.draft, "draft_files": draft_files}
         results |= {"batch_size": plan.rows, "draft_length": speculation["length"]}
         results |= {

@@ -22,7 +22,9 @@ from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_hea
 
 
 class Files(NamedTuple):
-    """What of a Plan comes from the files of its models."""
+    """A pair's opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may
+    propose. `mask`: the token by which it drafts in one pass, None if it does not. `skipped`: the
+    target's layers that a draft of the kind skip:LAYERS leaves out."""
 
     target: Checkpoint
     tokenizer: Tokenizer

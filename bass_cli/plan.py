@@ -25,7 +25,6 @@ from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.slabs import Pieces
-from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import Checkpoint
 from bass_cli.pair_files import Files, costs_of, open_files, tokens_of
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
@@ -40,9 +39,7 @@ _MOST = {"cpu": 64, "cuda": 1024}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job with its opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model
-    may propose. `mask`: the token by which it drafts in one pass, None if it does not. `skipped`:
-    the target's layers that a draft of the kind skip:LAYERS leaves out.
+    """A job with the opened files of its pair.
     `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
     it is there. `notes`: what the user should know. `footprint`: what it takes of memory, of
     which `free` bytes are there; `most_rows`: as many as fit into that, with every prompt as long
@@ -50,12 +47,7 @@ class Plan:
     how many there are (None: nobody knows); `options`: those that set rows and new tokens."""
 
     job: Job
-    target: Checkpoint
-    tokenizer: Tokenizer
-    draft: Checkpoint | None
-    draft_vocab: int
-    mask: int | None
-    skipped: frozenset[int]
+    files: Files
     device: torch.device
     dtype: torch.dtype
     footprint: Footprint
@@ -71,7 +63,7 @@ class Plan:
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sample: what the checkpoint says, or else the tokenizer."""
-        return frozenset(self.target.eos_ids or self.tokenizer.eos_ids)
+        return frozenset(self.files.target.eos_ids or self.files.tokenizer.eos_ids)
 
     @property
     def samples(self) -> int | None:
@@ -106,7 +98,7 @@ class Plan:
     def span(self) -> int:
         """How many positions of its own a row needs: no sample is longer than the target's
         context leaves room for."""
-        return self.new_tokens + beyond(_reach(self.job, self.draft))
+        return self.new_tokens + beyond(_reach(self.job, self.files.draft))
 
     @property
     def pieces(self) -> Pieces:
@@ -124,12 +116,15 @@ class Plan:
     @property
     def new_tokens(self) -> int:
         """The most that a sample may generate."""
-        return min(self.job.sampling.max_new_tokens, self.target.spec.context - 1)
+        return min(self.job.sampling.max_new_tokens, self.files.target.spec.context - 1)
 
     @property
     def longest(self) -> int:
         """The most tokens that are drafted at once."""
-        most, head = longest_draft(self.job), None if self.draft is None else self.draft.head
+        most, head = (
+            longest_draft(self.job),
+            None if self.files.draft is None else self.files.draft.head,
+        )
         return most if head is None else min(most, head.drafts)
 
     @property
@@ -182,7 +177,7 @@ class Plan:
         """What the results depend on beside the job, and the versions they came from: for the
         manifest."""
         name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
-        path = self.target.path
+        path = self.files.target.path
         device = (
             torch.cuda.get_device_name(self.device)
             if self.device.type == "cuda"
@@ -190,8 +185,8 @@ class Plan:
         )
         return {
             "target": self.job.pair.target,
-            "target_files": self.target.fingerprint(),
-            "vocabulary": self.tokenizer.fingerprint(),
+            "target_files": self.files.target.fingerprint(),
+            "vocabulary": self.files.tokenizer.fingerprint(),
             "device": self.device.type,
             "dtype": name,
             "format": "gguf" if path.suffix == ".gguf" else "safetensors",
@@ -229,7 +224,7 @@ def make_plan(
     )
     plan = Plan(
         job,
-        **files._asdict(),
+        files,
         device=device,
         dtype=dtype,
         footprint=found,

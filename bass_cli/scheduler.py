@@ -101,9 +101,9 @@ def _attempt(
     on_phase(READING[plan.device.type])  # until the first round is over
     conductor = Conductor(
         plan.job,
-        plan.tokenizer,
+        plan.files.tokenizer,
         loop,
-        context=plan.target.spec.context,
+        context=plan.files.target.spec.context,
         eos_ids=plan.eos_ids,
         count=work.count,
         on_round=on_round,

@@ -135,13 +135,13 @@ def main():
 
     transformers.logging.set_verbosity_error()
     plan, plain = loop_for(args, "none", 0)
-    path = plan.target.path
+    path = plan.files.target.path
     where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
     model = transformers.AutoModelForCausalLM.from_pretrained(
         where[0], dtype=torch.float32, trust_remote_code=False, **where[1]
     ).eval()
-    ordinary = encode(plan.tokenizer, (ORDINARY * args.rows)[: args.rows])
-    copying = [plan.tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
+    ordinary = encode(plan.files.tokenizer, (ORDINARY * args.rows)[: args.rows])
+    copying = [plan.files.tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
 
     times = {
         name: []

@@ -111,7 +111,7 @@ def compare(args):
     for name, flags in methods.items():
         plan = make_plan(make_job(pair, JobArgs(**common | flags)))
         loop = build(plan)
-        tokenizer = plan.tokenizer
+        tokenizer = plan.files.tokenizer
         prompts = {
             p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)
             for p in read_prompts(source, column="prompt", limit=args.limit)

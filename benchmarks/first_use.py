@@ -51,7 +51,7 @@ def plan_for(args, rows, draft=None):
 def surface_of(plan, models, rows):
     """A profile of this number of rows."""
     loop, kind = build(plan, models), plan.device.type
-    prompts = [joined(plan.tokenizer, i, _CONTEXT[kind]) for i in range(-(-rows // 8))]
+    prompts = [joined(plan.files.tokenizer, i, _CONTEXT[kind]) for i in range(-(-rows // 8))]
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < rows] + [rows]
     return profile(
         loop,
@@ -59,7 +59,7 @@ def surface_of(plan, models, rows):
         rows=counts,
         coupling="shared",
         limit=_LIMIT,
-        context=plan.target.spec.context,
+        context=plan.files.target.spec.context,
     )
 
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, size: dict[str, int], varied: str = "") -> Poi
 def floor(plan, size: dict[str, int], length: float, tokens: int) -> float:
     """Seconds: prompts by operations, rounds by what is more."""
     best = ceilings_of(plan.device, plan.dtype)
-    shapes = parameters(plan.target.spec)
+    shapes = parameters(plan.files.target.spec)
     weights = sum(math.prod(shape) for name, shape in shapes.items() if name != "embed.weight")
     rounds = -(-size["n"] * size["prompts"] // plan.rows) * tokens
     read = weights * plan.dtype.itemsize / best.bandwidth

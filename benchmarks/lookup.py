@@ -105,9 +105,9 @@ def run(plan, loop, prompts):
     """One whole job: its samples by key, and what it took."""
     conductor = Conductor(
         plan.job,
-        plan.tokenizer,
+        plan.files.tokenizer,
         loop,
-        context=plan.target.spec.context,
+        context=plan.files.target.spec.context,
         eos_ids=plan.eos_ids,
         count=len(prompts),
     )

@@ -34,9 +34,9 @@ def draw(plan, loop, prompt):
 
     conductor = Conductor(
         plan.job,
-        plan.tokenizer,
+        plan.files.tokenizer,
         loop,
-        context=plan.target.spec.context,
+        context=plan.files.target.spec.context,
         eos_ids=plan.eos_ids,
         count=1,
     )

@@ -142,8 +142,8 @@ def _order(plan: Plan, prompts: Sequence[Prompt], engine: str) -> dict[str, Any]
     sampling, eos = plan.job.sampling, sorted(plan.eos_ids)
     return {
         "engine": engine,
-        "model": str(plan.target.path),
-        "tokenizer": str(plan.tokenizer.path),
+        "model": str(plan.files.target.path),
+        "tokenizer": str(plan.files.tokenizer.path),
         "device": plan.device.type,
         "dtype": str(plan.dtype).removeprefix("torch."),
         "prompts": _token_ids(plan, prompts),
@@ -162,7 +162,7 @@ def _token_ids(plan: Plan, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Of the prompts that can be run with all new tokens; UserError if there are none."""
     from bass_cli.intake import Intake
 
-    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     found = []
     for prompt in prompts:
         with contextlib.suppress(UserError):

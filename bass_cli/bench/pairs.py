@@ -157,7 +157,7 @@ def _real_models(plan: Plan) -> Models:
     target, drafting, head = load_models(plan)
     label = f"{plan.job.pair.name}, a real pair"
     drafting = drafting if head is None else head.body
-    return Models("real", label, target, drafting, plan, plan.mask, head)
+    return Models("real", label, target, drafting, plan, plan.files.mask, head)
 
 
 def _random_models(settings: Settings) -> Models:

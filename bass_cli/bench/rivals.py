@@ -90,7 +90,7 @@ def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Gener
     import transformers
 
     transformers.logging.set_verbosity_error()
-    path, sampling = plan.target.path, settings.job.sampling
+    path, sampling = plan.files.target.path, settings.job.sampling
     where, options = (
         (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
     )
@@ -139,8 +139,8 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
     free, total = torch.cuda.mem_get_info(plan.device)
     sampling = settings.job.sampling
     engine = vllm.LLM(
-        model=str(plan.target.path),
-        tokenizer=str(plan.tokenizer.path),
+        model=str(plan.files.target.path),
+        tokenizer=str(plan.files.tokenizer.path),
         trust_remote_code=False,
         seed=sampling.seed,
         dtype=str(plan.dtype).removeprefix("torch."),

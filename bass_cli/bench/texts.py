@@ -31,8 +31,8 @@ def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
         spec = spec_of(settings.shape or "", option="--shape")
         found = [_random_ids(i, length, spec.vocab) for i, length in enumerate(lengths)]
     else:
-        spec = plan.target.spec
-        found = _real_prompts(plan.tokenizer, settings.prompts, lengths, spec.context)
+        spec = plan.files.target.spec
+        found = _real_prompts(plan.files.tokenizer, settings.prompts, lengths, spec.context)
     longest = max(map(len, found)) + settings.new_tokens + settings.longest + 1
     if longest > spec.context:
         raise UserError(

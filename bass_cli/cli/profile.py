@@ -114,8 +114,8 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     assert plan.profile is not None
     screen.phase("loading the weights")
     loop = build(plan)
-    length = min(_CONTEXT[kind], plan.target.spec.context // 4)
-    prompts = [joined(plan.tokenizer, i, length) for i in range(-(-max(rows) // 8))]
+    length = min(_CONTEXT[kind], plan.files.target.spec.context // 4)
+    prompts = [joined(plan.files.tokenizer, i, length) for i in range(-(-max(rows) // 8))]
     compiling = "compiling kernels, then " if kind == "cuda" else ""
     screen.phase(
         f"{compiling}measuring rounds of {', '.join(map(str, rows))} rows, for up to "
@@ -128,7 +128,7 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
         rows=rows,
         coupling=plan.job.speculation.coupling,
         limit=LIMITS[kind],
-        context=plan.target.spec.context,
+        context=plan.files.target.spec.context,
         note=screen.note,
     )
     seconds = time.perf_counter() - began

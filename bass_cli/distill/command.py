@@ -94,7 +94,7 @@ def run(args: DistillArgs, screen: Screen) -> str:
 def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dict[str, Any]]:
     """What the target is asked, and what its samples depend on."""
     if args.prompts is None:
-        asked: Any = own_beginnings(plan.tokenizer, args.chat)
+        asked: Any = own_beginnings(plan.files.tokenizer, args.chat)
         digest: dict[str, Any] = {"prompts": list(asked)}
     else:
         file = open_source(args.prompts)

@@ -109,7 +109,7 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
     """Those of a file that the target can run; UserError if it can run none."""
-    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     found, faults = list[Prompt](), list[str]()
     for prompt in prompts:
         try:
@@ -126,7 +126,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
     """Every sample with its prompt before it, as the target saw them."""
-    intake = Intake(plan.job, plan.tokenizer, context=plan.target.spec.context)
+    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     prompts: dict[str, list[int]] = {}
     found = []
     for one in lines_of(path):

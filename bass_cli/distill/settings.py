@@ -122,14 +122,14 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
     if args.source is not None and model is None:
         raise UserError(f'--from: "{args.source}" is no model')
     if model is None or args.layers is not None:
-        spec, tokenizer = plan.target.spec, plan.tokenizer
+        spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
         layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
         return source_of(
-            plan.target, layers=layers, mask=None, vocab=min(tokenizer.size, spec.vocab),
+            plan.files.target, layers=layers, mask=None, vocab=min(tokenizer.size, spec.vocab),
             size=tokenizer.size,
         )  # fmt: skip
     drafting = pair.model_copy(update={"draft": model})
-    both = make_plan(plan.job.model_copy(update={"pair": drafting, "batch_size": 1}))
+    both = make_plan(plan.job.model_copy(update={"pair": drafting, "batch_size": 1})).files
     assert both.draft is not None
     tokenizer = Tokenizer.load(both.draft.path, vocabulary=both.draft.vocabulary)
     mask = None
@@ -172,9 +172,9 @@ def windows_at_once(
     add up to those of the whole. `loaded`: whether both models' weights are there already."""
     spec, item = source.spec, plan.dtype.itemsize
     free -= (_TRAINED - 4 * loaded) * weights_of(spec)
-    free -= 0 if loaded else item * weights_of(plan.target.spec)
+    free -= 0 if loaded else item * weights_of(plan.files.target.spec)
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
-    heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.target.spec.width
+    heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.files.target.spec.width
     free = int(_MARGIN * free) - item * weights_of(spec) - guesses - heads
     each = training.layout.tokens * _activations(spec, item) + _looked_at(plan, training, item)
     return max(min(free // each, training.windows), 0)
@@ -199,6 +199,6 @@ def _activations(spec: Spec, item: int) -> int:
 def _looked_at(plan: Plan, training: Training, item: int) -> int:
     """Bytes of what masks see of a window, as attention is given it, for the student and the
     target alike."""
-    layout, spec = training.layout, plan.target.spec
+    layout, spec = training.layout, plan.files.target.spec
     pairs = layout.groups * layout.masks * (layout.window + layout.masks) + layout.window**2
     return 3 * spec.heads * pairs * item

@@ -92,7 +92,9 @@ class Work:
             torch.backends.cuda.enable_cudnn_sdp(False)
         screen.phase("loading the weights")
         self._target = Model(
-            plan.target.spec, load(plan.target, dtype=plan.dtype, device=device), source.vocab
+            plan.files.target.spec,
+            load(plan.files.target, dtype=plan.dtype, device=device),
+            source.vocab,
         )
         self.weights = student_weights(source, device)
         self._student = Model(source.spec, self.weights, source.vocab)

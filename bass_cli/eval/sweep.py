@@ -173,9 +173,8 @@ def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
         pair = job.pair.model_copy(update={"draft": "none"})
         speculation = job.speculation.model_copy(update={"length": 0})
         job = job.model_copy(update={"pair": pair, "speculation": speculation})
-        return dataclasses.replace(
-            plan, job=job, draft=None, skipped=frozenset(), profile=None, surface=None
-        )
+        files = plan.files._replace(draft=None, mask=None, skipped=frozenset())
+        return dataclasses.replace(plan, job=job, files=files, profile=None, surface=None)
     return dataclasses.replace(plan, job=job)
 
 

@@ -211,7 +211,8 @@ def test_warming_up_captures_all_that_rounds_with_a_deadline_need(coupling, leng
     )
     job = Job(pair=pair, n=3, speculation=speculation)
     spec = SimpleNamespace(context=999)
-    plan = SimpleNamespace(job=job, device=torch.device("cpu"), target=SimpleNamespace(spec=spec))
+    files = SimpleNamespace(target=SimpleNamespace(spec=spec))
+    plan = SimpleNamespace(job=job, device=torch.device("cpu"), files=files)
     warm_up(loop, plan)
     assert loop.lengths is lengths
     loop.graphs.done.clear()

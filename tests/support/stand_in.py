@@ -36,9 +36,11 @@ def make_plan(job: Any, **_: Any) -> Any:
         identity=lambda: dict(identity),
         notes=(),
         surface=None,
-        draft=None,
+        files=types.SimpleNamespace(
+            draft=None,
+            tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
+        ),
         rows=2 if job.batch_size == "auto" else job.batch_size,
-        tokenizer=types.SimpleNamespace(has_chat_template="chatty" in job.pair.target),
     )
 
 
