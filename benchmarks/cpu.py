@@ -14,6 +14,7 @@ import json
 import platform
 import statistics
 import time
+from importlib.metadata import version
 
 import torch
 
@@ -116,6 +117,73 @@ def loop_for(args, draft, length):
     return plan, build(plan)
 
 
+def measure(args):
+    """Every method in turn, `args.repeats` times: {method: [seconds]}; the tokens of the last
+    repeat by method; drafts kept a row and round of the two with lookup."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    plan, plain = loop_for(args, "none", 0)
+    path, tokenizer = plan.files.target.path, plan.files.tokenizer
+    where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        where[0], dtype=torch.float32, trust_remote_code=False, **where[1]
+    ).eval()
+    ordinary = encode(tokenizer, (ORDINARY * args.rows)[: args.rows])
+    copying = [tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
+    run_bass(plain, ordinary, 4), run_transformers(model, 0, ordinary, 4)
+    times, texts, kept = {}, {}, {}
+    for _ in range(args.repeats):
+        for name, prompts in (("ordinary", ordinary), ("copying", copying)):
+            if prompts is ordinary:
+                seconds, texts["transformers"] = run_transformers(model, 0, prompts, args.tokens)
+                times.setdefault("transformers", []).append(seconds)
+            loops = {"plain": plain, "lookup": loop_for(args, "lookup", "auto")[1]}
+            for method, loop in loops.items():
+                key = f"{method}, {name}"
+                seconds, texts[key], kept[key] = run_bass(loop, prompts, args.tokens)
+                times.setdefault(key, []).append(seconds)
+    return times, texts, kept
+
+
+def report(args, times, texts, kept):
+    """The figures as one JSON document."""
+
+    def ratio(slow, fast):
+        return round(
+            statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True)), 2
+        )
+
+    def equal(one, other):
+        return sum(a == b for a, b in zip(texts[one], texts[other], strict=True))
+
+    return {
+        "machine": {
+            "processor": platform.machine(),
+            "threads": args.threads,
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+        },
+        "rows": args.rows,
+        "tokens": args.tokens,
+        "repeats": args.repeats,
+        "tokens_per_second": {
+            k: round(args.rows * args.tokens / statistics.median(v), 1) for k, v in times.items()
+        },
+        "seconds": {k: [round(x, 2) for x in v] for k, v in times.items()},
+        "plain_over_transformers": ratio("transformers", "plain, ordinary"),
+        "lookup_over_plain_copying": ratio("plain, copying", "lookup, copying"),
+        "lookup_over_plain_ordinary": ratio("plain, ordinary", "lookup, ordinary"),
+        "accepted_per_round": {
+            name: round(kept[f"lookup, {name}"], 2) for name in ("copying", "ordinary")
+        },
+        "rows_equal_to_transformers": equal("plain, ordinary", "transformers"),
+        "rows_equal_to_plain": sum(
+            equal(f"plain, {name}", f"lookup, {name}") for name in ("ordinary", "copying")
+        ),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -130,75 +198,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    plan, plain = loop_for(args, "none", 0)
-    path = plan.files.target.path
-    where = (str(path.parent), {"gguf_file": path.name}) if path.is_file() else (str(path), {})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        where[0], dtype=torch.float32, trust_remote_code=False, **where[1]
-    ).eval()
-    ordinary = encode(plan.files.tokenizer, (ORDINARY * args.rows)[: args.rows])
-    copying = [plan.files.tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
-
-    times = {
-        name: []
-        for name in (
-            "transformers",
-            "plain",
-            "plain, copying",
-            "lookup, copying",
-            "lookup, ordinary",
-        )
-    }
-    run_bass(plain, ordinary, 4), run_transformers(model, 0, ordinary, 4)
-    for _ in range(args.repeats):
-        seconds, theirs = run_transformers(model, 0, ordinary, args.tokens)
-        times["transformers"].append(seconds)
-        seconds, ours, _ = run_bass(plain, ordinary, args.tokens)
-        times["plain"].append(seconds)
-        seconds, speculated, kept_ordinary = run_bass(
-            loop_for(args, "lookup", "auto")[1], ordinary, args.tokens
-        )
-        times["lookup, ordinary"].append(seconds)
-        seconds, copied, _ = run_bass(plain, copying, args.tokens)
-        times["plain, copying"].append(seconds)
-        seconds, copied_too, kept = run_bass(
-            loop_for(args, "lookup", "auto")[1], copying, args.tokens
-        )
-        times["lookup, copying"].append(seconds)
-
-    def ratio(slow, fast):
-        return round(
-            statistics.median(a / b for a, b in zip(times[slow], times[fast], strict=True)), 2
-        )
-
-    report = {
-        "machine": {
-            "processor": platform.machine(),
-            "threads": args.threads,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "rows": args.rows,
-        "tokens": args.tokens,
-        "repeats": args.repeats,
-        "tokens_per_second": {
-            k: round(args.rows * args.tokens / statistics.median(v), 1) for k, v in times.items()
-        },
-        "seconds": {k: [round(x, 2) for x in v] for k, v in times.items()},
-        "plain_over_transformers": ratio("transformers", "plain"),
-        "lookup_over_plain_copying": ratio("plain, copying", "lookup, copying"),
-        "lookup_over_plain_ordinary": ratio("plain", "lookup, ordinary"),
-        "accepted_per_round": {"copying": round(kept, 2), "ordinary": round(kept_ordinary, 2)},
-        "rows_equal_to_transformers": sum(a == b for a, b in zip(ours, theirs, strict=True)),
-        "rows_equal_to_plain": sum(
-            a == b for a, b in zip(ours + copied, speculated + copied_too, strict=True)
-        ),
-    }
-    print(json.dumps(report, indent=2))
+    print(json.dumps(report(args, *measure(args)), indent=2))
 
 
 if __name__ == "__main__":

@@ -93,6 +93,24 @@ def contest(decoder, tokens, pair, sample, key, args):
     return found if edge is None else found | {"nucleus_edge": round(edge, 4)}
 
 
+def partings_of(plain, speculative, decoder, prompts, args):
+    """Where samples of two methods part: how close the choice was there, and how many tokens came
+    before it in all."""
+    partings, same = [], 0
+    for key, due in plain.items():
+        found = speculative[key]
+        at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), len(due))
+        same += at
+        if due != found:
+            partings.append(
+                {"id": key[0], "sample": key[1], "token": at}
+                | contest(
+                    decoder, prompts[key[0]] + due[:at], (due[at], found[at]), key[1], key[0], args
+                )
+            )
+    return partings, same
+
+
 def compare(args):
     pair = load_pair(args.pair)
     common = {
@@ -119,23 +137,7 @@ def compare(args):
         samples(loop, dict(list(prompts.items())[:1]), args, plan.eos_ids)  # warm up
         results[name] = samples(loop, prompts, args, plan.eos_ids)
     plain, speculative = results["plain"][0], results["speculative"][0]
-    partings, same = [], 0
-    for key, due in plain.items():
-        found = speculative[key]
-        at = next((i for i, (a, b) in enumerate(zip(due, found, strict=False)) if a != b), len(due))
-        same += at
-        if due != found:
-            partings.append(
-                {"id": key[0], "sample": key[1], "token": at}
-                | contest(
-                    loop.target.decoder,
-                    prompts[key[0]] + due[:at],
-                    (due[at], found[at]),
-                    key[1],
-                    key[0],
-                    args,
-                )
-            )
+    partings, same = partings_of(plain, speculative, loop.target.decoder, prompts, args)
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
     return {

@@ -15,6 +15,7 @@ import signal
 import time
 
 import small_jobs as jobs
+from line_differences import Differences, compare, read, whole_lines
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STUCK = 120.0  # seconds after which a run that takes less than two is taken for one that hangs
@@ -28,7 +29,7 @@ def disturb(job, place, counts, kills, chance):
     code = jobs.finish(jobs.start(job, jobs.inputs_for(due, place), log))
     whole = time.monotonic() - began
     if code not in (0, 1) or "Traceback" in log.read_text():
-        return jobs.Differences(), [f"undisturbed, exit code {code}: {log.read_text()}"]
+        return Differences(), [f"undisturbed, exit code {code}: {log.read_text()}"]
     jobs.inputs_for(folder, place)
     kept = {}
     while True:
@@ -45,16 +46,16 @@ def disturb(job, place, counts, kills, chance):
         ended = jobs.finish_within(child, _STUCK) if ended is None else ended
         if ended is None or "Traceback" in log.read_text():
             jobs.os.kill(child, signal.SIGKILL) if ended is None else None
-            return jobs.Differences(), [f"{number.name}, exit code {ended}: {log.read_text()}"]
+            return Differences(), [f"{number.name}, exit code {ended}: {log.read_text()}"]
         if ended == code:
-            found = jobs.compare(job, folder, due, kept)
+            found = compare(job, folder, due, kept)
             return found, [str(found)] if any(found) else []
         if not (disturbed and ended in (130, -number)):
-            return jobs.Differences(), [
+            return Differences(), [
                 f"exit code {ended} instead of {code} after {number.name}: {log.read_text()}"
             ]
         for file in job.files:
-            for key, lines in jobs.whole_lines(jobs.read(folder / file)).items():
+            for key, lines in whole_lines(read(folder / file)).items():
                 kept.setdefault(file, {}).setdefault(key, lines)
 
 

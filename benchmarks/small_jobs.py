@@ -1,6 +1,5 @@
 """Small real jobs of bass for scripts that end them in the middle (kills.py, power_cuts.py):
-tiny models, a process that has imported everything and forks the command, and how the files of
-two runs differ. Not a script.
+tiny models, and a process that has imported everything and forks the command. Not a script.
 """
 
 import argparse
@@ -17,10 +16,10 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from line_differences import Differences
+
 OUT, VERDICTS, SCORED = "o.jsonl", "o.jsonl.verdicts.jsonl", "scored.jsonl"
 _CONTEXT = 200
-# What a line says of its run, and not of its sample: times, company in the batch, rounding.
-_MEASURED = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob", "isolation")
 _PROBLEMS = 2
 _ALLOW = ("--allow-code-execution", "--allow-weak-sandbox")  # the programs are harmless
 
@@ -252,87 +251,6 @@ def finish_within(child, seconds):
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
     return None
-
-
-def rows_of(content):
-    """Every line with its JSON object, None where it is broken."""
-    for line in content.splitlines(keepends=True):
-        try:
-            row = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            row = None
-        yield line, row if isinstance(row, dict) else None
-
-
-def whole_lines(content):
-    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of
-    verdicts."""
-    found = {}
-    for line, row in rows_of(content):
-        if row is not None and row.get("finish_reason") != "error":
-            found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(
-                line
-            )
-    return found
-
-
-def read(path):
-    return path.read_bytes() if path.exists() else b""
-
-
-class Differences(NamedTuple):
-    """How many lines a disturbed run lost, doubled and changed."""
-
-    lost: int = 0
-    doubled: int = 0
-    changed: int = 0
-
-    def __add__(self, other):
-        return Differences(*map(sum, zip(self, other, strict=True)))
-
-
-def compare(job, folder, undisturbed, kept):
-    """The lines of a finished job against those of an undisturbed one, and against those that
-    had to survive: `kept`, {file: {key: [bytes]}}. Failed prompts have one line too. Whatever
-    else differs (a broken line, a manifest that does not know of its end, a file that nobody
-    needs) counts as changed."""
-    total = Differences()
-    for name in job.files:
-        there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
-        held = kept.get(name, {})
-        total += Differences(
-            lost=len(due.keys() - there.keys())
-            + sum(there.get(key, [])[:1] != lines[:1] for key, lines in held.items())
-        )
-        total += Differences(
-            doubled=sum(len(lines) - 1 for lines in there.values()),
-            changed=sum(
-                key not in due or _settled(lines[0]) != _settled(due[key][0])
-                for key, lines in there.items()
-            ),
-        )
-        total += Differences(changed=_others(folder / name) != _others(undisturbed / name))
-    for name in ("o.jsonl.manifest.json",) if OUT in job.files else ():
-        ours, theirs = (json.loads(read(place / name) or b"{}") for place in (folder, undisturbed))
-        total += Differences(
-            changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results"))
-            or ours["totals"]["finish_reasons"] != theirs["totals"]["finish_reasons"]
-        )
-    names = [{path.name for path in place.iterdir()} for place in (folder, undisturbed)]
-    return total + Differences(changed=names[0] != names[1])
-
-
-def _settled(line):
-    return {key: value for key, value in json.loads(line).items() if key not in _MEASURED}
-
-
-def _others(path):
-    """The lines of failed prompts, and broken ones."""
-    return sorted(
-        str(line if row is None else (row["id"], row["error"]))
-        for line, row in rows_of(read(path))
-        if row is None or row.get("finish_reason") == "error"
-    )
 
 
 def disturb_many(disturb, text, *, unit, count, others):
