@@ -1,6 +1,7 @@
 """Devices as cost functions, and a batch that runs on one by chance alone: no models, no
 tensors. No tests."""
 
+import math
 import random
 import statistics
 
@@ -78,10 +79,11 @@ def run_batch(
         now += took + graphs.use(width)
         now += catch_up if width else 0.0
         idle = 0 if width else idle + 1
-        kept = [
-            next((i for i in range(width) if chance.random() >= rate_of(row, tokens)), width)
-            for row in live
-        ]
+        kept = (
+            [_kept(width, rate_of(row, tokens), chance) for row in live]
+            if width
+            else [0] * len(live)
+        )
         widths.append(width)
         for row, count in zip(live, kept, strict=True):
             row[1] -= count + 1
@@ -93,11 +95,20 @@ def run_batch(
     return Outcome(ends, widths, now)
 
 
+def _kept(width, rate, chance):
+    """How many of `width` drafts stand before the first that does not, each with that rate."""
+    if not 0 < rate < 1:
+        return width if rate >= 1 else 0
+    # of a geometric law, by its inverse: 1 - random() is above 0
+    return min(width, int(math.log(1 - chance.random()) / math.log(rate)))
+
+
 class _Graphs:
     """What captures cost: the first use of a length runs uncaptured, the second one captures."""
 
     def __init__(self, entry):
         self._entry, self._uses = entry, {}
+        self._said = None  # costs and colds until a length is used that is not captured yet
 
     def _left(self, width):
         """(seconds of the next use, seconds until it is captured)"""
@@ -112,18 +123,23 @@ class _Graphs:
 
     def costs(self):
         """entries, as an Outlook has them."""
-        return tuple(self._left(k)[1] for k in range(33)) if self._entry else ()
+        return self._both()[0]
 
     def colds(self):
-        return (
-            tuple(self._left(k)[0] if not self._uses.get(k) else 0.0 for k in range(33))
-            if self._entry
-            else ()
-        )
+        return self._both()[1]
+
+    def _both(self):
+        if self._said is None:
+            left = [self._left(k) for k in range(33)] if self._entry else []
+            colds = (0.0 if self._uses.get(k) else one for k, (one, _) in enumerate(left))
+            self._said = tuple(whole for _, whole in left), tuple(colds)
+        return self._said
 
     def use(self, width):
         seconds = self._left(width)[0]
-        self._uses[width] = self._uses.get(width, 0) + 1
+        uses = self._uses[width] = self._uses.get(width, 0) + 1
+        if uses <= 2:
+            self._said = None
         return seconds
 
 
