@@ -53,6 +53,8 @@ def _trait(parameter: Any, argument: Any) -> object:
     """What of an argument can matter to the compiler."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
+    if hasattr(argument, "block_shape"):  # a tensor descriptor
+        return argument.base.dtype, tuple(argument.block_shape)
     return type(argument) if parameter.do_not_specialize else argument
 
 

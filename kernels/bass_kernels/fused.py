@@ -1,5 +1,5 @@
 """Linear maps with what stands around them in a transformer block: the library's products and
-the other ops, or one launch of skinny.py where that is faster."""
+the other ops, or one launch of skinny.py or gated.py where that is faster."""
 
 from __future__ import annotations
 
@@ -53,9 +53,13 @@ def norm_up(
 ) -> Tensor:
     """Norm of the residual stream [..., K], the product with `up` and its activation: [...,
     inner]."""
-    return _activation(
-        linear(_norm(None, residual, *norm, eps=eps, kind=kind)[0], *up), activation, gated=gated
-    )
+    normed, (weight, bias) = _norm(None, residual, *norm, eps=eps, kind=kind)[0], up
+    if gated and bias is None and dispatch.kind_for(residual) == "triton":
+        from .gated import gate_up, serves
+
+        if serves(residual.numel() // residual.shape[-1], weight):
+            return gate_up(normed, weight, activation=activation)
+    return _activation(linear(normed, weight, bias), activation, gated=gated)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

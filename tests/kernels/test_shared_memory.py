@@ -20,6 +20,7 @@ SOME = (
     "86,float32,mix-256",
     "86,bfloat16,attend-256-in-teams",
     "89,float32,stream",
+    "90,bfloat16,gate-up",
     "100,bfloat16,attend-256-in-teams",
     "120,float32,few-tokens",
 )
@@ -37,17 +38,16 @@ def hold(lines):
 def test_launches_that_need_much_fit_every_card(tmp_path):
     """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper
     and Blackwell add."""
-    assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 16
+    assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 17
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_all_launches_fit_every_card(capability, dtype, tmp_path):
-    assert (
-        hold(run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path))
-        == 24
-    )
+    lines = run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)
+    # gated.py serves 16 bits on Hopper alone
+    assert hold(lines) == 24 + ((capability, dtype) == (90, "bfloat16"))
 
 
 def card(monkeypatch, shared, capability=(8, 6)):

@@ -20,6 +20,7 @@ from bass_kernels import (
     choice,
     cuts,
     drawing,
+    gated,
     launch,
     mixing,
     pointwise,
@@ -36,7 +37,7 @@ from bass_kernels.reference import Segments, Teams
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (cuts, mixing, ragged, skinny)
+MODULES = (cuts, gated, mixing, ragged, skinny)
 
 
 def empty(*shape, dtype):
@@ -107,6 +108,13 @@ def stream(dtype):
     )
 
 
+def gate_up(dtype):
+    """As between the products of few tokens and the library's."""
+    weight = empty(2 * 18944, 3584, dtype=dtype)
+    if gated.serves(64, weight):
+        gated.gate_up(empty(8, 8, 3584, dtype=dtype), weight, activation="silu")
+
+
 def attend(dtype, *, size, rows, width, team=0):
     own, prompt = caches(rows, 4, size, dtype)
     ragged.attention(
@@ -159,6 +167,7 @@ LAUNCHES = {
     "mix-128": functools.partial(mix, heads=28, kv_heads=4, size=128, width=1),
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
+    "gate-up": gate_up,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=8),
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),

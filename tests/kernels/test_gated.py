@@ -1,0 +1,59 @@
+"""The gate and up product of 17 to 64 tokens against torch, by relative RMS error: lines and depths
+that no tile divides, and which tokens and weights take it in a decoder's layer."""
+
+import pytest
+import torch
+from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
+
+import bass_kernels as ops
+
+gated = pytest.importorskip("bass_kernels.gated")
+from bass_kernels.launch import Card  # noqa: E402
+
+HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
+
+
+def due_of(x, weight, activation):
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    kinds = {"silu": torch.nn.functional.silu, "relu": torch.relu}
+    return kinds[activation](gate) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "activation"), [(17, "silu"), (64, "relu")])
+def test_gate_up(dtype, tokens, activation):
+    x, weight = (
+        randn(tokens, 168, dtype=dtype, seed=0),
+        randn(2 * 72, 168, dtype=dtype, seed=1) / 12,
+    )
+    found = gated.gate_up(x[None], weight, activation=activation)
+    assert found.shape == (1, tokens, 72)
+    close(found[0], due_of(x, weight, activation), dtype)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("tokens", [16, 17, 64, 65])
+def test_a_layer_takes_it_from_17_to_64_tokens(monkeypatch, dtype, tokens):
+    """And it gives what the library's product and the activation give."""
+    taken, own = [], gated.gate_up
+    monkeypatch.setattr(gated, "gate_up", lambda *a, **o: taken.append(a) or own(*a, **o))
+    residual, weight = (
+        randn(tokens, 64, dtype=dtype, seed=2),
+        randn(48, 64, dtype=dtype, seed=3) / 8,
+    )
+    norm = randn(64, dtype=torch.float32, seed=4)
+    words = {"eps": 1e-6, "kind": "rms", "activation": "silu", "gated": True}
+    found = ops.norm_up(residual[None], (norm, None), (weight, None), **words)
+    normed = ops.norm(None, residual[None], norm, None, eps=1e-6, kind="rms")[0][0]
+    close(found[0], due_of(normed, weight, "silu"), dtype)
+    assert len(taken) == (17 <= tokens <= 64)
+
+
+def test_what_it_is_not_made_for(monkeypatch):
+    weight = torch.empty(48, 64, dtype=torch.float16, device=DEVICE)
+    assert gated.serves(40, weight)
+    assert not gated.serves(40, weight.float())
+    assert not gated.serves(40, weight[:, :60].contiguous())
+    assert not gated.serves(40, weight[:, :56])
+    monkeypatch.setattr(gated, "card", lambda device: Card((8, 0), 163 * 1024))
+    assert not gated.serves(40, weight)
