@@ -30,6 +30,7 @@ from bass_cli.engine.graphs import Graphs, Running
 from bass_cli.engine.step import Loop
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
+from bass_cli.model.kv_cache import Layers
 from bass_cli.model.runner import Runner
 from bass_cli.model.sources import locate
 from bass_cli.model.tokenizer import Tokenizer
@@ -45,6 +46,7 @@ class Nothing:
     class spec:  # noqa: N801
         kv_heads, head_size = 1, 8
 
+    cached = (Layers(2, 1, 8),)
     layers, dtype, device = (0, 1), torch.float32, torch.device("cpu")
 
     def forward(self, tokens, step, *, last=None):
@@ -75,12 +77,13 @@ class Drafter(NoDrafter):
 class HostLoop(Loop):
     """Its rounds' tables are drawn before."""
 
-    def draw(self, width, *, mean, vocab, eos):
-        """Tables of rounds of `width` drafts; a token is the last of its sample once in `mean`."""
+    def draw(self, width, *, mean, text, eos):
+        """Tables of rounds of `width` drafts; a token is one of `text`, and the last of its
+        sample once in `mean`."""
         chance = numpy.random.default_rng(0)
         rows, self._tables, self._at = self.batch.capacity, [], 0
         for _ in range(TABLES):
-            tokens = chance.integers(1000, vocab, (rows, width + 1))
+            tokens = chance.choice(text, (rows, width + 1))
             if mean:
                 tokens[chance.random(tokens.shape) < 1 / mean] = eos
             scores = chance.standard_normal((rows, width + 1)).astype(numpy.float32)
@@ -112,7 +115,8 @@ def conductor(args, rows, *, mean, limit, count, tokenizer):
     if args.ahead:
         loop._worth.pays = lambda waiting: True
     eos = tokenizer.eos_ids[0]
-    loop.draw(args.draft_length, mean=mean, vocab=tokenizer.size, eos=eos)
+    text = tokenizer.encode(Path(__file__).read_text(), 100_000)  # newlines as often as in code
+    loop.draw(args.draft_length, mean=mean, text=text, eos=eos)
     job = Job(
         pair=Pair(name="nothing", target="nothing"),
         sampling=Sampling(max_new_tokens=limit, stop=tuple(args.stop)),

@@ -5,9 +5,13 @@ import dataclasses
 import json
 
 import pytest
+from fakes import FakeGraphs
+from heads import write_head
+from test_parallel import bass, lines
 
 from bass_cli.build import build
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.engine.ahead import Worth
 from bass_cli.engine.members import Members
 from bass_cli.engine.step import Loop
 from bass_cli.errors import MachineError
@@ -24,6 +28,7 @@ def place(pair_folder, monkeypatch):
     folder = pair_folder(prompts=3, max_position_embeddings=256)
     config = json.loads((folder / "draft/config.json").read_text())
     (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": MASK}))
+    write_head(folder / "head", "dspark")
     return folder
 
 
@@ -53,28 +58,21 @@ def plan_of(
 
 
 class Seen:
-    """What became of the rows: how many grew, were put back, and in which rounds."""
+    """What became of the rows: how many grew and were put back, how many of these while a round
+    was under way that had them (`flown`), and how many there were in every round."""
 
     def __init__(self, monkeypatch):
-        self.back, self.grown, self.shared = 0, 0, 0
+        self.back, self.grown, self.flown = 0, 0, 0
         self.rows = []
-        grow, exchange, follow = Loop.grow, Loop.exchange, Members._follow
-        changed = False
+        grow, follow = Loop.grow, Members._follow
 
         def watched_grow(loop):
-            nonlocal changed
-            before = self.grown
+            flight = loop._flight
             back = grow(loop)
             self.back += len(back)
-            self.shared += self.grown > before and changed
-            changed = False
+            self.flown += sum(row in flight.rows for row in back) if flight else 0
             self.rows.append(len(loop.batch))
             return back
-
-        def watched_exchange(loop, ended, rows):
-            nonlocal changed
-            changed = changed or (len(ended) > 0 and len(rows) > 0)
-            return exchange(loop, ended, rows)
 
         def watched_follow(members, change):
             self.grown += len(change.copied)
@@ -88,7 +86,6 @@ class Seen:
                 assert (slabs.runs[1, live:] == 0).all()
 
         monkeypatch.setattr(Loop, "grow", watched_grow)
-        monkeypatch.setattr(Loop, "exchange", watched_exchange)
         monkeypatch.setattr(Members, "_follow", watched_follow)
 
 
@@ -107,6 +104,7 @@ def drawn(plan, prompts=PROMPTS, **given):
         ("parallel:draft", 4, 20),
         ("lookup", 4, 24),
         ("skip:1", 3, 20),
+        ("heads:head", 4, 20),
     ],
 )
 def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
@@ -122,6 +120,62 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
     assert seen.grown > 10
     assert seen.back > 0
     assert min(seen.rows) < 6
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Every round that may is launched before the last one is over."""
+    monkeypatch.setattr("bass_cli.build.Graphs", lambda device: FakeGraphs())
+    monkeypatch.setattr(Worth, "pays", lambda worth, waiting: True)
+
+
+@pytest.mark.parametrize(("draft", "length"), [("none", 0), ("heads:head", 4)])
+def test_rows_are_put_back_that_a_round_under_way_has(draft, length, ahead, monkeypatch):
+    """What it brings is not the new row's, which may be at the same place."""
+    due, seen = drawn(plan_of(draft=draft, length=length)), Seen(monkeypatch)
+    assert drawn(plan_of(draft=draft, length=length, kept=20)) == due
+    assert seen.grown > 10
+    assert seen.flown > 0
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+def test_a_killed_job_goes_on_with_rows_that_grow(place, ahead, monkeypatch):
+    """It left what lay in its files at that moment, the last line torn, and some of its rows had
+    grown and been put back, as happens again when it goes on."""
+    flags = ("--pair", "pair.yaml", "--n", "6", "--max-new-tokens", str(TOKENS),
+             "--temperature", "3", "--draft-length", "4", "--batch-size", "auto")  # fmt: skip
+    assert bass(*flags, "--out", "whole.jsonl").exit_code == 0
+    found = plan_of(n=6).footprint
+    free = int(found.bytes(5, TOKENS, prompts=1) / 0.95) + 1000
+    for module in ("plan", "footprint"):
+        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: free)
+    seen, left, run, files = Seen(monkeypatch), 40, Loop.round, {}
+
+    def killed(loop, *given, **words):
+        nonlocal left
+        left -= 1
+        if not left:
+            files.update({one: one.read_bytes() for one in place.glob("parts.jsonl*")})
+            raise Killed
+        return run(loop, *given, **words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "round", killed)
+        with pytest.raises(Killed):
+            bass(*flags, "--out", "parts.jsonl")
+    before = seen.grown, seen.back
+    for one, content in files.items():
+        one.write_bytes(content[:-20] if one.suffix == ".jsonl" else content)
+    assert files[place / "parts.jsonl"].count(b"\n") > 1
+    again = bass(*flags, "--out", "parts.jsonl")
+    assert again.exit_code == 0, again.stderr
+    assert "torn" in again.stderr
+    assert lines(place / "parts.jsonl") == lines(place / "whole.jsonl")
+    assert all(before)
+    assert all((seen.grown > before[0], seen.back > before[1]))
 
 
 def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):

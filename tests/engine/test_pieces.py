@@ -9,6 +9,7 @@ import torch
 from bounds import bounded
 from checkpoints import FAMILIES, write_checkpoint
 from fakes import FakeGraphs, Ticks
+from heads import write_head
 from test_captured import Tour, pair  # noqa: F401 (a fixture)
 from toys import AtOnce, drafter_for, plain
 
@@ -19,9 +20,11 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Pieces
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.model.weights import load, open_checkpoint, open_head
+from bass_kernels import ragged
 
 LIMIT, LONGEST = 60, 7
 BESIDE = beyond(LONGEST) + 3
@@ -40,10 +43,17 @@ def rows(n=3):
 
 
 def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT, beside=BESIDE):
-    """A loop whose rows share so many pieces."""
-    pieces, ticks = Pieces(total, MOST, -(-(limit + beside) // MOST), beside), Ticks()
+    """A loop whose rows share so many pieces; None: each has its place from the beginning."""
+    pieces, ticks = total and Pieces(total, MOST, -(-(limit + beside) // MOST), beside), Ticks()
     words = {"rows": batch, "span": limit + beside - 3, "pieces": pieces}
-    if isinstance(draft, str):
+    runner = Runner(
+        target.read_by(draft) if isinstance(draft, FeatureHead) else target, lag=1, **words
+    )
+    if isinstance(draft, FeatureHead):
+        drafter = make_drafter(
+            "heads:x", runner=runner, head=draft, coupling="shared", temperature=None
+        )
+    elif isinstance(draft, str):
         drafter = drafter_for(draft, rows=batch)
     else:
         at_once = isinstance(draft, AtOnce)
@@ -56,7 +66,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         )
     loop = Loop(
         batch=Batch(rows=batch, context=128, device=torch.device("cpu"), pieces=pieces),
-        target=Runner(target, lag=1, **words),
+        target=runner,
         drafter=drafter,
         lengths=lengths,
         coupling="shared",
@@ -128,6 +138,82 @@ def test_a_row_always_comes_to_its_end(pair):
     assert found == plain(target, [again(row) for row in many])
 
 
+class Proposed:
+    """The drafts of every round of a loop."""
+
+    def __init__(self, loop):
+        self.all = []
+        self._batch, self._propose = loop.batch, loop.drafter.propose
+        loop.drafter.propose = self
+
+    def __call__(self, batch, length):
+        proposal = self._propose(batch, length)
+        self.all.append(proposal.tokens[: len(batch)].tolist())
+        return proposal
+
+
+@pytest.mark.parametrize("kind", ["model", "dflash", "dspark"])
+def test_drafts_are_those_of_rows_that_had_their_place_from_the_beginning(pair, kind, tmp_path):
+    """Under shared coupling a draft that reads another row's keys harms no token, so the drafts
+    are compared, in the same rounds."""
+    target, draft = pair
+    if kind != "model":
+        write_head(tmp_path, kind, width=target.spec.width, vocab=target.vocab)
+        opened = open_head(tmp_path, target.spec)
+        weights = load(opened, dtype=torch.float32, device=torch.device("cpu"))
+        draft = FeatureHead(opened.head, weights, target)
+    found, grown = [], 0
+    for total in (None, 5 * MOST):
+        loop = loop_of(target, draft, lengths=Tour(), total=total)
+        proposed = Proposed(loop)
+        found.append((finish(loop, rows(2)), proposed.all))
+    (due, back, none, _), drafts = found[0]
+    (tokens, back, grown, _), others = found[1]
+    assert tokens == due == plain(target, rows(2))
+    assert others == drafts
+    assert (none, back) == (0, 0)
+    assert grown > 6
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
+    """Of four rows two end at once. One place is a new row's, the other the last row's, and both
+    that go on grow, one into pieces that were left a moment ago; a round with the old rows is under
+    way. The target drafts for itself: where the draft's cache did not follow, drafts are lost."""
+    target, _ = pair
+    loop = loop_of(target, target if width else "none", lengths=Fixed(width), total=12, batch=4)
+    loop.prepare(range(1, 5), [width])
+    pieces, each = loop.batch.slabs.pieces, width + 1
+    soon = -(-(2 * pieces.size - pieces.beside + 1) // each) * each
+    limits = (soon, soon, LIMIT, LIMIT, LIMIT)
+    many = [
+        Row("02"[s % 2], s, 3, PROMPTS[s % 2 * 2], limit, temperature=0.9)
+        for s, limit in enumerate(limits)
+    ]
+    changes, follow = [], loop._members._follow
+
+    def watched(change):
+        under_way = loop._flight is not None and len(loop._flight.rows) == 4
+        changes.append((change, loop.target.cache._runs.T.tolist(), under_way))
+        follow(change)
+
+    loop._members._follow = watched
+    assert finish(loop, many)[0] == plain(target, [again(row) for row in many])
+    assert sum(row.accepted for row in many) == sum(row.drafted for row in many) >= 0
+    at = next(i for i, (change, _, _) in enumerate(changes) if change.ended)
+    (exchanged, old, flown), (grown, _, _) = changes[at : at + 2]
+    assert (exchanged.ended, exchanged.moved) == ((0, 1), ((3, 1),))
+    assert exchanged.begun == (((0,), "0"),)
+    assert flown
+    assert len(grown.copied) == 2
+    left = {piece for row in exchanged.ended for piece in range(old[row][0], sum(old[row]))}
+    assert any(
+        left.intersection(range(one.target, one.target + one.pieces))
+        for one in grown.copied
+        if one.source != one.target
+    ), "keys were copied to where a row that has just ended had its own"
+
+
 @pytest.mark.parametrize("schedule", ["ragged", "pad"])
 def test_the_kernels_touch_nothing_but_the_store(pair, schedule, tmp_path, monkeypatch):
     """In the interpreter, with addresses held against tensors, rows that grow and dummies among
@@ -151,3 +237,36 @@ def test_the_kernels_touch_nothing_but_the_store(pair, schedule, tmp_path, monke
         ops.attention_schedule("ragged")
     assert grown > 0
     assert found == due
+
+
+def test_rows_that_read_their_prompt_together_grow(pair, monkeypatch):
+    """By the kernel's teams at width 1, in the interpreter; one row ends, and the last one takes
+    its place. A short row and a dummy are in no team."""
+    target, _ = pair
+    few = [
+        Row("02"[s < 3], s, 3, PROMPTS[2 * (s < 3)], 2 if s == 1 else 5, temperature=0.9)
+        for s in range(4)
+    ]
+    due = plain(target, [again(row) for row in few])
+    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 30)
+    monkeypatch.setattr(ragged, "_members", lambda lines, rows: 4)
+    plainly = ops.attention
+    monkeypatch.setattr(
+        ops,
+        "attention",
+        lambda *given, **words: (ragged.attention if given[3].extent else plainly)(*given, **words),
+    )
+    launch, teams = ragged._launch, []
+
+    def watched(q, own, prompt, segments, tiling, *given):
+        if segments.extent and tiling.members > 1:
+            teams.append(segments.teams.member.tolist())
+        return launch(q, own, prompt, segments, tiling, *given)
+
+    monkeypatch.setattr(ragged, "_launch", watched)
+    words = {"total": 16, "batch": 5, "limit": 5, "beside": beyond(0) + 3}
+    found, _, grown, _ = finish(loop_of(target, "none", lengths=Fixed(0), **words), few)
+    assert found == due
+    assert grown > 2
+    assert [1, 1, 1, 0] in [team[:4] for team in teams]
+    assert any(team[:4] == [1, 0, 1, 0] for team in teams)
