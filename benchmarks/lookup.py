@@ -120,7 +120,7 @@ def measure(args, rows):
     """One line for each draft, at one batch size."""
     plans = {draft: plan_for(args, draft, rows) for draft in args.drafts}
     loops = {draft: build(plan) for draft, plan in plans.items()}
-    prompts = prompts_for(args, plans[args.drafts[0]].tokenizer)
+    prompts = prompts_for(args, plans[args.drafts[0]].files.tokenizer)
     for draft, loop in loops.items():
         run(
             plans[draft],
