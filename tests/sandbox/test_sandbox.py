@@ -202,13 +202,17 @@ def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, st
     return answer["verdicts"]
 
 
-OWN_WARDEN = {name for name in PROGRAMS if name.startswith(("limits", "owns", "slows", "moves"))}
+OWN_WARDEN = {
+    name
+    for name in PROGRAMS
+    if name.startswith(("limits", "owns", "slows", "moves", "kills its parent"))
+}
 # What each set of layers does not claim to keep out; everything else must fail all the same.
 WEAK = {
     EVERYTHING: set(),
     "landlock,seccomp": set(),
     # Neither reaches anything; the rest nothing but what watches this program alone.
-    "user,pid,mount,network,ipc": {"kills its parent", "new user namespace", *OWN_WARDEN},
+    "user,pid,mount,network,ipc": {"new user namespace", *OWN_WARDEN},
     # A file that another attack has put in the place of the one outside is the programs' own,
     # and can be changed.
     "": {*OUTSIDE, "changes outside", *NETWORK, "reads the supervisor's", "new user namespace"},
