@@ -4,6 +4,7 @@ a few devices from measurements made once, otherwise measured here, in a second 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -24,8 +25,9 @@ class Ceilings(NamedTuple):
     source: str
 
 
+@functools.cache
 def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The ceilings of a device for models of this dtype."""
+    """The ceilings of a device for models of this dtype, measured once a process."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for (known, its_dtype), (bandwidth, operations) in _KNOWN.items():

@@ -214,7 +214,7 @@ def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
     ), "keys were copied to where a row that has just ended had its own"
 
 
-@pytest.mark.parametrize("schedule", ["ragged", "pad"])
+@pytest.mark.parametrize("schedule", [pytest.param("ragged", marks=pytest.mark.slow), "pad"])
 def test_the_kernels_touch_nothing_but_the_store(pair, schedule, tmp_path, monkeypatch):
     """In the interpreter, with addresses held against tensors, rows that grow and dummies among
     them."""

@@ -219,7 +219,19 @@ WEAK = {
 }
 
 
-@pytest.mark.parametrize("layers", WEAK)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        # what a machine offers usually: all, those of a container, none of them
+        pytest.param(
+            layers,
+            marks=[pytest.mark.slow]
+            if layers.startswith("user,pid,mount,network,ipc") and layers != EVERYTHING
+            else [],
+        )
+        for layers in WEAK
+    ],
+)
 def test_another_user_is_as_safe_with_what_layers_there_are(
     target: Target, sandbox_folders: Path, layers: str
 ) -> None:
