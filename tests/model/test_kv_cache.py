@@ -114,7 +114,7 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
     """One row's new pieces are those that the one before it has left; and however little is
     copied at once, each is read before it is written."""
     monkeypatch.setattr("bass_cli.model.kv_cache._MOVED", moved)
-    slabs, whole = Slabs(4, Pieces(7, 4, 6, 5)), torch.Generator().manual_seed(0)
+    slabs, whole = Slabs(4, Pieces(6, 4, 6, 5)), torch.Generator().manual_seed(0)
     cache = KVCache(
         [Layers(2, 2, 4), Layers(1, 1, 3)],
         rows=4,
@@ -124,7 +124,7 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
         pieces=slabs.pieces,
     )
     layers = (*cache.own_keys, *cache.own_values)
-    assert {layer.shape[1] for layer in layers} == {5 + 7 * 6}
+    assert {layer.shape[1] for layer in layers} == {5 + 6 * 6}
     for layer in layers:
         layer.copy_(torch.randn(layer.shape, generator=whole))
     slabs.exchange((), (), range(4))
@@ -141,10 +141,10 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
     copied = [slabs.grow(row, 2) for row in (2, 0, 1)]
     assert None not in copied
     assert any(
-        later.target <= one.source < later.target + 2
+        later.target <= one.source < later.target + later.pieces
         for i, one in enumerate(copied)
         for later in copied[i + 1 :]
-    ), "no row came to where another had been"
+    ), "no row is copied to where another had been"
     cache.exchange(ended=[3], runs=slabs.runs.copy(), copied=copied)
     for layer, old, now, aside in zip(layers, before, held(), untouched, strict=True):
         assert all(was.equal(is_) for was, is_ in zip(old[:3], now[:3], strict=True))
