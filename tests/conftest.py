@@ -1,6 +1,7 @@
 """Without a CUDA device, Triton kernels run through its interpreter: chosen before anything
 imports triton."""
 
+import inspect
 import os
 import tempfile
 from dataclasses import replace
@@ -23,6 +24,35 @@ def no_idle_checks():
     assert not builder.options.debug
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def builtins_found_once():
+    """The interpreter looks through all of Triton's language for builtins at every call of a
+    device function; which they are does not change, only whether they are patched by now."""
+    if torch.cuda.is_available():  # nothing is interpreted
+        yield
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    language = interpreter.tl
+    places = (
+        language, language.core, language.tensor, language.math,
+        language.core.tensor_descriptor_base,
+    )  # fmt: skip
+    builtins = {
+        place: [one for one in inspect.getmembers(place) if language.core.is_builtin(one[1])]
+        for place in places
+    }
+    assert len(builtins[language]) > 50
+
+    def patch_builtins(place, builder, scope):
+        for name, member in builtins[place]:
+            if getattr(place, name) is member:
+                interpreter._patch_attr(place, name, member, builder, scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtins)
         yield
 
 
