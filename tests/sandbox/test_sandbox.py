@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -202,17 +203,13 @@ def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, st
     return answer["verdicts"]
 
 
-OWN_WARDEN = {
-    name
-    for name in PROGRAMS
-    if name.startswith(("limits", "owns", "slows", "moves", "kills its parent"))
-}
+OWN_WARDEN = {name for name in PROGRAMS if name.startswith(("limits", "owns", "slows", "moves"))}
 # What each set of layers does not claim to keep out; everything else must fail all the same.
 WEAK = {
     EVERYTHING: set(),
     "landlock,seccomp": set(),
     # Neither reaches anything; the rest nothing but what watches this program alone.
-    NAMESPACES: {"new user namespace", *OWN_WARDEN},
+    NAMESPACES: {"kills its parent", "new user namespace", *OWN_WARDEN},
     # A file that another attack has put in the place of the one outside is the programs' own,
     # and can be changed.
     "": {*OUTSIDE, "changes outside", *NETWORK, "reads the supervisor's", "new user namespace"},
@@ -259,3 +256,21 @@ def test_shared_memory_and_queues_end_with_the_program(layers: str) -> None:
     assert verdict.passed != ("seccomp" in layers), (
         verdict
     )  # in a namespace of its own a program may, elsewhere not
+
+
+@pytest.mark.parametrize("given", [signal.SIG_IGN, signal.default_int_handler])
+def test_verdicts_are_the_same_in_the_background(given: Any) -> None:
+    """A shell starts what is to run in the background with Ctrl-C ignored."""
+    programs = [
+        ("own", "import signal\nassert signal.getsignal(2) is signal.default_int_handler"),
+        ("parent's", PROGRAMS["kills its parent by descriptor"][0]),
+    ]
+    before = signal.signal(signal.SIGINT, given)
+    try:
+        with Sandbox(workers=1, layers=NAMESPACES.split(",")) as sandbox:
+            if "pid" not in sandbox.layers:
+                pytest.skip("this system refuses pid")
+            statuses = {key: verdict.status for key, verdict in sandbox.run(programs)}
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert statuses == {"own": "passed", "parent's": "failed"}

@@ -8,6 +8,7 @@ Neither runs a line of the program.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal costs each warden enumerations
 import marshal
 import os
 import resource
@@ -50,6 +51,9 @@ class Watch:
 
 def main() -> NoReturn:
     """Take one order from standard input, run it, write a report to standard output, and end."""
+    # A command in a shell's background has it ignored, and so would a warden and its program: a
+    # verdict must not depend on that.
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
         _serve()
     except SetupError as error:
