@@ -99,7 +99,7 @@ def drawn(plan, prompts=PROMPTS, **given):
     ("draft", "length", "kept"),
     [
         ("none", "auto", 20),
-        ("draft", 4, 24),
+        pytest.param("draft", 4, 24, marks=pytest.mark.slow),
         ("draft", 2, 1),
         ("parallel:draft", 4, 20),
         ("lookup", 4, 24),

@@ -15,13 +15,7 @@ from bass_kernels import dispatch, reference
 cuts = pytest.importorskip("bass_kernels.cuts")
 from bass_kernels import launch, mixing, products, ragged, skinny  # noqa: E402
 
-SOME = (
-    "86,float32,mix-256",
-    "89,float32,stream",
-    "90,bfloat16,gate-up",
-    "100,bfloat16,attend-256-in-teams",
-    "120,float32,few-tokens",
-)
+SOME = ("86,float32,mix-256", "90,bfloat16,gate-up", "120,float32,few-tokens")
 
 
 def hold(lines):
@@ -36,7 +30,7 @@ def hold(lines):
 def test_launches_that_need_much_fit_every_card(tmp_path):
     """Where most would be taken, or was: those of smaller cards, and what pipelines of Hopper
     and Blackwell add."""
-    assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 10
+    assert hold(run_compiling("compile_launches.py", "quick", *SOME, cache=tmp_path)) == 7
 
 
 @pytest.mark.slow
