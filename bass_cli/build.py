@@ -52,27 +52,25 @@ def load_models(
 ) -> Models:
     """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
     read."""
-    whole, done = (
-        plan.files.target.size + (0 if plan.files.draft is None else plan.files.draft.size),
-        0,
-    )
+    files = plan.files
+    whole, done = files.target.size + (0 if files.draft is None else files.draft.size), 0
 
     def on_read(size: int) -> None:
         nonlocal done
         done += size
         on_bytes(done, whole)
 
-    weights = load(plan.files.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
-    target = Decoder(plan.files.target.spec, weights, vocab=plan.files.tokenizer.size)
+    weights = load(files.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
+    target = Decoder(files.target.spec, weights, vocab=files.tokenizer.size)
     drafting = None
-    if plan.files.draft is not None:
-        weights = load(plan.files.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
-        if plan.files.draft.head is not None:
-            return Models(target, None, FeatureHead(plan.files.draft.head, weights, target))
-        drafting = Decoder(plan.files.draft.spec, weights, vocab=plan.files.draft_vocab)
-    elif plan.files.skipped:
+    if files.draft is not None:
+        weights = load(files.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
+        if files.draft.head is not None:
+            return Models(target, None, FeatureHead(files.draft.head, weights, target))
+        drafting = Decoder(files.draft.spec, weights, vocab=files.draft_vocab)
+    elif files.skipped:
         drafting = target.keep_layers(
-            [i for i in range(plan.files.target.spec.layers) if i not in plan.files.skipped]
+            [i for i in range(files.target.spec.layers) if i not in files.skipped]
         )
     return Models(target, drafting)
 

@@ -121,11 +121,8 @@ class Plan:
     @property
     def longest(self) -> int:
         """The most tokens that are drafted at once."""
-        most, head = (
-            longest_draft(self.job),
-            None if self.files.draft is None else self.files.draft.head,
-        )
-        return most if head is None else min(most, head.drafts)
+        most, draft = longest_draft(self.job), self.files.draft
+        return most if draft is None or draft.head is None else min(most, draft.head.drafts)
 
     @property
     def need(self) -> Need:

@@ -67,10 +67,10 @@ def compare(job, folder, undisturbed, kept):
             ),
         )
         total += Differences(changed=_others(folder / name) != _others(undisturbed / name))
-    for name in (f"{name}.manifest.json" for name in job.files):
-        if not (undisturbed / name).exists():
-            continue
-        ours, theirs = (json.loads(read(place / name) or b"{}") for place in (folder, undisturbed))
+    if job.manifest is not None:
+        ours, theirs = (
+            json.loads(read(place / job.manifest) or b"{}") for place in (folder, undisturbed)
+        )
         total += Differences(
             changed=any(ours.get(key) != theirs.get(key) for key in ("finished", "results"))
             or ours["totals"]["finish_reasons"] != theirs["totals"]["finish_reasons"]

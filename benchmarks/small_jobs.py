@@ -25,11 +25,12 @@ _ALLOW = ("--allow-code-execution", "--allow-weak-sandbox")  # the programs are 
 
 
 class Job(NamedTuple):
-    """A command of bass, and the files of lines that it leaves in its folder."""
+    """A command of bass, the files of lines that it leaves in its folder, and their manifest."""
 
     command: str
     arguments: list[str]
     files: tuple[str, ...]
+    manifest: str | None = f"{OUT}.manifest.json"
 
 
 def write_inputs(folder):
@@ -173,6 +174,7 @@ def scoring(chance):
             *_ALLOW,
         ],
         (f"{SCORED}.verdicts.jsonl",),
+        manifest=None,
     )
 
 
