@@ -1,7 +1,9 @@
 """Without a CUDA device, Triton kernels run through its interpreter: chosen before anything
 imports triton."""
 
+import gc
 import inspect
+import itertools
 import os
 import tempfile
 from dataclasses import replace
@@ -12,6 +14,18 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_finish():
+    """What was imported stays: a million objects that the collector would look through again and
+    again, a twentieth of all tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # some libraries look what was not given back
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -56,10 +70,17 @@ def builtins_found_once():
         yield
 
 
-@pytest.fixture(autouse=True)
-def no_profiles(tmp_path_factory, monkeypatch):
-    """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
+@pytest.fixture(scope="session")
+def profiles(tmp_path_factory):
+    """Folders that are not there yet, one after the other."""
     place = tmp_path_factory.mktemp("profiles")
+    return (place / str(number) for number in itertools.count())
+
+
+@pytest.fixture(autouse=True)
+def no_profiles(profiles, monkeypatch):
+    """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
+    place = next(profiles)
     monkeypatch.setattr("bass_cli.lengths.store.folder", lambda: place)
 
 

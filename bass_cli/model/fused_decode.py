@@ -5,6 +5,7 @@ op, for any family and number of tokens (decoder.py).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +60,7 @@ def run(
     eps, early = spec.norm.eps, _large(spec, len(layers))
     norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
     # before the chain of launches
-    segments = step.segments._replace(positions=step.positions.contiguous())
+    segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
         tokens.flatten(),
         step.positions.flatten(),

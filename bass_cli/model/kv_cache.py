@@ -9,7 +9,7 @@ row has (slabs.py), which tokens are fed (runner.py), attention (kernels).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy
@@ -70,7 +70,7 @@ class Pass(NamedTuple):
         """The same tokens as a block in which all see all, by the store's layers from `first`
         on: what a query sees goes by its row's last position, where keys go by their own."""
         last = self.positions[:, -1:].expand_as(self.positions)
-        segments = self.segments._replace(positions=last)
+        segments = replace(self.segments, positions=last)
         return self._replace(segments=segments, first=first, mutual=True)
 
     def slots(self) -> Tensor:

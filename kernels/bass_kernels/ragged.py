@@ -9,6 +9,7 @@ shapes, launches, schedules; the kernel: ragged_kernel.py.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -265,7 +266,8 @@ def _scratch(
 
 def _rows(segments: Segments, rows: slice) -> Segments:
     """What these rows of a pass may attend to, without teams."""
-    return segments._replace(
+    return replace(
+        segments,
         positions=segments.positions[rows],
         base=segments.base[rows],
         start=segments.start[rows],

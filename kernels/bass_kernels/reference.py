@@ -5,8 +5,9 @@ Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sam
 acceptance.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class Teams(NamedTuple):
     tiles: Mapping[int, Tensor]
 
 
-class Segments(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
     """What each row of a pass may attend to: its prompt's span, then its own.
 
     positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the
@@ -66,6 +68,13 @@ class Segments(NamedTuple):
     groups: tuple[Group, ...] | None
     extent: int
     teams: Teams | None = None
+    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gives, made for the first layer of the pass that asks for `what`."""
+        if what not in self._known:
+            self._known[what] = make()
+        return self._known[what]
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -98,10 +107,7 @@ def norm(
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(
-        x.dtype
-    )
+    return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
@@ -134,11 +140,13 @@ def rope_write(
     """
     keys, values = own
     kv_heads, _, size = keys.shape
-    q, k, v = qkv.unflatten(-1, (-1, size)).split((heads, kv_heads, kv_heads), dim=2)
+    qk, v = qkv.unflatten(-1, (-1, size)).split((heads + kv_heads, kv_heads), dim=2)
     if norms is not None:
-        q, k = _rms(q, norms[0], eps), _rms(k, norms[1], eps)
+        parts = zip(qk.split((heads, kv_heads), dim=2), norms, strict=True)
+        qk = torch.cat([_rms(part, weight, eps) for part, weight in parts], dim=2)
     if angles is not None:
-        q, k = _rotate(q, *angles), _rotate(k, *angles)
+        qk = _rotate(qk, *angles)
+    q, k = qk.split((heads, kv_heads), dim=2)
     keys[:, slots] = (k + (k * 0 + v * 0)).movedim(2, 0)
     values[:, slots] = v.nan_to_num(0.0, 0.0, 0.0).movedim(2, 0)
     return q
@@ -189,16 +197,9 @@ def attention(
         part = _gathered(q, prompt, segments, window, width, longest)
         total, peak, mass = _merge((total, peak, mass), part, slice(None))
         return _finish(total / mass, width, keys.dtype)
-    for group in segments.groups:
+    for number, group in enumerate(segments.groups):
         span = slice(group.start, group.start + group.length)
-        mask = None
-        if window:
-            positions = segments.positions[group.rows]
-            mask = _visible(
-                positions,
-                torch.arange(group.length, device=q.device).expand(len(positions), -1),
-                window,
-            )
+        mask = _seen(segments, number, window) if window else None
         part = _partial(q[group.rows], prompt[0][:, span], prompt[1][:, span], mask, width)
         total, peak, mass = _merge((total, peak, mass), part, group.rows)
     return _finish(total / mass, width, keys.dtype)
@@ -209,14 +210,21 @@ def _owned(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_partial` over every row's own slots, copied side by side, as many as some row uses."""
     kv_heads, slots, size = own[0].shape
-    steps = torch.arange(segments.extent, device=q.device)
-    # what lies behind a row's slots is another's, or behind the store: no query sees it
-    index = (segments.own[:, None] + steps).clamp(max=slots - 1)
-    heads = slots * torch.arange(kv_heads, device=q.device)
-    index = heads[:, None] + index[:, None]
-    keys, values = (functional.embedding(index, store.reshape(-1, size)) for store in own)
-    places = segments.base[:, None] + steps
-    return _partial(q, keys, values, _visible(segments.positions, places, window), width)
+
+    def index() -> Tensor:
+        steps = torch.arange(segments.extent, device=q.device)
+        # what lies behind a row's slots is another's, or behind the store: no query sees it
+        each = (segments.own[:, None] + steps).clamp(max=slots - 1)
+        heads = slots * torch.arange(kv_heads, device=q.device)
+        return heads[:, None] + each[:, None]
+
+    def visible() -> Tensor:
+        places = segments.base[:, None] + torch.arange(segments.extent, device=q.device)
+        return _visible(segments.positions, places, window)
+
+    where = segments.once(("own", kv_heads, slots), index)
+    keys, values = (functional.embedding(where, store.reshape(-1, size)) for store in own)
+    return _partial(q, keys, values, segments.once(("own", window), visible), width)
 
 
 def _inside(
@@ -227,17 +235,13 @@ def _inside(
         total, _, mass = _gathered(q, prompt, segments, window, width, prompt[0].shape[1])
         return total / mass
     mixed = torch.empty_like(q)
-    for group in segments.groups:
-        span, positions = (
-            slice(group.start, group.start + group.length),
-            segments.positions[group.rows],
-        )
-        places = torch.arange(group.length, device=q.device).expand(len(positions), -1)
+    for number, group in enumerate(segments.groups):
+        span = slice(group.start, group.start + group.length)
         total, _, mass = _partial(
             q[group.rows],
             prompt[0][:, span],
             prompt[1][:, span],
-            _visible(positions, places, window),
+            _seen(segments, number, window),
             width,
         )
         mixed[group.rows] = total / mass
@@ -268,16 +272,34 @@ def _gathered(
     longest: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_partial` over every row's prompt span, all padded to the longest."""
-    places = torch.arange(longest, device=q.device).expand(len(segments.base), -1)
-    index = segments.start[:, None] + torch.minimum(
-        places, (segments.base[:, None] - 1).clamp(min=0)
-    )
-    visible = (
-        _visible(segments.positions, places, window) & (places < segments.base[:, None])[:, None]
-    )
-    return _partial(
-        q, prompt[0][:, index].transpose(0, 1), prompt[1][:, index].transpose(0, 1), visible, width
-    )
+    base = segments.base[:, None]
+
+    def places() -> Tensor:
+        return torch.arange(longest, device=q.device).expand(len(base), -1)
+
+    def index() -> Tensor:
+        return segments.start[:, None] + torch.minimum(places(), (base - 1).clamp(min=0))
+
+    def visible() -> Tensor:
+        return _visible(segments.positions, places(), window) & (places() < base)[:, None]
+
+    where = segments.once(("prompts", longest), index)
+    keys, values = (store[:, where].transpose(0, 1) for store in prompt)
+    return _partial(q, keys, values, segments.once(("prompts", longest, window), visible), width)
+
+
+def _seen(segments: Segments, number: int, window: int) -> Tensor:
+    """`_visible` of the prompt of the group with that number, for its rows."""
+    assert segments.groups is not None
+    group = segments.groups[number]
+
+    def visible() -> Tensor:
+        positions = segments.positions[group.rows]
+        places = torch.arange(group.length, device=positions.device)
+        return _visible(positions, places.expand(len(positions), -1), window)
+
+    found: Tensor = segments.once((number, window), visible)
+    return found
 
 
 def _visible(positions: Tensor, places: Tensor, window: int) -> Tensor:
@@ -290,10 +312,8 @@ def _partial(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unnormalised attention over one segment: weighted sum [B, K, M, D], maximum score and mass
-    [B, K, M, 1].
-
-    q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D] for one span
-    read by all rows.
+    [B, K, M, 1]. q [B, K, M, D] with M = W * group size; keys, values [B, K, N, D], or [K, N, D]
+    for one span read by all rows.
     """
     rows, kv_heads, queries, size = q.shape
     if shared := keys.dim() == 3:

@@ -1,6 +1,8 @@
 """Ragged attention over prompt and own spans, against one softmax per query written out;
 poisoned slots; dtypes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,7 +77,7 @@ def test_many_short_prompts_side_by_side_give_the_same(window, monkeypatch):
         ops.Group(20, 40, slice(2, 3)),
         ops.Group(3, 11, slice(4, 5)),
     )
-    segments = segments._replace(groups=groups)
+    segments = replace(segments, groups=groups)
     due = naive(q, own, prompt, segments, window)
     for limit in (10_000, 0):
         monkeypatch.setattr("bass_kernels.reference._GATHERED", limit)
@@ -90,6 +92,32 @@ def test_attention_in_half_precision(dtype):
     due = naive(q, own, prompt, segments, window)
     assert found.dtype == dtype
     assert (found.double() - due).norm() / due.norm() < (4e-3 if dtype == torch.bfloat16 else 1e-3)
+
+
+def test_what_is_worked_out_once_a_pass_serves_layers_of_every_window_and_store():
+    """A drafter's layers, in the same pass, have other heads and another store."""
+    q, own, prompt, segments, _ = case(4, 0)
+    halved = [tuple(t[:1, : 4 * S + 20].clone() for t in own), tuple(t[:1] for t in prompt)]
+    for stores in ((own, prompt), halved):
+        for window in (0, 6, 0, 9):
+            given = (*stores, segments)
+            found = ops.attention(q, *given, scale=D**-0.5, window=window)
+            anew = ops.attention(q, *stores, replace(segments), scale=D**-0.5, window=window)
+            assert torch.equal(found, anew)
+    later = replace(segments, positions=segments.positions + 1)
+    due = ops.attention(q, own, prompt, later, scale=D**-0.5)
+    assert not torch.equal(due, ops.attention(q, own, prompt, segments, scale=D**-0.5))
+
+
+def test_large_weights_are_packed_and_give_the_same_product():
+    for lines, depth, packed in ((80, 48, False), (512, 256, True)):
+        g = torch.Generator().manual_seed(lines)
+        weight, x = torch.randn(lines, depth, generator=g), torch.randn(3, 2, depth, generator=g)
+        held = ops.pack(weight)
+        assert (held.layout is not torch.strided) == packed
+        bias = torch.randn(lines, generator=g)
+        due = x.double() @ weight.double().T + bias
+        torch.testing.assert_close(ops.linear(x, held, bias).double(), due, atol=1e-4, rtol=1e-5)
 
 
 def test_what_lies_beyond_a_query_is_not_seen():

@@ -2,6 +2,7 @@
 they were measured on."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -127,6 +128,6 @@ def test_a_launch_that_cannot_fit_takes_the_reference_with_one_warning(monkeypat
     assert not mixing.fits(given[0], 8, 16)
     with caplog.at_level(logging.WARNING):
         assert torch.equal(attended(3, given[3], given), due)
-        close(attended(3, given[3]._replace(groups=None), given), due, torch.float32)
+        close(attended(3, replace(given[3], groups=None), given), due, torch.float32)
     assert [record.message for record in caplog.records] == [caplog.records[0].message]
     assert "attention does not fit this device" in caplog.records[0].message

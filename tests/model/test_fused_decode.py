@@ -160,7 +160,7 @@ def test_a_token_that_is_fed_twice_counts_once():
         eps=EPS,
         scale=0.25,
     )
-    often = segments._replace(positions=segments.positions.expand(rows, 3).contiguous())
+    often = replace(segments, positions=segments.positions.expand(rows, 3).contiguous())
     thrice = mixing.mix(
         qkv.repeat_interleave(3, 0),
         angles.repeat_interleave(3, 1),
