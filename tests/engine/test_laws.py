@@ -101,14 +101,18 @@ def rows_of(draws):
     ]
 
 
-key_of = functools.cache(noise_key)
+@functools.cache
+def keys_of(draws):
+    """The noise keys of rows_of(draws), [N, 2]."""
+    rows = rows_of.__wrapped__(draws)
+    return torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_rows_are_left():
     yield
     rows_of.cache_clear()
-    key_of.cache_clear()
+    keys_of.cache_clear()
 
 
 def frequencies(draft, coupling, lengths):
@@ -137,15 +141,18 @@ def admit_all(loop, rows):
     batch, widest = loop.batch, max(len(row.prompt) for row in rows)
     batch.hosts.extend(rows)
     batch.ledger.widen(LENGTH)
+    # rows are of the kinds of ROWS by turns
+    kinds, turns = rows[: len(ROWS)], len(rows) // len(ROWS)
     batch.tokens[:, :widest] = torch.tensor(
-        [row.prompt + [0] * (widest - len(row.prompt)) for row in rows]
-    )
-    batch.lengths[:] = torch.tensor([len(row.prompt) for row in rows])
+        [row.prompt + [0] * (widest - len(row.prompt)) for row in kinds]
+    ).repeat(turns, 1)
+    batch.lengths[:] = torch.tensor([len(row.prompt) for row in kinds]).repeat(turns)
     batch._alive[:] = 1
-    batch._laws.temperature[:] = torch.tensor([row.temperature for row in rows])
-    batch._laws.top_k[:] = torch.tensor([row.top_k for row in rows])
-    batch._laws.top_p[:] = torch.tensor([row.top_p for row in rows])
-    batch._laws.keys[:] = torch.tensor([key_of(row.seed, row.key, row.sample) for row in rows])
+    for name in ("temperature", "top_k", "top_p"):
+        getattr(batch._laws, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
+            turns
+        )
+    batch._laws.keys[:] = keys_of(turns)
     for row in rows:
         if row.sample == 0:
             loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])

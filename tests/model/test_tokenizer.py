@@ -405,6 +405,7 @@ def test_nothing_beside_a_gguf_file_is_read(
     assert not (tmp_path / "both" / "ran").exists()
 
 
+@pytest.mark.slow  # both import transformers
 def test_two_processes_convert_the_same_tokenizer_at_once(
     tokenizer: Tokenizer, tmp_path: Path, converted: list[Path]
 ) -> None:

@@ -2,19 +2,16 @@
 not there, on CPU tensors, with whatever memory kernels would have filled as harmful as it can be.
 Then nothing may be left to compile.
 
-Run as a script, without the interpreter: DRAFT COUPLING ...; prints for each how many kernels
-there were.
+Run as a script, without the interpreter: FOLDER DRAFT COUPLING ..., of a target with its
+drafter; prints for each how many kernels there were.
 """
 
 import gc
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 import triton
-from checkpoints import write_checkpoint
-from heads import write_head
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler
 
@@ -63,17 +60,14 @@ class Uncapturable(Graphs):
         self.enabled = True
 
 
-def loop_for(draft, coupling):
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint("qwen2", Path(folder))
-        checkpoint = open_checkpoint(Path(folder))
-        words = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-        target, head = Decoder(checkpoint.spec, load(checkpoint, **words)), None
-        if draft.startswith("heads:"):
-            write_head(Path(folder) / "head", draft.removeprefix("heads:"), draft_vocab_size=150)
-            opened = open_head(Path(folder) / "head", checkpoint.spec)
-            head = FeatureHead(opened.head, load(opened, **words), target)
-            target = target.read_by(head)
+def loop_for(folder, draft, coupling):
+    checkpoint = open_checkpoint(folder)
+    words = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+    target, head = Decoder(checkpoint.spec, load(checkpoint, **words)), None
+    if draft.startswith("heads:"):
+        opened = open_head(folder / draft.removeprefix("heads:"), checkpoint.spec)
+        head = FeatureHead(opened.head, load(opened, **words), target)
+        target = target.read_by(head)
     whole = Runner(target, rows=5, span=64, lag=1)
     runner = None if head is None else whole
     if draft == "model":
@@ -109,12 +103,12 @@ def forget_all():
         kernel.device_caches.clear()
 
 
-def hold(draft, coupling, compiled, asked):
+def hold(folder, draft, coupling, compiled, asked):
     """Compile that drafter's rounds twice; `compiled` and `asked` note kernels meanwhile."""
     forget_all()
     compiled.clear()
     asked.clear()
-    loop, tokens = loop_for(draft, coupling), list(range(2, 20))
+    loop, tokens = loop_for(folder, draft, coupling), list(range(2, 20))
     ops.use("triton")
     torch.use_deterministic_algorithms(
         True
@@ -139,12 +133,12 @@ def hold(draft, coupling, compiled, asked):
     print(before, sorted(set(compiled)))
 
 
-def main(*kinds):
+def main(folder, *kinds):
     triton.runtime.driver.set_active(Absent())
     skip_machine_code()  # that of all kernels is made by compile_kernels.py
     compiled, asked = noting("_do_compile"), noting("run")
     for draft, coupling in zip(kinds[::2], kinds[1::2], strict=True):
-        hold(draft, coupling, compiled, asked)
+        hold(Path(folder), draft, coupling, compiled, asked)
 
 
 if __name__ == "__main__":
