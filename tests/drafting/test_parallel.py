@@ -52,10 +52,13 @@ def pair(models):
 
 
 @torch.inference_mode()
-def in_full(model, mask, tokens, length):
-    """Logits [length, V] of a row's drafts, by one pass over all there is and no cache."""
-    ids = torch.tensor([tokens + [mask] * (length - 1)])
-    return model(input_ids=ids, use_cache=False).logits[0, -length:]
+def in_full(model, mask, rows, length):
+    """Logits [B, length, V] of rows' drafts, by one pass over all there is and no cache; what
+    stands behind a shorter row's end reaches nothing before it."""
+    ends, widest = [len(tokens) + length - 1 for tokens in rows], max(map(len, rows)) + length - 1
+    ids = torch.tensor([tokens + [mask] * (widest - len(tokens)) for tokens in rows])
+    logits = model(input_ids=ids, use_cache=False).logits
+    return torch.stack([line[end - length : end] for line, end in zip(logits, ends, strict=True)])
 
 
 class Falling(Settled):
@@ -85,18 +88,23 @@ class Compared:
         return self._logits
 
     def propose(self, batch, length):
-        proposal = self._propose(batch, length)
-        for row, host in enumerate(batch.hosts if length else ()):
-            end = int(batch.lengths[row])
-            due = in_full(self._model, self._mask, batch.tokens[row, :end].tolist(), length)
-            found = self._logits[row]
-            torch.testing.assert_close(found, due[:, : found.shape[1]], atol=1e-4, rtol=1e-4)
-            laws, places = batch.laws, end + torch.arange(length)
-            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
-            own = (part[row].repeat(length, *(1,) * (part.dim() - 1)) for part in own)
-            drafts = ops.sample(due, *own, places)
-            assert proposal.tokens[row].tolist() == drafts.tolist()
-            self.seen.append((length, end - host.prompt_length))
+        proposal, hosts = self._propose(batch, length), list(batch.hosts)
+        if not length or not hosts:
+            return proposal
+        live = slice(len(hosts))
+        ends = batch.lengths[live].tolist()
+        texts = [batch.tokens[row, :end].tolist() for row, end in enumerate(ends)]
+        due = in_full(self._model, self._mask, texts, length)
+        found = self._logits[live]
+        torch.testing.assert_close(found, due[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
+        laws, places = batch.laws, torch.tensor(ends)[:, None] + torch.arange(length)
+        own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+        own = (part[live].repeat_interleave(length, 0) for part in own)
+        drafts = ops.sample(due.flatten(0, 1), *own, places.flatten())
+        assert proposal.tokens[live].tolist() == drafts.view(-1, length).tolist()
+        self.seen += [
+            (length, end - host.prompt_length) for end, host in zip(ends, hosts, strict=True)
+        ]
         return proposal
 
 

@@ -168,10 +168,20 @@ CONTROLLERS = {
     "auto": lambda: make_lengths("auto", limit=4, coupling="maximal", surface=CHEAP),
 }
 # Under maximal coupling, where drafts and lengths reach the samples, each with each; under shared
-# coupling, where samples are plain decoding's (test_exactness.py), each drafter and controller.
+# coupling, where samples are plain decoding's (test_exactness.py), each controller and the
+# drafters that are not held there; the others in `make test-slow`.
+HELD = ("model", "lookup")
 COMBINED = (
     *(("maximal", *both) for both in itertools.product(DRAFTERS, CONTROLLERS)),
-    *(("shared", draft, (*CONTROLLERS,)[at % 3]) for at, draft in enumerate(DRAFTERS)),
+    *(
+        pytest.param(
+            "shared",
+            draft,
+            (*CONTROLLERS,)[at % 3],
+            marks=pytest.mark.slow if draft in HELD else (),
+        )
+        for at, draft in enumerate(DRAFTERS)
+    ),
 )
 
 

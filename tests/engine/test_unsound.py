@@ -169,19 +169,32 @@ def conduct(target, draft, settings, given, *, rows, lengths, coupling):
     )
 
 
+UNSOUND = {"n": 6, "max_new_tokens": 14, "top_p": 0.95}, ("abc", "dd", "f")
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """What sound logits give UNSOUND's job, by plain decoding of one row at a time."""
+    settings, given = UNSOUND
+    clean = conduct(
+        sound(),
+        "none",
+        job(**settings),
+        prompts(*given),
+        rows=1,
+        lengths=Fixed(0),
+        coupling="shared",
+    )
+    return {(c.id, c.sample): c for c in clean}
+
+
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
 @pytest.mark.parametrize("draft", ["model", "lookup", "none"])
 def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_other_does(
-    coupling, draft
+    coupling, draft, whole
 ):
-    settings, given, token = (
-        job(n=6, max_new_tokens=14, top_p=0.95),
-        prompts("abc", "dd", "f"),
-        SPOILER,
-    )
+    settings, given, token = job(**UNSOUND[0]), prompts(*UNSOUND[1]), SPOILER
     drafts = table(1) if draft == "model" else draft
-    clean = conduct(sound(), "none", settings, given, rows=1, lengths=Fixed(0), coupling="shared")
-    whole = {(c.id, c.sample): c for c in clean}
     for rows, lengths in ((1, Fixed(3)), (4, Bass()), (30, Fixed(0))):
         found = conduct(
             broken_after(token),
