@@ -310,12 +310,13 @@ def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
         assert manifest["results"].get("batch_size") == due
 
 
+# All that mean refused memory are told above; here the one of torch and that of Python.
 @pytest.mark.parametrize("error", [
     lambda: torch.empty(1 << 60, dtype=torch.uint8), lambda: bytearray(1 << 60),
-    lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 "
-                                                         "GiB")),
-    lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when "
-                                               "calling `cublasCreate`")),
+    pytest.param(lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+                 marks=pytest.mark.slow),
+    pytest.param(lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
+                                                            "`cublasCreate`")), marks=pytest.mark.slow),
 ], ids=["torch", "python", "cuda", "library"])  # fmt: skip
 def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
     place: Path, monkeypatch: pytest.MonkeyPatch, error: Any
