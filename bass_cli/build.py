@@ -18,8 +18,8 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed, make_lengths
+from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load
@@ -44,7 +44,7 @@ class Models(NamedTuple):
 
     target: Decoder
     drafting: Decoder | None
-    head: FeatureHead | None = None
+    head: Head | None = None
 
 
 def load_models(
@@ -66,7 +66,7 @@ def load_models(
     if files.draft is not None:
         weights = load(files.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
         if files.draft.head is not None:
-            return Models(target, None, FeatureHead(files.draft.head, weights, target))
+            return Models(target, None, make_head(files.draft.head, weights, target))
         drafting = Decoder(files.draft.spec, weights, vocab=files.draft_vocab)
     elif files.skipped:
         drafting = target.keep_layers(

@@ -138,6 +138,8 @@ def footprint(
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype
     )
+    if head is not None and not head.block:  # features stand in the store
+        position += head.body.width * dtype.itemsize
     prompt_tokens = min(prompt_tokens, target.context)
     scores = [_SCORES[kind] * spec.heads for spec in models]
     # float32 values between a layer's products
@@ -184,7 +186,7 @@ def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool) -> int:
     """Bytes of what is loaded of a head; where weights are packed, its projections to keys and
     values are there twice."""
     body = head.body
-    keys = 2 * body.layers * body.kv_heads * body.head_size * body.width
+    keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs
     return (sum(map(math.prod, head_parameters(head).values())) + keys * copied) * dtype.itemsize
 
 

@@ -6,6 +6,7 @@ import functools
 import json
 
 import pytest
+from chains import write_chain
 from fakes import FakeGraphs
 from heads import write_head
 from test_parallel import bass, lines
@@ -30,6 +31,7 @@ def place(pair_folder, monkeypatch):
     config = json.loads((folder / "draft/config.json").read_text())
     (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": MASK}))
     write_head(folder / "head", "dspark")
+    write_chain(folder / "chain", "authors")
     return folder
 
 
@@ -113,6 +115,7 @@ def drawn(plan, prompts=PROMPTS, **given):
         ("lookup", 4, 24),
         ("skip:1", 3, 20),
         ("heads:head", 4, 20),
+        pytest.param("heads:chain", 4, 20, marks=pytest.mark.slow),
     ],
 )
 def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.figures import Run
 from bass_cli.model.decoder import Decoder, parameters
+from bass_cli.model.head_config import HeadSpec, head_parameters
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 
@@ -51,15 +52,18 @@ class Needs(NamedTuple):
     ends: tuple[float, ...]
 
 
-def cost_of(decoder: Decoder, *, taps: int = 0) -> Cost:
-    """The numbers of a decoder, of the layers that it runs only; with the map of so many taps to
-    one, for a drafter that reads them. (The bias of a DSpark is left out: a floor may be low.)"""
+def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
+    """The numbers of a decoder, of the layers that it runs only; with the map of its taps to one
+    feature, and its own vocabulary, for a drafter that reads them. (The bias of a DSpark is left
+    out: a floor may be low.)"""
     spec = decoder.spec
-    of_layer = parameters(spec)
+    of_layer = parameters(spec) if head is None else head_parameters(head)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
+    taps = 0 if head is None else len(head.taps)
+    known = decoder.vocab if head is None or head.ids is None else len(head.ids)
     return Cost(
         body + taps * spec.width**2,
-        decoder.vocab * spec.width,
+        known * spec.width,
         decoder.dtype.itemsize,
         2 * spec.kv_heads * spec.head_size,
         4 * spec.heads * spec.head_size,

@@ -166,7 +166,7 @@ def _cell(
     head = bench.models.head
     costs = Costs(
         cost_of(bench.models.target),
-        None if drafting is None else cost_of(drafting, taps=len(head.taps) if head else 0),
+        None if drafting is None else cost_of(drafting, head.spec if head else None),
         bench.settings.samples_per_prompt,
         bench.ceilings,
         at_once=bench.models.mask is not None,

@@ -27,8 +27,8 @@ from bass_cli.engine.imposed import Rate
 from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder, Spec
-from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.runner import Runner
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan
@@ -54,7 +54,7 @@ class Models:
     drafting: Decoder | None
     plan: Plan | None
     mask: int | None = None
-    head: FeatureHead | None = None
+    head: Head | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def _random_models(settings: Settings) -> Models:
         weights = random_weights(
             draft.body, dtype=dtype, device=device, seed=seed + 1, shapes=head_parameters(draft)
         )
-        head = FeatureHead(draft, weights, target)
+        head = make_head(draft, weights, target)
         label = f"{name}, acceptance set"
         return Models("set", label, target, head.body, None, draft.mask, head)
     if draft is not None:

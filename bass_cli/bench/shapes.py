@@ -2,8 +2,9 @@
 tokenizer here.
 
 `wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes.
-`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft. `dspark-8b` and `dflash-8b` read
-the hidden states of qwen3-8b, as published for it. `tiny` and `dspark-tiny` are for tests.
+`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft. `dspark-8b`, `dflash-8b` and
+`eagle3-8b` read the hidden states of qwen3-8b, as published for it. `tiny`, `dspark-tiny` and
+`eagle3-tiny` are for tests.
 """
 
 from __future__ import annotations
@@ -154,6 +155,14 @@ def _head(
     return HeadSpec(kind, body, taps, block, first, target.vocab - 1, rank)
 
 
+def _chain(target: Spec, *, taps: tuple[int, ...], vocab: int) -> HeadSpec:
+    """A layer like the target's without norms of queries and keys, over every other token of it
+    as far as `vocab` goes."""
+    norm = target.norm._replace(qk=False)
+    body = replace(target, layers=1, windows=(0,), norm=norm, tied=False)
+    return HeadSpec("eagle3", body, taps, heads=True, ids=tuple(range(0, 2 * vocab, 2)))
+
+
 # those that draft all in one pass; the last id stands for their mask token
 AT_ONCE = frozenset({"pard-0.5b"})
 
@@ -224,5 +233,7 @@ _TAPS = (1, 9, 17, 25, 33)
 HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
     "dspark-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=7, first=0, rank=256)),
     "dflash-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=16, first=1)),
+    "eagle3-8b": ("qwen3-8b", partial(_chain, taps=(1, 17, 32), vocab=32000)),
+    "eagle3-tiny": ("tiny", partial(_chain, taps=(0, 1, 2), vocab=150)),
     "dspark-tiny": ("tiny", partial(_head, layers=2, taps=(0, 2), block=7, first=0, rank=8)),
 }

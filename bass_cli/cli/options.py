@@ -185,7 +185,8 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "NAME",
     ),
     "draft_shape": Flag(
-        "The same as draft, with --acceptance; pard-0.5b, dspark-8b, dflash-8b draft in one pass",
+        "The same as draft, with --acceptance; pard-0.5b, dspark-8b, dflash-8b draft in one pass, "
+        "eagle3-8b token by token",
         RANDOM,
         "NAME",
     ),

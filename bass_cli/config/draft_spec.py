@@ -42,7 +42,9 @@ def parse_draft(text: str) -> Draft:
         what = "a hub id, a folder or a .gguf file of a model that was trained to draft in one pass"
         return Draft((), _behind(_PARALLEL, "MODEL", what, text), parallel=True)
     if text.startswith(_HEADS):
-        what = "a folder or a hub id of a drafter that reads hidden states (DFlash, DSpark)"
+        what = (
+            "a folder or a hub id of a drafter that reads hidden states (DFlash, DSpark, EAGLE-3)"
+        )
         return Draft((), _behind(_HEADS, "PATH", what, text), reads=True)
     if not _is_lookup(text):
         parse_layers(text)

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bass_cli.config.draft_spec import parse_draft
-from bass_cli.drafting.feature_heads import HeadDrafter
+from bass_cli.drafting.feature_heads import ChainDrafter, HeadDrafter
 from bass_cli.drafting.model_drafter import ModelDrafter
 from bass_cli.drafting.ngram import LookupDrafter
 from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
-from bass_cli.model.feature_head import FeatureHead
+from bass_cli.model.chain_head import ChainHead, Head
 from bass_cli.model.runner import Runner
 
 
@@ -47,7 +47,7 @@ def make_drafter(
     coupling: str,
     temperature: float | None,
     mask: int | None = None,
-    head: FeatureHead | None = None,
+    head: Head | None = None,
 ) -> Drafter:
     """The drafter for a pair's `draft` (bass_cli/config/draft_spec.py). `runner` (lag 2) holds
     its model, if it has one: a draft model, or the target with layers skipped; with `mask`, the
@@ -57,6 +57,8 @@ def make_drafter(
         return LookupDrafter(words.sources) if words.sources else NoDrafter()
     assert runner is not None
     assert words.reads == (head is not None)
+    if isinstance(head, ChainHead):
+        return ChainDrafter(runner, head, coupling=coupling, temperature=temperature)
     if head is not None:
         return HeadDrafter(runner, head, coupling=coupling, temperature=temperature)
     assert words.parallel == (mask is not None)

@@ -1,39 +1,44 @@
-"""Drafts by layers that read the target's hidden states, a whole block in one pass (DFlash), each
-place then with a bias by the token before it (DSpark).
+"""Drafts by layers that read the target's hidden states: a whole block in one pass (DFlash), each
+place then with a bias by the token before it (DSpark); or token by token (EAGLE-3).
 
-What they read is written in every pass of the target (model/feature_head.py): nothing is missing
-after plain rounds or before a row's first, and nothing here follows prompts and rows. A block
-always has all its places, however few drafts are asked for: its places see each other, so a
-draft would depend on how many others there are, and on what happens to be captured.
+What they read is written in every pass of the target (model/feature_head.py, chain_head.py):
+nothing is missing after plain rounds or before a row's first, and nothing here follows prompts and
+rows. A block always has all its places, however few drafts are asked for: its places see each
+other, so a draft would depend on how many others there are, and on what happens to be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_at_once, propose_maximal, propose_shared, stacked
+from bass_cli.drafting.sampling import propose_at_once, propose_one, propose_scored, stacked
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.laws import Laws
+from bass_cli.model.chain_head import ChainHead
 from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
 
+_Head = TypeVar("_Head", FeatureHead, ChainHead)
 
-class HeadDrafter:
-    """Drafts with `head`, which reads the target of `runner`. `coupling` is "shared" or
-    "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
 
-    on_device, at_once, version = True, True, 0
+class ReadingDrafter(Generic[_Head]):
+    """What drafters with a `head` have in common, which reads the target of `runner`. `coupling`
+    is "shared" or "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
+
+    on_device, version = True, 0
 
     def __init__(
-        self, runner: Runner, head: FeatureHead, *, coupling: str, temperature: float | None = None
+        self, runner: Runner, head: _Head, *, coupling: str, temperature: float | None = None
     ):
         assert runner.decoder.reader is head
-        self._runner, self._head = runner, head
+        self._runner = runner
+        self._head: _Head = head
         self._coupling, self._temperature = coupling, temperature
         self.longest = head.spec.drafts
 
@@ -51,6 +56,12 @@ class HeadDrafter:
 
     def follow(self, change: Change) -> None:
         pass
+
+
+class HeadDrafter(ReadingDrafter[FeatureHead]):
+    """Drafts a block in one pass."""
+
+    at_once = True
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         length = min(length, self.longest)
@@ -72,6 +83,7 @@ class HeadDrafter:
         """The rows' last tokens and the masks behind them, [B, block]."""
         anchors, _ = batch.last(1)
         spec = self._head.spec
+        assert spec.mask is not None
         masks = anchors.new_full((batch.rows, spec.block - 1), spec.mask)
         return torch.cat((anchors, masks), 1)
 
@@ -84,11 +96,57 @@ class HeadDrafter:
             further = self._head.follows(chosen[-1])
             assert further is not None
             line, at = self._head.whole(logits[:, place] + further), lengths + place
-            if self._coupling == "shared":
-                chosen.append(propose_shared(line, laws, at))
-            else:
-                token, law = propose_maximal(line, laws, at, lengths)
-                chosen.append(token)
+            token, law = propose_one(line, laws, at, lengths, coupling=self._coupling)
+            chosen.append(token)
+            if law is not None:
                 drawn_from.append(law)
         tokens = torch.stack(chosen[1:], 1)
         return Proposal(tokens, stacked(drawn_from) if drawn_from else None)
+
+
+class ChainDrafter(ReadingDrafter[ChainHead]):
+    """Drafts token by token: a round of k drafts takes k passes of one layer."""
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return self._propose(batch, length, None)
+
+    def propose_while(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
+    ) -> Proposal:
+        """contracts.StopsShort; shared coupling only."""
+        assert self._coupling == "shared"
+        return self._propose(batch, length, goes_on)
+
+    def _propose(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None
+    ) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        # by step, so that each is contiguous
+        places = lengths + torch.arange(length, device=batch.device)[:, None]
+        # A row's last token stands with the feature of the one before it: at its position.
+        positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
+        tokens, _ = batch.last(1)
+        features: Tensor | None = None
+        chosen: list[Tensor] = []
+        drawn_from: list[ops.Law] = []
+        for step in range(length):
+            # A row of one token has none before it: its first draft knows zeros, and no key stays.
+            seen = self._runner.cache.decode(positions[step].clamp(min=0), ends)
+            if features is None:
+                features = self._head.found(seen, positions[step])
+            logits, features = self._head.draft(tokens, features, seen)
+            line = self._head.whole(logits)
+            if goes_on is None:
+                token, law = propose_one(line, laws, places[step], lengths, coupling=self._coupling)
+                chosen.append(token)
+                if law is not None:
+                    drawn_from.append(law)
+            else:
+                token, scores = propose_scored(line, laws, places[step])
+                chosen.append(token)
+                if not goes_on(scores.exp()):
+                    break
+            tokens = token[:, None]
+        return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)

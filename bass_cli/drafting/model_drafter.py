@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_maximal, propose_scored, propose_shared, stacked
+from bass_cli.drafting.sampling import propose_one, propose_scored, stacked
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
-from bass_cli.engine.laws import Laws
 from bass_cli.model.runner import Runner
 
 
@@ -110,7 +109,9 @@ class ModelDrafter(ModelRows):
         for step in range(length):
             logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
             if goes_on is None:
-                token, law = self._choose(logits, laws, places[step], lengths)
+                token, law = propose_one(
+                    logits, laws, places[step], lengths, coupling=self._coupling
+                )
                 chosen.append(token)
                 if law is not None:
                     drawn_from.append(law)
@@ -123,10 +124,3 @@ class ModelDrafter(ModelRows):
         if len(chosen) < length:  # `expect` took all of them for fed
             self._fed -= length - len(chosen)
         return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
-
-    def _choose(
-        self, logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor
-    ) -> tuple[Tensor, ops.Law | None]:
-        if self._coupling == "shared":
-            return propose_shared(logits, laws, places), None
-        return propose_maximal(logits, laws, places, lengths)

@@ -36,6 +36,15 @@ def propose_maximal(
     )
 
 
+def propose_one(
+    logits: Tensor, laws: Laws, places: Tensor, lengths: Tensor, *, coupling: str
+) -> tuple[Tensor, ops.Law | None]:
+    """Tokens [B] and, under maximal coupling, what they were drawn from."""
+    if coupling == "shared":
+        return propose_shared(logits, laws, places), None
+    return propose_maximal(logits, laws, places, lengths)
+
+
 def propose_at_once(logits: Tensor, laws: Laws, lengths: Tensor, *, coupling: str) -> Proposal:
     """Drafts from logits [B, k, V] of the places behind rows of `lengths` [B] tokens, each by
     itself."""

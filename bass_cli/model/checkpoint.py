@@ -48,7 +48,9 @@ _HEAD_TENSORS = {
     "markov_head.markov_w1.weight": "markov.before.weight",
     "markov_head.markov_w2.weight": "markov.after.weight",
 }
+_CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
 _HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
+_WHOLE = ("I64", "torch.int64")  # int64, as either format of files has it
 _OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
 
 
@@ -101,8 +103,9 @@ class Checkpoint:
                     digest.update(file.read(4096))
         return digest.hexdigest()[:32]
 
-    def mask(self) -> int:
-        """The id of the mask token by which it drafts in one pass; UserError if it says none."""
+    def mask(self) -> int | None:
+        """The id of the mask token by which it drafts in one pass; UserError if it says none,
+        unless it is one that reads hidden states and drafts token by token."""
         if self.head is not None:
             return self.head.mask
         vocab = self.spec.vocab
@@ -186,9 +189,11 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
     }
     slots |= {
         theirs: Slot(ours, 0, shapes[ours][0])
-        for theirs, ours in _HEAD_TENSORS.items()
+        for theirs, ours in (_HEAD_TENSORS if head.block else _CHAIN_TENSORS).items()
         if ours in shapes
     }
+    if not head.block and any(name.startswith("midlayer.") for name in entries):
+        slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
     return Checkpoint(path, head.body, (), {}, pieces, head=head)
@@ -199,7 +204,7 @@ def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path)
     entry = entries.get("d2t")
     if entry is None:
         raise UserError(f'{path}: tensor "d2t" is missing, which says the ids of {count} tokens')
-    if entry.dtype != "I64" or entry.shape != (count,):
+    if entry.dtype not in _WHOLE or entry.shape != (count,):
         raise UserError(
             f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
             f"{list(entry.shape)} of type {entry.dtype}"

@@ -189,7 +189,7 @@ class Decoder:
     def cached(self) -> tuple[Layers, ...]:
         """What a store of keys and values has for it, its reader's layers last."""
         own = Layers(len(self.layers), self.spec.kv_heads, self.spec.head_size)
-        return (own,) if self.reader is None else (own, self.reader.cached)
+        return (own,) if self.reader is None else (own, *self.reader.cached)
 
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
         """The same weights with only these layers run: the others are skipped
@@ -217,7 +217,7 @@ class Decoder:
             taps = Taps(reader.taps, tokens, self._weights["embed.weight"])
         normed = self._normed(tokens, step, last, taps)
         if reader is not None and taps is not None:
-            reader.read(taps.hidden, step)
+            reader.read(tokens, taps.hidden, step)
         return None if normed is None else self.logits(normed)
 
     def hidden(self, tokens: Tensor, step: Pass) -> Tensor:
@@ -225,6 +225,10 @@ class Decoder:
         normed = self._normed(tokens, step, None, None)
         assert normed is not None
         return normed
+
+    def normed(self, residual: Tensor) -> Tensor:
+        """The final norm's output, of the residual stream [..., width]."""
+        return self._norm("norm", residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocab] of the final norm's output [..., width]."""
@@ -255,7 +259,7 @@ class Decoder:
             return None
         if last is not None:
             residual = residual[:, -last:]
-        return self._norm("norm", residual)
+        return self.normed(residual)
 
     def _block(
         self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple
@@ -263,14 +267,13 @@ class Decoder:
         """The residual stream [B, W, width] after layer i with cache layer `slot`; keys go to
         `slots` [B, W]."""
         spec, at = self.spec, f"layers.{i}."
-        window, own = spec.windows[i], step.own(slot)
         q = ops.project(
             residual,
             self._affine(at + "norm1"),
             self._affine(at + "qkv"),
-            angles[1 if window and spec.local_rope else 0],
+            angles[1 if spec.windows[i] and spec.local_rope else 0],
             slots,
-            own,
+            step.own(slot),
             heads=spec.heads,
             eps=spec.norm.eps,
             kind=spec.norm.kind,
@@ -278,14 +281,19 @@ class Decoder:
             if spec.norm.qk
             else None,
         )
-        segments = step.segments
+        return self.behind(i, slot, q, residual, step)
+
+    def behind(self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass) -> Tensor:
+        """The rest of layer i, whose queries q [B, W, H, D] and keys are there; it may be written
+        in place of the residual stream."""
+        spec, at, segments = self.spec, f"layers.{i}.", step.segments
         mixed = ops.attention(
             q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row: its tiles
-            own,
+            step.own(slot),
             step.prompt(slot),
             segments,
             scale=spec.query_scale,
-            window=window,
+            window=spec.windows[i],
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
             residual = residual + self._norm(

@@ -23,6 +23,8 @@ class FeatureHead:
     """Reads `target` (taps.ReadsHidden) and drafts for it. `weights` maps the names of
     `head_parameters(spec)` to tensors; embedding and head are the target's where it has none."""
 
+    ahead = 0
+
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
         self._behind = len(target.layers)  # its own layers in the store are behind these
@@ -54,11 +56,13 @@ class FeatureHead:
         return self.spec.taps
 
     @property
-    def cached(self) -> Layers:
-        return Layers(self.spec.body.layers, self.spec.body.kv_heads, self.spec.body.head_size)
+    def cached(self) -> tuple[Layers, ...]:
+        body = self.spec.body
+        return (Layers(body.layers, body.kv_heads, body.head_size),)
 
-    def read(self, hidden: Tensor, step: Pass) -> None:
-        """Write the keys and values of the tokens of `step`, from hidden [B, W, taps * width]."""
+    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
+        """Write the keys and values of the tokens [B, W] of `step`, from hidden [B, W, taps *
+        width]."""
         eps = self.spec.body.norm.eps
         fused = ops.linear(hidden, self._fc, None)
         context = ops.norm(None, fused, self._norm, None, eps=eps, kind="rms")[0]
@@ -89,9 +93,14 @@ class FeatureHead:
         return ops.linear(ops.embed(tokens, self._before), self._after, None)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own: those
-        that it does not know cannot come."""
-        if self._ids is None:
-            return logits
-        found = logits.new_full((*logits.shape[:-1], self.spec.body.vocab), -torch.inf)
-        return found.index_copy_(-1, self._ids, logits)[..., : self._vocab].contiguous()
+        """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own."""
+        return over_target(logits, self._ids, self.spec.body.vocab, self._vocab)
+
+
+def over_target(logits: Tensor, ids: Tensor | None, every: int, vocab: int) -> Tensor:
+    """Logits [..., vocab] over the first of a target's `every` tokens, of [..., U] over those of
+    `ids` [U] (None: all): those that a drafter does not know cannot come."""
+    if ids is None:
+        return logits
+    found = logits.new_full((*logits.shape[:-1], every), -torch.inf)
+    return found.index_copy_(-1, ids, logits)[..., :vocab].contiguous()

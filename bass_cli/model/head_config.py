@@ -1,5 +1,6 @@
 """config.json of a drafter that reads a target's hidden states, to a HeadSpec: what is published of
-DFlash (arXiv 2602.06036) and DSpark, in their authors' layout and in that of speculators.
+DFlash (arXiv 2602.06036), DSpark and EAGLE-3 (arXiv 2503.01840), in their authors' layout and in
+that of speculators.
 
 Not here: the sizes of the layers themselves (hf_config.py), tensors (checkpoint.py), what is done
 with them (feature_head.py).
@@ -7,6 +8,7 @@ with them (feature_head.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,24 +23,38 @@ _CLASSES = {
     "DFlashDraftModel": "dflash",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
 }
-_KINDS = ("dflash", "dspark")
-_LATER = ("eagle3", "eagle")
+_KINDS = ("dflash", "dspark", "eagle3")
 # What else of such a drafter would change its arithmetic: the only value that is read of each.
-_ONLY: Mapping[str, Any] = {
-    "markov_head_type": "vanilla",
-    "causal": False,
-    "is_causal": False,
+_ONLY: dict[str, Any] = {
     "use_swa": False,
     "attention_sink_bias": False,
     "attn_output_gate": False,
     "logit_scale": 1.0,
     "final_logit_softcapping": None,
     "embedding_scale": 1.0,
+}
+_ONLY_OF_BLOCKS: dict[str, Any] = {
+    "markov_head_type": "vanilla",
+    "causal": False,
+    "is_causal": False,
     "hybrid_context_fusion": False,
     "selector_top_k": 0,
     "selector_rank": 0,
     "conv_kernel_size": 0,
+}
+_ONLY_OF_CHAINS: dict[str, Any] = {
+    "num_hidden_layers": 1,  # the keys of a second layer would need the first one's attention
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+    "parallel_drafting": False,
 }
 _LONGEST = 64  # places of a block: more than is ever drafted at once
 
@@ -47,25 +63,33 @@ _LONGEST = 64  # places of a block: more than is ever drafted at once
 class HeadSpec:
     """A drafter over the outputs of a target's layers `taps`: `body` are its own layers. A block
     has `block` places, the anchor and masks of id `mask`; `first`: the one that drafts first, 0
-    for the anchor. `rank`: of the bias by the token before, 0 for none. `embeds`, `heads`:
-    whether it has an embedding and a head of its own, not the target's. `ids`: of the tokens that
-    its head has, in its order; None for all."""
+    for the anchor. `rank`: of the bias by the token before, 0 for none. Without a block it drafts
+    token by token; `norms_residual`: its residual stream begins at the normed feature. `embeds`,
+    `heads`: whether it has an embedding and a head of its own, not the target's. `ids`: of the
+    tokens that its head has, in its order; None for all."""
 
     kind: str
     body: Spec
     taps: tuple[int, ...]
-    block: int
-    first: int
-    mask: int
+    block: int = 0
+    first: int = 0
+    mask: int | None = None
     rank: int = 0
+    norms_residual: bool = False
     embeds: bool = False
     heads: bool = False
     ids: tuple[int, ...] | None = None
 
     @property
     def drafts(self) -> int:
-        """The most tokens that a block drafts."""
-        return self.block - self.first
+        """The most tokens that it drafts in a round."""
+        return self.block - self.first if self.block else sys.maxsize
+
+    @property
+    def inputs(self) -> int:
+        """Columns of its projections to queries, keys and values: token by token it reads an
+        embedding beside each feature."""
+        return self.body.width * (1 if self.block else 2)
 
 
 def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
@@ -77,6 +101,9 @@ def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
     for name, own in (("embed.weight", head.embeds), ("head.weight", head.heads)):
         if not own:
             del shapes[name]
+    for name, shape in shapes.items():
+        if name.endswith(".qkv.weight"):
+            shapes[name] = shape[0], head.inputs
     shapes["fc.weight"] = width, len(head.taps) * width
     shapes["context_norm.weight"] = (width,)
     if head.rank:
@@ -97,11 +124,15 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
       the token that follows it, `block_size` in all. `sample_from_anchor` says so of either (and
       `dspark_bonus_anchor` the contrary). A DSpark with `markov_rank` 0 is DeepSpec's DFlash.
     - The layers' own inputs are normed, what they read is not but for its norm behind `fc`.
+    - An EAGLE-3 takes the outputs of layers 1, n/2 - 1 and n - 4 of n. `eagle_config` counts the
+      `eagle_aux_hidden_state_layer_ids` as `target_layer_ids`, else they are as speculators'.
     """
     kind = _kind(config, place)
     values = Values(config, {}, place)
+    if kind == "eagle3":
+        return _chain(config, target, place)
     nested = values.mapping("dspark_config") | values.mapping("dflash_config")
-    _refuse({**nested, **config}, place)
+    _refuse({**nested, **config}, _ONLY_OF_BLOCKS, place)
     body = _body(config, target, place)
     from_anchor = _from_anchor({**nested, **config}, kind, place)
     block = Values({**nested, **config}, {}, place).count("block_size")
@@ -122,6 +153,49 @@ def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> He
     )
 
 
+def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
+    """Of an EAGLE-3."""
+    values = Values(config, {}, place)
+    nested = values.mapping("eagle_config")
+    layers = {**config, **values.mapping("transformer_layer_config")}
+    _refuse({**layers, **nested}, _ONLY_OF_CHAINS, place)
+    body = _body(config, target, place)
+    key = "target_hidden_size"
+    if config.get(key) not in (None, target.width):
+        raise UserError(
+            f'{place}: key "{key}": it was trained for a target of {shown(config[key])}, and this '
+            f"one has {target.width}"
+        )
+    try:
+        norms_residual = truth(config.get("norm_before_residual") or False)
+    except ValueError as error:
+        raise UserError(f'{place}: key "norm_before_residual": {error}') from None
+    taps = _chain_taps(config, nested, target.layers, place)
+    return HeadSpec("eagle3", body, taps, norms_residual=norms_residual)
+
+
+def _chain_taps(
+    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
+) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 reads, from 0: those of the paper's code, unless it
+    says which."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    for name, source, shift in (
+        ("target_layer_ids", config, 0),
+        (key, nested, 0),
+        (key, config, 1),
+    ):
+        if source.get(name) is not None:
+            return _rising(source[name], name, layers, shift, place)
+    usual = (1, layers // 2 - 1, layers - 4)
+    if not usual[0] < usual[1] < usual[2]:
+        raise UserError(
+            f'{place}: the key "{key}" is missing, and a target of {layers} layers has too few for '
+            "the usual three"
+        )
+    return usual
+
+
 def _kind(config: Mapping[str, Any], place: str) -> str:
     key = "speculators_model_type"
     word = config.get(key)
@@ -134,19 +208,14 @@ def _kind(config: Mapping[str, Any], place: str) -> str:
                 "reads hidden states says there which it is; a plain model is written without "
                 "heads:"
             )
-        if "eagle" in str(classes[0]).lower():
-            word = "eagle3"
-        else:
-            known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
-            return _CLASSES[classes[0]]
-    if word in _LATER:
-        raise UserError(f'{place}: key "{key}": EAGLE-3 drafters are not supported yet')
+        known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
+        return _CLASSES[classes[0]]
     known(word, _KINDS, place, f'key "{key}": the drafter')
     return str(word)
 
 
-def _refuse(values: Mapping[str, Any], place: str) -> None:
-    for key, only in _ONLY.items():
+def _refuse(values: Mapping[str, Any], further: dict[str, Any], place: str) -> None:
+    for key, only in (_ONLY | further).items():
         got = values.get(key, only)
         if got is not None and got != only:
             raise UserError(
@@ -219,6 +288,11 @@ def _taps(
         found = config.get(key)
     if found is None:
         raise UserError(f'{place}: the key "{key}" is missing')
+    return _rising(found, key, layers, shift, place)
+
+
+def _rising(found: Any, key: str, layers: int, shift: int, place: str) -> tuple[int, ...]:
+    """Rising numbers of layers that a key counts from `shift`, from 0."""
     if (
         not isinstance(found, list)
         or not found

@@ -55,9 +55,10 @@ class Layers(NamedTuple):
 class Pass(NamedTuple):
     """One forward pass's view of a store: where its tokens stand and what they may see.
     positions [B, W] int64. `prefill` [1, W] int64: where in the prompt store the one row of
-    tokens goes, parts of several prompts one after the other, which `segments` takes for rows;
-    None: these are the first B rows. `first`: the store's layer that is the pass's layer 0;
-    `mutual`: its tokens see each other, also those behind them."""
+    tokens goes, parts of several prompts one after the other, which `segments` takes for rows,
+    and `following` [1, W] the token behind each; None: these are the first B rows. `first`: the
+    store's layer that is the pass's layer 0; `mutual`: its tokens see each other, also those
+    behind them."""
 
     positions: Tensor
     segments: Segments
@@ -65,10 +66,11 @@ class Pass(NamedTuple):
     prefill: Tensor | None
     first: int = 0
     mutual: bool = False
+    following: Tensor | None = None
 
     def block(self, first: int) -> Pass:
-        """The same tokens as a block in which all see all, by the store's layers from `first`
-        on: what a query sees goes by its row's last position, where keys go by their own."""
+        """The same tokens as a block in which all see all, by the store's layers from `first` on:
+        what a query sees goes by its row's last position, where keys go by their own."""
         last = self.positions[:, -1:].expand_as(self.positions)
         segments = replace(self.segments, positions=last)
         return self._replace(segments=segments, first=first, mutual=True)
@@ -255,11 +257,9 @@ class KVCache:
             assert spare.min() >= 0, f"a row lacks {-spare.min()} own slots"
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
-        base = self._base[:rows]
         teams = self._teams.of(rows) if self._sharing else None
-        segments = Segments(
-            positions, base, self._start[:rows], self._slot[:rows], groups, extent, teams
-        )
+        base, start, own = self._places[:, :rows]
+        segments = Segments(positions, base, start, own, groups, extent, teams)
         # A row may be fed positions of its prompt again to catch up; those keys stand in the
         # prompt span already.
         return Pass(positions, segments, self, None)
@@ -270,19 +270,19 @@ class KVCache:
         slots: Tensor,
         starts: Tensor,
         ends: Tensor,
+        following: Tensor,
         groups: tuple[Group, ...] | None,
     ) -> Pass:
         """A pass over parts of prompts, one after the other in tiles of W / N tokens, each of one
-        prompt: positions and slots (of the store) of the tokens, [W], and of the tiles where
-        their prompt starts in the store, and the position up to which it is there after the pass,
-        [N]; all int64. groups: the tiles by prompt, where the host is to take part; a captured
-        pass goes by what is on the device alone."""
+        prompt: of the tokens positions, slots (of the store) and the tokens behind them, [W]; of
+        the tiles where their prompt starts in the store, and up to which position it is there
+        after the pass, [N]; int64. groups: the tiles by prompt, None in a captured pass."""
         segments = Segments(positions.view(len(ends), -1), ends, starts, starts, groups, 0)
-        return Pass(positions[None], segments, self, slots[None])
+        return Pass(positions[None], segments, self, slots[None], following=following[None])
 
     @property
     def positions(self) -> int:
-        """Positions of the prompt store. It moves to another address exactly when this changes."""
+        """Positions of the prompt store, which moves to another address when this changes."""
         return self.prompt_keys[0].shape[1]
 
     def bytes(self) -> int:

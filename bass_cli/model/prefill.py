@@ -52,11 +52,13 @@ def alone(left: int, device: str) -> int:
 
 
 class Part(NamedTuple):
-    """Some tokens of a prompt, for positions from `first` on of its span."""
+    """Some tokens of a prompt, for positions from `first` on of its span; `behind`: the token
+    that follows them."""
 
     tokens: Sequence[int]
     span: Span
     first: int
+    behind: int = 0
 
     @property
     def end(self) -> int:
@@ -70,20 +72,27 @@ def tiled(tokens: int, tile: int) -> int:
 
 
 class Table(NamedTuple):
-    """A pass over parts as the device takes it: tokens, positions and slots in the store [W], and
-    by tile [N] where its prompt starts and up to which position it is there; int64."""
+    """A pass over parts as the device takes it: tokens, positions and slots in the store [W]; by
+    tile [N] where its prompt starts and up to which position it is there; and the token behind
+    each [W]. int64."""
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     starts: Tensor
     ends: Tensor
+    following: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor, size: int, tile: int) -> Table:
         """Views of `numbers`, in which they stand one after the other."""
         tiles = size // tile
-        return cls(*numbers[: 3 * size + 2 * tiles].split([size] * 3 + [tiles] * 2))
+        return cls(*numbers[: _numbers(size, tile)].split([size] * 3 + [tiles] * 2 + [size]))
+
+
+def _numbers(size: int, tile: int) -> int:
+    """How many a Table of `size` tokens has."""
+    return 4 * size + 2 * (size // tile)
 
 
 def laid_out(
@@ -92,9 +101,9 @@ def laid_out(
     """The numbers of a Table of `size` tokens, and its tiles by prompt. What fills tiles and the
     pass up is stored at `scrap`, a slot that no prompt has."""
     tiles, at = size // tile, 0
-    numbers = numpy.zeros(3 * size + 2 * tiles, dtype=numpy.int64)
-    tokens, positions, slots, starts, ends = numpy.split(
-        numbers, [size, 2 * size, 3 * size, 3 * size + tiles]
+    numbers = numpy.zeros(_numbers(size, tile), dtype=numpy.int64)
+    tokens, positions, slots, starts, ends, following = numpy.split(
+        numbers, [size, 2 * size, 3 * size, 3 * size + tiles, 3 * size + 2 * tiles]
     )
     slots[:], starts[:], ends[:] = scrap, scrap, 1
     groups = []
@@ -103,6 +112,7 @@ def laid_out(
         behind = at + tiled(count, tile)
         own = slice(at // tile, behind // tile)
         tokens[at : at + count] = part.tokens
+        following[at : at + count] = [*part.tokens[1:], part.behind]
         positions[at : at + count] = numpy.arange(part.first, part.end)
         positions[at + count : behind] = part.end - 1  # sees nothing that is not there
         slots[at : at + count] = numpy.arange(part.first, part.end) + part.span.start
@@ -164,9 +174,7 @@ class PromptGraphs:
         self, run: Callable[[Table], None], record: Recorder, device: torch.device, *, tile: int
     ):
         self._run, self._record, self._tile = run, record, tile
-        self._input = torch.zeros(
-            3 * SIZES[-1] + 2 * (SIZES[-1] // tile), dtype=torch.int64, device=device
-        )
+        self._input = torch.zeros(_numbers(SIZES[-1], tile), dtype=torch.int64, device=device)
         self._held: dict[int, Callable[[], None]] = {}
         self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
         self._wished: Counter[int] = Counter()

@@ -72,6 +72,7 @@ class Runner:
         self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
         self._newest: dict[tuple[int, ...], Prompt] = {}  # by how they begin
         self._passes = Passes(decoder, self.cache, record or recorder(decoder.device))
+        self._ahead = 0 if decoder.reader is None else decoder.reader.ahead
 
     @torch.inference_mode()
     def open(
@@ -196,9 +197,10 @@ class Runner:
         if like is None:
             return True
         if like.span.taken:
-            most = min(like.span.length, prompt.span.length)
+            most = min(like.span.length, prompt.span.length) + self._ahead
             pairs = zip(like.tokens[:most], prompt.tokens[:most], strict=True)
             same = next((i for i, (one, other) in enumerate(pairs) if one != other), most)
+            same = max(same - self._ahead, 0)
             if like.read < same:
                 return False
             self.cache.copy(like.span, prompt.span, same)
@@ -209,4 +211,6 @@ class Runner:
     def _part(self, prompt: Prompt, most: int) -> Part:
         """The next tokens of a prompt, which are read now."""
         first, prompt.read = prompt.read, min(prompt.read + most, prompt.span.length)
-        return Part(prompt.tokens[first : prompt.read], prompt.span, first)
+        # none follows the last one where there is no lag
+        behind = prompt.tokens[prompt.read] if prompt.read < len(prompt.tokens) else 0
+        return Part(prompt.tokens[first : prompt.read], prompt.span, first, behind)

@@ -16,16 +16,20 @@ from bass_cli.model.kv_cache import Layers, Pass
 
 class ReadsHidden(Protocol):
     """Takes in the outputs of the layers `taps` of a decoder, pass by pass. `cached`: the layers
-    that it has in the decoder's store of keys and values, behind the decoder's own."""
+    that it has in the decoder's store of keys and values, behind the decoder's own. `ahead`: how
+    many tokens behind a position what it keeps there depends on, 0 or 1."""
 
     @property
     def taps(self) -> tuple[int, ...]: ...
 
     @property
-    def cached(self) -> Layers: ...
+    def ahead(self) -> int: ...
 
-    def read(self, hidden: Tensor, step: Pass) -> None:
-        """hidden [B, W, taps * width]: of the tokens of `step`, side by side."""
+    @property
+    def cached(self) -> tuple[Layers, ...]: ...
+
+    def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
+        """hidden [B, W, taps * width]: of the tokens [B, W] of `step`, side by side."""
 
 
 class Taps:

@@ -152,12 +152,32 @@ def test_a_shape_that_reads_the_target() -> None:
     assert models.head is not None
     shapes = head_parameters(models.head.spec)
     assert document["pair"]["draft"]["parameters"] == sum(map(math.prod, shapes.values()))
-    assert cost_of(models.head.body, taps=2).body - cost_of(models.head.body).body == 2 * 48**2
+    assert (
+        cost_of(models.head.body, models.head.spec).body - cost_of(models.head.body).body
+        == 2 * 48**2
+    )
     with pytest.raises(UserError, match="dspark-8b reads the hidden states of qwen3-8b"):
         settings(**given | {"draft_shape": "dspark-8b"})
     need = need_of(chosen, None, torch.device("cpu"))
     without = need_of(settings(shape="tiny", methods="plain"), None, torch.device("cpu"))
     assert need.footprint.weights > without.footprint.weights
+
+
+def test_a_shape_that_reads_the_target_token_by_token() -> None:
+    """Each draft costs a step, of a layer that takes two inputs and a head of fewer tokens."""
+    given = SET | {"shape": "tiny", "draft_shape": "eagle3-tiny", "acceptance": ["1/1/0"]}
+    chosen = settings(**given, methods="2,4,auto")
+    models = build_models(chosen, None)
+    assert (models.mask, models.head is not None) == (None, True)
+    [document] = grid.measure(chosen, lambda _: None)
+    cells = {cell["method"]: cell for cell in document["cells"]}
+    assert cells["4"]["mean_accepted"] == 2.0
+    parts = cells["4"]["parts_ms"]
+    assert parts["draft_step"] == pytest.approx(parts["draft"] / 4)
+    assert models.head is not None
+    cost, layer = cost_of(models.head.body, models.head.spec), cost_of(models.head.body)
+    assert cost.head == 150 * 48
+    assert cost.body - layer.body == 3 * 48**2 + 48 * (48 + 2 * 16)
 
 
 def test_shapes_that_read_qwen3_are_as_published() -> None:
@@ -167,3 +187,6 @@ def test_shapes_that_read_qwen3_are_as_published() -> None:
         head = head_of(name, spec, option="--draft-shape")
         assert (head.drafts, head.taps) == (drafts, (1, 9, 17, 25, 33))
         assert round(sum(map(math.prod, head_parameters(head).values())) / 1e9, 1) == numbers
+    chain = head_of("eagle3-8b", spec, option="--draft-shape")
+    assert (chain.taps, chain.mask, len(chain.ids or ())) == ((1, 17, 32), None, 32000)
+    assert round(sum(map(math.prod, head_parameters(chain).values())) / 1e6) == 400

@@ -337,8 +337,6 @@ def test_another_drafter_is_another_run_under_maximal_coupling(here):
 @pytest.mark.parametrize(
     ("kind", "keys", "reason"),
     [
-        ("dspark", {"architectures": ["LlamaForCausalLMEagle3"]}, 'EAGLE-3 drafters are not supported yet'),
-        ("dspark-speculators", {"speculators_model_type": "eagle3"}, '"speculators_model_type": EAGLE-3'),
         ("dspark", {"architectures": ["Qwen3DSparkModle"]}, 'the drafter "Qwen3DSparkModle" is not supported; did'),
         ("dspark", {"architectures": None}, 'the key "architectures" (or speculators_model_type) is missing'),
         ("dspark-speculators", {"speculators_model_type": "mlp"}, 'the drafter "mlp" is not supported'),

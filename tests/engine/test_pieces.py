@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from bounds import bounded
+from chains import write_chain
 from checkpoints import FAMILIES, write_checkpoint
 from fakes import FakeGraphs, Ticks
 from heads import write_head
@@ -19,8 +20,8 @@ from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.weights import load, open_checkpoint, open_head
@@ -46,10 +47,8 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
     """A loop whose rows share so many pieces; None: each has its place from the beginning."""
     pieces, ticks = total and Pieces(total, MOST, -(-(limit + beside) // MOST), beside), Ticks()
     words = {"rows": batch, "span": limit + beside - 3, "pieces": pieces}
-    runner = Runner(
-        target.read_by(draft) if isinstance(draft, FeatureHead) else target, lag=1, **words
-    )
-    if isinstance(draft, FeatureHead):
+    runner = Runner(target.read_by(draft) if isinstance(draft, Head) else target, lag=1, **words)
+    if isinstance(draft, Head):
         drafter = make_drafter(
             "heads:x", runner=runner, head=draft, coupling="shared", temperature=None
         )
@@ -152,16 +151,17 @@ class Proposed:
         return proposal
 
 
-@pytest.mark.parametrize("kind", ["model", "dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["model", "dflash", "dspark", "authors"])
 def test_drafts_are_those_of_rows_that_had_their_place_from_the_beginning(pair, kind, tmp_path):
     """Under shared coupling a draft that reads another row's keys harms no token, so the drafts
     are compared, in the same rounds."""
     target, draft = pair
     if kind != "model":
-        write_head(tmp_path, kind, width=target.spec.width, vocab=target.vocab)
+        write = write_chain if kind == "authors" else write_head
+        write(tmp_path, kind, width=target.spec.width, vocab=target.vocab)
         opened = open_head(tmp_path, target.spec)
         weights = load(opened, dtype=torch.float32, device=torch.device("cpu"))
-        draft = FeatureHead(opened.head, weights, target)
+        draft = make_head(opened.head, weights, target)
     found, grown = [], 0
     for total in (None, 5 * MOST):
         loop = loop_of(target, draft, lengths=Tour(), total=total)

@@ -1,0 +1,464 @@
+"""EAGLE-3 drafters: the very drafts of a full forward by the paper, whatever came before; the
+target's law; what is refused."""
+
+import functools
+import json
+import re
+
+import pytest
+import torch
+from chains import chain_config, write_chain
+from checkpoints import write_checkpoint, write_tokenizer
+from fakes import FakeGraphs
+from safetensors.torch import load_file, save_file
+from test_ahead import Settled, ready
+from test_captured import Tour, rows
+from test_feature_heads import loop_of
+from test_parallel import bass, lines
+from toys import Reactive, drive, plain
+
+import bass_kernels as ops
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import DraftsAtOnce, StopsShort
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.step import Loop
+from bass_cli.errors import UserError
+from bass_cli.footprint import footprint
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.goodput import Goodput
+from bass_cli.model.chain_head import make_head
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.head_config import head_of_config
+from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Change
+from bass_cli.model.weights import load, open_checkpoint, open_head
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels
+
+
+def opened(folder, place, form=None):
+    """The target and the drafter of a folder, float32."""
+    ops.use(form)  # kernels read no packed weights
+    try:
+        checkpoint = open_checkpoint(folder / "target")
+        target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=place))
+        head = open_head(folder / "head", checkpoint.spec)
+        weights = load(head, dtype=torch.float32, device=place)
+        return target, make_head(head.head, weights, target)
+    finally:
+        ops.use(None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A function from a target's family and a layout to both models: as transformers and the
+    paper have them, and as we read them."""
+
+    @functools.cache
+    def made(family, kind, form=None, **keys):
+        folder = tmp_path_factory.mktemp(family)
+        layers = "n_layer" if family == "codegen" else "num_hidden_layers"
+        # transformers' state behind the last layer is the final norm's
+        theirs = write_checkpoint(family, folder / "target", **{layers: 4})
+        reading = write_chain(folder / "head", kind, width=theirs.config.hidden_size, **keys)
+        return theirs, reading, *opened(folder, DEVICE if form == "triton" else CPU, form)
+
+    return made
+
+
+class Compared:
+    """Holds every proposal of a loop's drafter under shared coupling against the paper's words:
+    logits and tokens."""
+
+    def __init__(self, loop, theirs, reading):
+        self._theirs, self._reading, self.seen = theirs, reading, []
+        drafter = loop.drafter
+        self._propose, drafter.propose = drafter.propose, self.propose
+        head = drafter._head
+        self._draft = head.draft
+        drafter._head = self
+        self.spec, self.whole, self.found = head.spec, head.whole, head.found
+
+    def draft(self, *given):
+        logits, features = self._draft(*given)
+        self._logits.append(logits)
+        return logits, features
+
+    @torch.inference_mode()
+    def propose(self, batch, length):
+        self._logits = []
+        proposal = self._propose(batch, length)
+        assert proposal.tokens.shape[1] == len(self._logits) == length
+        for row, host in enumerate(batch.hosts if length else ()):
+            end, chosen = int(batch.lengths[row]), proposal.tokens[row].tolist()
+            due = self._reading.drafts(self._theirs, batch.tokens[row, :end].tolist(), chosen)
+            found = torch.stack([step[row] for step in self._logits]).cpu()
+            torch.testing.assert_close(found, due, atol=1e-4, rtol=1e-4)
+            laws = batch.laws
+            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            own = tuple(part[row : row + 1].cpu() for part in own)
+            for place, draft in enumerate(chosen):
+                line = self._reading.whole(due[place])[None]
+                assert draft == ops.sample(line, *own, torch.tensor([end + place])).item()
+            self.seen.append((length, end - host.prompt_length, end))
+        return proposal
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama3", "authors"), ("qwen3", "speculators"), ("codegen", "deepspec"), ("opt", "authors")],
+)
+def test_drafts_are_those_of_a_full_forward(models, family, kind):
+    """Also of rows that have just begun, of a single token, siblings, rows that were moved, after
+    full, partial and no acceptance, after plain rounds; with plain decoding's tokens."""
+    theirs, reading, target, head = models(family, kind)
+    due, seen = plain(target, rows()), set()
+    for batch, lengths, acceptance in (
+        (3, Tour(), (0.8, 1.0)),
+        (5, Tour(), None),
+        (2, Reactive(), None),
+    ):
+        loop = loop_of(target, head, rows=batch, lengths=lengths, acceptance=acceptance)
+        compared = Compared(loop, theirs, reading)
+        found = drive(loop, rows(18) if acceptance else rows())
+        assert acceptance or found == due
+        seen |= set(compared.seen)
+    assert {1, 2, 3} < {length for length, *_ in seen}
+    assert any(generated == 0 for _, generated, _ in seen)
+    assert any(end == 1 for *_, end in seen)
+
+
+@pytest.mark.parametrize("keys", [{"model_type": "qwen3"}, {"norm_before_residual": False}])
+def test_what_speculators_may_say(models, keys):
+    theirs, reading, target, head = models("qwen3", "speculators", **keys)
+    loop = loop_of(target, head, rows=5, lengths=Tour())
+    compared = Compared(loop, theirs, reading)
+    assert drive(loop, rows(12)) == plain(target, rows(12))
+    assert compared.seen
+
+
+def test_the_layers_that_the_paper_reads(tmp_path):
+    """Where a config is silent: the states in front of the third, the middle, the third last."""
+    theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=8)
+    reading = write_chain(tmp_path / "head", "authors", eagle_config={})
+    target, head = opened(tmp_path, CPU)
+    assert head.taps == (1, 3, 4)
+    loop = loop_of(target, head, rows=5, lengths=Tour())
+    compared = Compared(loop, theirs, reading)
+    drive(loop, rows(12))
+    assert compared.seen
+
+
+def test_prompts_are_read_for_both(models):
+    """Also what one prompt has in common with another and copies (the token behind it is another
+    one), one that is all of another's, prompts of several passes, one with a deadline."""
+    theirs, reading, target, head = models("qwen3", "speculators")
+    text = torch.randint(3, 290, (140,), generator=torch.Generator().manual_seed(3)).tolist()
+    texts = (text, [*text[:131], 5, 6, 7], text[:40], [9], [*text[:139], 4], [*text, 8, 9])
+    live = [
+        Row(str(p), s, 1, tokens, 4 + s, temperature=0.7)
+        for p, tokens in enumerate(texts)
+        for s in range(2)
+    ]
+    loop = loop_of(target, head, rows=12, lengths=Fixed(3))
+    compared = Compared(loop, theirs, reading)
+    for p in range(len(texts)):
+        timed = loop.clock.now() + 1e6 if p in (2, 4) else None
+        assert loop.open(str(p), live[2 * p].tokens, deadline=timed)
+    loop.exchange((), live)
+    loop.round()
+    loop.round()
+    assert len(compared.seen) == 24
+
+
+@pytest.mark.parametrize("batch", [2, 5])
+def test_captured_rounds_and_those_launched_ahead(models, batch):
+    """Whatever length graphs have and whenever they begin, the tokens are plain decoding's, and
+    the drafts those of the paper; nothing is ever caught up."""
+    theirs, reading, target, head = models("qwen3", "authors")
+    due = plain(target, rows())
+    for lengths in (Settled(), Goodput(limit=8)):
+        loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=FakeGraphs())
+        compared, flights = Compared(loop, theirs, reading), ready(loop)
+        assert drive(loop, rows(), ahead=True) == due
+        assert {shape.kind for _, shape in loop.graphs.done} <= {"round", "plain"}
+        if isinstance(lengths, Settled):
+            assert flights.behind > 5
+            assert len({length for length, *_ in compared.seen}) > 4
+
+
+def test_captures_change_no_sample_under_maximal_coupling(models):
+    _, _, target, head = models("qwen3", "authors")
+    due = drive(loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal"), rows())
+    loop = loop_of(target, head, rows=3, lengths=Tour(), coupling="maximal", graphs=FakeGraphs())
+    assert drive(loop, rows()) == due
+    assert loop.graphs.count("replay", "round") > 3
+
+
+def test_it_drafts_step_by_step(models):
+    """For `auto`, graphs and profiles: a longer draft costs more; and it can be stopped short."""
+    _, _, target, head = models("qwen3", "authors")
+    loop = loop_of(target, head, rows=6, lengths=Fixed(4))
+    assert not isinstance(loop.drafter, DraftsAtOnce)
+    assert isinstance(loop.drafter, StopsShort)
+    live = rows()
+    for row in live:
+        if row.sample == 0:
+            loop.open(row.key, row.tokens)
+    loop.exchange((), live)
+    with torch.inference_mode():
+        whole = loop.drafter.propose(loop.batch, 4).tokens
+        told = []
+        short = loop.drafter.propose_while(loop.batch, 4, lambda p: told.append(p) or len(told) < 3)
+    assert torch.equal(short.tokens, whole[:, :3])
+    assert all(bool(((p > 0) & (p <= 1)).all()) for p in told)
+    assert drive(loop_of(target, head, rows=4, lengths=Goodput(limit=8)), rows()) == plain(
+        target, rows()
+    )
+
+
+def test_maximal_coupling_has_the_targets_law(tmp_path):
+    """The first two tokens of many samples against the law of transformers' model, over a
+    vocabulary of twelve, by chi-square; some drafts are kept, and some are not."""
+    theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
+    write_chain(tmp_path / "head", "deepspec", vocab=12, target_layer_ids=[0, 1])
+    target, head = opened(tmp_path, CPU)
+    count, prompt, warm = 3000, [3, 1, 4], 2.0
+    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
+    words = {"runner": runner, "head": head, "coupling": "maximal", "temperature": None}
+    loop = Loop(
+        batch=Batch(rows=count, context=24, device=CPU),
+        target=runner,
+        drafter=make_drafter("heads:x", **words),
+        lengths=Fixed(3),
+        coupling="maximal",
+        clock=Clock(),
+    )
+    done = []
+    found = drive(
+        loop,
+        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
+        on_round=lambda one, _: done.append(one),
+    )
+    with torch.inference_mode():
+        texts = torch.tensor([[*prompt, token] for token in range(12)])
+        logits = theirs(texts).logits.double() / warm
+        first, second = logits[0, 2].softmax(-1), logits[:, 3].softmax(-1)
+    law = (first[:, None] * second).flatten()
+    seen = torch.tensor([12 * one + other for one, other in found.values()]).bincount(minlength=144)
+    square = ((seen - count * law) ** 2 / (count * law)).sum().item()
+    assert square < 143 + 4 * (2 * 143) ** 0.5
+    kept = sum(done[0].accepted) / count
+    assert 0.3 < kept < 2.7
+
+
+@pytest.mark.parametrize("coupling", ["shared", "maximal"])
+def test_tokens_that_it_does_not_know_are_never_drafted(models, coupling):
+    _, _, target, head = models("qwen3", "authors")
+    loop = loop_of(target, head, rows=5, lengths=Tour(), coupling=coupling)
+    proposed, propose = [], loop.drafter.propose
+    loop.drafter.propose = lambda *given: proposed.append(propose(*given)) or proposed[-1]
+    drive(loop, rows(18))
+    drafts = torch.cat([one.tokens.flatten() for one in proposed])
+    assert bool((drafts % 2 == 1).all())
+    assert len(drafts.unique()) > 20
+
+
+def test_the_kernels_of_a_gpu_draft_the_same(models):
+    """Rows that share a prompt and have none of their own yet, and later ones; the target's few
+    tokens take the fused layers."""
+    pytest.importorskip("triton")
+    _, _, target, head = models("qwen2", "speculators", "triton")
+    found = []
+    for form in ("reference", "triton"):
+        ops.use(form)
+        try:
+            runner = Runner(target.read_by(head), rows=3, span=30, lag=1)
+            runner.open("0", [5, 6, 7, 8, 9])
+            runner.open("1", [4])
+            runner.follow(Change((), (), (((0, 1), "0"), ((2,), "1"))))
+            with torch.inference_mode(), DEVICE:
+                ends = torch.tensor([[5], [5], [1]])
+                for width in (1, 3):
+                    tokens = torch.tensor([[9], [9], [4]])
+                    features = None
+                    for step in range(2):
+                        at = ends - 2 + step
+                        seen = runner.cache.decode(at.clamp(min=0), None)
+                        features = head.found(seen, at) if features is None else features
+                        logits, features = head.draft(tokens, features, seen)
+                        found.append(logits.clone())
+                        tokens = torch.tensor([[20 + step], [30], [40]])
+                    fed = 20 + torch.arange(3 * width).view(3, width)
+                    runner.forward(fed, ends - 1 + torch.arange(width), None)
+                    ends = ends + width
+        finally:
+            ops.use(None)
+    half = len(found) // 2
+    for one, other in zip(found[half:], found[:half], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
+
+
+def test_a_row_that_has_just_begun_writes_to_no_other_row(models):
+    """Its first pair stands in its prompt already: before its own slots are another row's."""
+    _, _, target, head = models("qwen3", "authors")
+    runner = Runner(target.read_by(head), rows=3, span=30, lag=1)
+    runner.open("0", [5, 6, 7, 8, 9])
+    runner.follow(Change((), (), (((0, 1, 2), "0"),)))
+    store = (*runner.cache.own_keys, *runner.cache.own_values)
+    before = [layer.clone() for layer in store]
+    prompts = [layer.clone() for layer in runner.cache.prompt_keys]
+    positions = torch.full((3, 1), 3)
+    with torch.inference_mode():
+        step = runner.cache.decode(positions, [5] * 3)
+        head.draft(torch.full((3, 1), 9), head.found(step, positions), step)
+        runner.forward(torch.full((3, 1), 9), positions + 1, [5] * 3)
+    places = runner.cache.decode(positions + 1, [5] * 3).slots().flatten().tolist()
+    for old, new in zip(before, store, strict=True):
+        changed = (old != new).any(-1).any(0).nonzero().flatten().tolist()
+        assert set(changed) <= {0, *places}
+    assert all(torch.equal(*both) for both in zip(prompts, runner.cache.prompt_keys, strict=True))
+
+
+FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A pair with a drafter in each layout."""
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint("qwen3", tmp_path / "target", shards=False, use_sliding_window=False)
+    write_tokenizer(tmp_path / "target")
+    write_chain(tmp_path / "head", "authors")
+    write_chain(tmp_path / "other", "speculators", seed=1)
+    (tmp_path / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
+    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
+    return tmp_path
+
+
+def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
+    for out, *runs in (
+        ("plain.jsonl", ("--draft", "none")),
+        ("whole.jsonl", ("--draft-length", "4")),
+        ("other.jsonl", ("--draft", "heads:other", "--draft-length", "auto")),
+        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
+    ):
+        for flags in runs:
+            found = bass(*FLAGS, *flags, "--out", out)
+            assert found.exit_code == 0, found.stderr
+            if flags[:1] == ("--limit",):  # killed within a line
+                (here / out).write_text((here / out).read_text()[:-30])
+    due = lines(here / "plain.jsonl")
+    assert len(due) == 15
+    for out in ("whole.jsonl", "other.jsonl", "parts.jsonl"):
+        assert lines(here / out) == due
+        found = [json.loads(line) for line in (here / out).read_text().splitlines()]
+        assert sum(row["drafted"] for row in found) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "reason"),
+    [
+        ("authors", {"architectures": ["LlamaForCausalLMEagle"]}, 'the drafter "LlamaForCausalLMEagle" is not supported'),
+        ("speculators", {"speculators_model_type": "eagle"}, 'the drafter "eagle" is not supported'),
+        ("authors", {"num_hidden_layers": 2}, 'key "num_hidden_layers": 2 is not supported, only 1 is'),
+        ("authors", {"hidden_size": 64}, 'key "hidden_size": it was trained for a target of 64, and this one has 48'),
+        ("authors", {"vocab_size": 302}, 'key "vocab_size": it was trained for a target of 302'),
+        ("speculators", {"target_hidden_size": 64}, 'key "target_hidden_size": it was trained for a target of 64'),
+        ("authors", {"eagle_config": {}}, 'the key "eagle_aux_hidden_state_layer_ids" is missing, and a target of 4'),
+        ("authors", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}}, "from 0 to 3, are needed"),
+        ("authors", {"eagle_config": {"use_aux_hidden_state": False}}, 'key "use_aux_hidden_state": False is not'),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "from 1 to 4, are needed, not [0, 1, 2]"),
+        ("deepspec", {"target_layer_ids": [2, 1]}, 'key "target_layer_ids": rising numbers'),
+        ("speculators", {"norm_before_fc": True}, 'key "norm_before_fc": True is not supported, only False is'),
+        ("speculators", {"norm_output": True}, 'key "norm_output": True is not supported'),
+        ("speculators", {"norm_before_residual": "yes"}, 'key "norm_before_residual": true or false is needed'),
+        ("speculators", {"model_type": "gemma3_text"}, 'key "sliding_window": layers with a window are not supported'),
+    ],
+)  # fmt: skip
+def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):
+    _, _, target, _ = models("qwen3", "authors")
+    with pytest.raises(UserError) as refused:
+        head_of_config(chain_config(kind, **keys), target.spec, place="head/config.json")
+    assert reason in str(refused.value)
+    assert str(refused.value).startswith("head/config.json: ")
+
+
+def test_tensors_are_held_against_the_config(here):
+    target = open_checkpoint(here / "target").spec
+    for change, reason in (
+        (lambda tensors: tensors.pop("midlayer.hidden_norm.weight"), 'tensor "midlayer.hidden_norm.weight" is missing'),
+        (lambda tensors: tensors.update({"input_norm.weight": torch.ones(144)}), 'tensor "input_norm.weight" is unknown'),
+        (lambda tensors: tensors.update({"midlayer.self_attn.q_proj.weight": torch.ones(48, 48)}),
+         'tensor "midlayer.self_attn.q_proj.weight" has shape [48, 48], not [48, 96]'),
+        (lambda tensors: tensors.update({"fc.weight": torch.ones(48, 96)}), "has shape [48, 96], not [48, 144]"),
+        (lambda tensors: tensors.pop("d2t"), 'tensor "d2t" is missing, which says the ids of 150'),
+    ):  # fmt: skip
+        write_chain(here / "head", "authors")
+        tensors = load_file(here / "head" / "model.safetensors")
+        change(tensors)
+        save_file(tensors, here / "head" / "model.safetensors")
+        with pytest.raises(UserError, match=re.escape(reason)):
+            open_head(here / "head", target)
+
+
+def test_a_file_of_torchs_is_read_too(here):
+    """As some are published, the ids of the shorter vocabulary included."""
+    target, place = open_checkpoint(here / "target").spec, here / "head" / "model.safetensors"
+    words = {"dtype": torch.float32, "device": CPU}
+    due = open_head(here / "head", target)
+    weights = load(due, **words)
+    torch.save(load_file(place), place.with_name("pytorch_model.bin"))
+    place.unlink()
+    found = open_head(here / "head", target)
+    assert found.head == due.head
+    assert {piece.entry.file.suffix for piece in found.pieces} == {".bin"}
+    for name, weight in load(found, **words).items():
+        assert torch.equal(weight, weights[name])
+
+
+def test_its_memory_is_counted(here):
+    """Weights as they are loaded, its keys and values in the target's store, and the features."""
+    target = open_checkpoint(here / "target")
+    for name, size in (("head", 12), ("other", 8)):
+        head = open_head(here / name, target.spec)
+        words = {"dtype": torch.bfloat16, "device": CPU, "longest": 6}
+        with_it = footprint(target.spec, head.spec, head=head.head, **words)
+        without = footprint(target.spec, None, **words)
+        weights = load(head, dtype=torch.bfloat16, device=CPU)
+        assert with_it.weights - without.weights == 2 * sum(one.numel() for one in weights.values())
+        assert with_it.token.cache - without.token.cache == 2 * (2 * 2 * size + 48)
+        loaded = make_head(
+            head.head, weights, Decoder(target.spec, load(target, dtype=torch.bfloat16, device=CPU))
+        )
+        assert sum(2 * n * heads * size for n, heads, size in loaded.cached) == 2 * 2 * size + 48
+        assert head.mask() is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("kind", ["authors", "speculators"])
+def test_on_a_cuda_device_too(tmp_path, kind):
+    """Drafts as by the paper; captured, ahead and alone the tokens are plain decoding's; under
+    maximal coupling captures change none. Float32."""
+    theirs = write_checkpoint("qwen3", tmp_path / "target")
+    reading = write_chain(tmp_path / "head", kind)
+    target, head = opened(tmp_path, torch.device("cuda"))
+    due = drive(loop_of(target, head, rows=1, lengths=Fixed(0)), rows())
+    for batch in (1, 5):
+        loop = loop_of(target, head, rows=batch, lengths=Tour())
+        compared = Compared(loop, theirs, reading)
+        assert drive(loop, rows()) == due
+        assert len(compared.seen) > 10
+        for lengths in (Settled(), Fixed(4)):
+            loop = loop_of(target, head, rows=batch, lengths=lengths, graphs=Graphs(target.device))
+            ready(loop)
+            assert drive(loop, rows(), ahead=True) == due
+            assert loop.graphs.captures > 0
+        once, again = (
+            drive(loop_of(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
+            for graphs in (None, Graphs(target.device))
+        )  # fmt: skip
+        assert once == again

@@ -1,0 +1,180 @@
+"""Tiny random EAGLE-3 drafters, written in the published layouts; and what they are in plain torch,
+from the paper's words, without a cache. No tests here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import embedding, linear, silu
+from transformers import PreTrainedModel
+
+KNOWN = 150  # tokens of the shorter vocabularies: 1, 3, 5, ...
+_LAYER = {
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 56,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000.0,
+    "max_position_embeddings": 256,
+    "hidden_act": "silu",
+}
+
+
+def chain_config(kind: str, *, width: int = 48, vocab: int = 301, **keys: Any) -> dict:
+    """A config.json: "authors", "speculators", or "deepspec" (with norms of queries and keys, and
+    the whole vocabulary). `keys` are put over it."""
+    layer = _LAYER | {"hidden_size": width, "vocab_size": vocab}
+    if kind == "speculators":
+        layer |= {"head_dim": 8, "model_type": keys.pop("model_type", "llama")}
+        config = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": layer,
+            "draft_vocab_size": KNOWN,
+            "norm_before_residual": True,
+            "norm_before_fc": False,
+            "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        }
+        return config | keys
+    if kind == "deepspec":
+        own = {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "head_dim": 8,
+               "target_layer_ids": [0, 2], "use_sliding_window": False, "ttt_length": 7}  # fmt: skip
+        return layer | own | keys
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": KNOWN,
+           "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}}  # fmt: skip
+    return layer | own | keys
+
+
+def write_chain(
+    folder: Path, kind: str, *, width: int = 48, vocab: int = 301, seed: int = 0, **keys: Any
+) -> ChainReading:
+    """Save a drafter; returns it as `ChainReading` has it. Only the authors' has no embedding."""
+    config = chain_config(kind, width=width, vocab=vocab, **keys)
+    layer = config.get("transformer_layer_config", config)
+    at, inner = "midlayer." if kind == "authors" else "layers.0.", layer["intermediate_size"]
+    size = layer.get("head_dim", width // layer["num_attention_heads"])
+    query, key = (layer[f"num_{one}_heads"] * size for one in ("attention", "key_value"))
+    known = config.get("draft_vocab_size") or vocab
+    shapes = {
+        "fc.weight": (width, width * len(taps_of(config, 7))),
+        "norm.weight": (width,),
+        "lm_head.weight": (known, width),
+    } | {f"{at}{name}.weight": shape for name, shape in {
+        "input_layernorm": (width,), "hidden_norm": (width,), "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (query, 2 * width), "self_attn.k_proj": (key, 2 * width),
+        "self_attn.v_proj": (key, 2 * width), "self_attn.o_proj": (width, query),
+        "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+    }.items()}  # fmt: skip
+    if layer["model_type"] == "qwen3":
+        shapes |= {f"{at}self_attn.{one}_norm.weight": (size,) for one in "qk"}
+    if kind != "authors":
+        shapes["embed_tokens.weight"] = vocab, width
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        scale = 0.5 if "embed" in name else shape[-1] ** -0.5
+        tensors[name] = 1 + 0.3 * noise if name.endswith("norm.weight") else scale * noise
+    if known < vocab:
+        tensors["d2t"] = torch.arange(known) + 1
+        tensors["t2d"] = torch.arange(vocab) % 2 == 1
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return ChainReading(folder)
+
+
+def taps_of(config: dict, layers: int) -> list[int]:
+    """The hidden states that it reads, as transformers counts them: 0 is the embedding."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get("target_layer_ids") or config.get("eagle_config", {}).get(key)
+    if ids is not None:
+        return [one + 1 for one in ids]
+    return config.get(key) or [2, layers // 2, layers - 3]
+
+
+class ChainReading:
+    """The drafter of a folder, read anew: sequences in full, no cache, nothing shared with the
+    code under test."""
+
+    def __init__(self, folder: Path):
+        self.config = json.loads((folder / "config.json").read_text())
+        self.layer = self.config.get("transformer_layer_config", self.config)
+        self.tensors = load_file(folder / "model.safetensors")
+        self._at = "midlayer." if "midlayer.hidden_norm.weight" in self.tensors else "layers.0."
+
+    def drafts(self, target: PreTrainedModel, tokens: list[int], chosen: list[int]) -> Tensor:
+        """Logits [k, U] of the places of `chosen` [k] behind `tokens`, each given those before
+        it."""
+        width, ids = self.layer["hidden_size"], tokens[1:]
+        features = torch.zeros(0, width)
+        if len(tokens) > 1:
+            states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+            taken = [states[i][0] for i in taps_of(self.config, len(states) - 1)]
+            features = torch.cat(taken, -1) @ self.tensors["fc.weight"].T
+        alone = len(tokens) == 1  # nothing is known of the text: zeros, and that pair is forgotten
+        if alone:
+            ids, features = tokens, torch.zeros(1, width)
+        found = []
+        for following in chosen:
+            output = self._layer(target, torch.tensor(ids), features)
+            found.append(self._norm(output, "norm") @ self.tensors["lm_head.weight"].T)
+            if alone:
+                ids, features, alone = [], features[:0], False
+            ids, features = [*ids, following], torch.cat((features, output[None]))
+        return torch.stack(found)
+
+    def whole(self, line: Tensor) -> Tensor:
+        """Logits over the target's tokens, of those over the drafter's own."""
+        if "d2t" not in self.tensors:
+            return line
+        found = torch.full((self.layer["vocab_size"],), -torch.inf)
+        found[torch.arange(len(line)) + self.tensors["d2t"]] = line
+        return found
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.layer["rms_norm_eps"])
+        return x * scale * self.tensors[f"{name}.weight"]
+
+    def _layer(self, target: PreTrainedModel, ids: Tensor, features: Tensor) -> Tensor:
+        """The output [H] at the last of the pairs of ids [N] and features [N, H]."""
+        own, at = self.tensors.get("embed_tokens.weight"), self._at
+        embedded = target.get_input_embeddings()(ids) if own is None else embedding(ids, own)
+        normed = self._norm(features, at + "hidden_norm")
+        joined = torch.cat((self._norm(embedded, at + "input_layernorm"), normed), -1)
+        heads = self.layer["num_attention_heads"]
+        q, k, v = (
+            linear(joined, self.tensors[f"{at}self_attn.{one}_proj.weight"]) for one in "qkv"
+        )
+        size = q.shape[-1] // heads
+        q, k, v = (part.view(len(ids), -1, size) for part in (q, k, v))
+        if self.layer["model_type"] == "qwen3":
+            q, k = self._norm(q, at + "self_attn.q_norm"), self._norm(k, at + "self_attn.k_norm")
+        q, k = self._turn(q)[-1], self._turn(k)
+        k, v = (part.repeat_interleave(heads // part.shape[1], 1) for part in (k, v))
+        weights = torch.einsum("hd,nhd->hn", q, k).div(size**0.5).softmax(-1)
+        mixed = torch.einsum("hn,nhd->hd", weights, v).flatten()
+        x = (normed if self.config.get("norm_before_residual") else features)[-1]
+        x = x + linear(mixed, self.tensors[at + "self_attn.o_proj.weight"])
+        normed = self._norm(x, at + "post_attention_layernorm")
+        gate, up = (
+            linear(normed, self.tensors[f"{at}mlp.{name}_proj.weight"]) for name in ("gate", "up")
+        )
+        return x + linear(silu(gate) * up, self.tensors[at + "mlp.down_proj.weight"])
+
+    def _turn(self, x: Tensor) -> Tensor:
+        """Rotary embedding of x [N, heads, D], the halves of a head against each other."""
+        size = x.shape[-1]
+        speeds = self.layer["rope_theta"] ** (-torch.arange(0, size, 2).float() / size)
+        turns = torch.arange(len(x))[:, None, None] * speeds
+        one, other = x.chunk(2, -1)
+        return torch.cat(
+            (one * turns.cos() - other * turns.sin(), other * turns.cos() + one * turns.sin()), -1
+        )
