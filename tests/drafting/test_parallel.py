@@ -293,10 +293,21 @@ def lines(path):
 FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "30")
 
 
-@pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])
+NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+@pytest.mark.parametrize("key", NAMES)
 def test_the_mask_is_read_by_any_published_name(here, key):
     place_with(here, **{key: MASK})
     assert open_checkpoint(here / "draft").mask() == MASK
+
+
+# Jobs of the others differ in nothing but the name.
+@pytest.mark.parametrize(
+    "key", [NAMES[0], *(pytest.param(key, marks=pytest.mark.slow) for key in NAMES[1:])]
+)
+def test_a_job_with_it_draws_plain_decodings_samples(here, key):
+    place_with(here, **{key: MASK})
     found = bass(*FLAGS, "--out", "o.jsonl")
     assert found.exit_code == 0, found.stderr
     rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
