@@ -15,6 +15,7 @@ import weakref
 
 import pytest
 import torch
+from chains import write_chain
 from checkpoints import write_checkpoint
 from heads import write_head
 
@@ -383,6 +384,7 @@ def test_all_kernels_compile_for_hopper(tmp_path):
     "kinds",
     [
         [("heads:head", "maximal")],
+        pytest.param([("heads:chain", "shared")], marks=pytest.mark.slow),
         pytest.param([("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
     ],
 )
@@ -390,6 +392,7 @@ def test_rounds_can_be_compiled_ahead_without_running(tmp_path, kinds):
     """Each drafter's compile for themselves what they need, though code is made once."""
     write_checkpoint("qwen2", tmp_path / "target")
     write_head(tmp_path / "target" / "head", "dspark-speculators", draft_vocab_size=150)
+    write_chain(tmp_path / "target" / "chain", "authors")
     given = (str(tmp_path / "target"), *itertools.chain(*kinds))
     lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
     assert len(lines) == len(kinds)

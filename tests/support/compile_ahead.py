@@ -22,8 +22,8 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.chain_head import make_head
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, open_checkpoint, open_head
 
@@ -66,7 +66,7 @@ def loop_for(folder, draft, coupling):
     target, head = Decoder(checkpoint.spec, load(checkpoint, **words)), None
     if draft.startswith("heads:"):
         opened = open_head(folder / draft.removeprefix("heads:"), checkpoint.spec)
-        head = FeatureHead(opened.head, load(opened, **words), target)
+        head = make_head(opened.head, load(opened, **words), target)
         target = target.read_by(head)
     whole = Runner(target, rows=5, span=64, lag=1)
     runner = None if head is None else whole
