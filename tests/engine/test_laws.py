@@ -101,11 +101,12 @@ def rows_of(draws):
     ]
 
 
-@functools.cache
-def keys_of(draws):
-    """The noise keys of rows_of(draws), [N, 2]."""
-    rows = rows_of.__wrapped__(draws)
+def keys_for(rows):
+    """Their noise keys, [N, 2]."""
     return torch.tensor([noise_key(row.seed, row.key, row.sample) for row in rows])
+
+
+keys_of = functools.cache(lambda draws: keys_for(rows_of.__wrapped__(draws)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,7 +125,7 @@ def frequencies(draft, coupling, lengths):
     loop = loop_for(
         Markov(tables(0), 1), drafter, rows=len(rows), lengths=lengths, coupling=coupling
     )
-    admit_all(loop, rows)
+    admit_all(loop, rows, keys_of(len(rows) // len(ROWS)))
     # of all rows at once, since a hundred thousand take their time one by one
     numbers = loop.batch.ledger.numbers
     generated = numbers[:, ledger.LENGTH] - numbers[:, ledger.PROMPT]
@@ -136,12 +137,12 @@ def frequencies(draft, coupling, lengths):
     return {kind: drawn[kind :: len(ROWS)] for kind in range(len(ROWS))}
 
 
-def admit_all(loop, rows):
-    """What Loop.admit does for each row, for very many rows at once."""
+def admit_all(loop, rows, keys):
+    """What Loop.admit does for each row, for very many rows at once, of the kinds of the first
+    four by turns, with these noise keys."""
     batch, widest = loop.batch, max(len(row.prompt) for row in rows)
     batch.hosts.extend(rows)
     batch.ledger.widen(LENGTH)
-    # rows are of the kinds of ROWS by turns
     kinds, turns = rows[: len(ROWS)], len(rows) // len(ROWS)
     batch.tokens[:, :widest] = torch.tensor(
         [row.prompt + [0] * (widest - len(row.prompt)) for row in kinds]
@@ -152,7 +153,7 @@ def admit_all(loop, rows):
         getattr(batch._laws, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
             turns
         )
-    batch._laws.keys[:] = keys_of(turns)
+    batch._laws.keys[:] = keys
     for row in rows:
         if row.sample == 0:
             loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])
@@ -259,6 +260,6 @@ def test_acceptance_is_what_the_theory_says():
         loop = loop_for(
             Markov(table, 1), Markov(other, 2), rows=len(rows), lengths=Fixed(1), coupling=coupling
         )
-        admit_all(loop, fresh)
+        admit_all(loop, fresh, keys_for(rows))
         rate = sum(loop.round().accepted) / len(rows)
         assert abs(rate - expected) < 5 * math.sqrt(expected * (1 - expected) / len(rows))
