@@ -7,8 +7,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.set-up
-# one more than cores: some tests wait for programs that were given a time
-WORKERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .PHONY: setup demo test test-fast test-slow test-gpu lint bench clean
 
@@ -24,7 +22,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 FAST := scheduler saving same_files places prompts text_length template continuation doctor stopping \
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
