@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_at_once, propose_one, propose_scored, stacked
+from bass_cli.drafting.sampling import propose_at_once, propose_chain, propose_one, stacked
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.laws import Laws
@@ -127,26 +127,18 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
         places = lengths + torch.arange(length, device=batch.device)[:, None]
         # A row's last token stands with the feature of the one before it: at its position.
         positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
-        tokens, _ = batch.last(1)
         features: Tensor | None = None
-        chosen: list[Tensor] = []
-        drawn_from: list[ops.Law] = []
-        for step in range(length):
+
+        def logits_of(step: int, last: Tensor | None) -> Tensor:
+            nonlocal features
+            tokens = batch.last(1)[0] if last is None else last[:, None]
             # A row of one token has none before it: its first draft knows zeros, and no key stays.
             seen = self._runner.cache.decode(positions[step].clamp(min=0), ends)
             if features is None:
                 features = self._head.found(seen, positions[step])
             logits, features = self._head.draft(tokens, features, seen)
-            line = self._head.whole(logits)
-            if goes_on is None:
-                token, law = propose_one(line, laws, places[step], lengths, coupling=self._coupling)
-                chosen.append(token)
-                if law is not None:
-                    drawn_from.append(law)
-            else:
-                token, scores = propose_scored(line, laws, places[step])
-                chosen.append(token)
-                if not goes_on(scores.exp()):
-                    break
-            tokens = token[:, None]
-        return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
+            return self._head.whole(logits)
+
+        return propose_chain(
+            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+        )

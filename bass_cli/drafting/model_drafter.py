@@ -16,8 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_one, propose_scored, stacked
+from bass_cli.drafting.sampling import propose_chain
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.model.runner import Runner
@@ -103,24 +102,14 @@ class ModelDrafter(ModelRows):
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + torch.arange(length, device=batch.device)[:, None]
-        tokens, positions = batch.last(2, self._runner.cache.bases(batch.rows))
-        chosen: list[Tensor] = []
-        drawn_from: list[ops.Law] = []
-        for step in range(length):
-            logits = self._runner.forward(tokens, positions, batch.ends(step), last=1)[:, 0]
-            if goes_on is None:
-                token, law = propose_one(
-                    logits, laws, places[step], lengths, coupling=self._coupling
-                )
-                chosen.append(token)
-                if law is not None:
-                    drawn_from.append(law)
-            else:
-                token, scores = propose_scored(logits, laws, places[step])
-                chosen.append(token)
-                if not goes_on(scores.exp()):
-                    break
-            tokens, positions = chosen[-1][:, None], places[step][:, None]
-        if len(chosen) < length:  # `expect` took all of them for fed
-            self._fed -= length - len(chosen)
-        return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
+        first = batch.last(2, self._runner.cache.bases(batch.rows))
+
+        def logits_of(step: int, last: Tensor | None) -> Tensor:
+            fed = first if last is None else (last[:, None], places[step - 1][:, None])
+            return self._runner.forward(*fed, batch.ends(step), last=1)[:, 0]
+
+        found = propose_chain(
+            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+        )
+        self._fed -= length - found.tokens.shape[1]  # `expect` took all of them for fed
+        return found

@@ -3,6 +3,8 @@ engine/verify.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,35 @@ def propose_one(
     if coupling == "shared":
         return propose_shared(logits, laws, places), None
     return propose_maximal(logits, laws, places, lengths)
+
+
+def propose_chain(
+    logits_of: Callable[[int, Tensor | None], Tensor],
+    places: Tensor,
+    laws: Laws,
+    lengths: Tensor,
+    *,
+    coupling: str,
+    goes_on: Callable[[Tensor], bool] | None = None,
+) -> Proposal:
+    """Drafts one after the other, for `places` [k, B], until `goes_on` (see
+    contracts.StopsShort; shared coupling only) says no. `logits_of(step, tokens)`: [B, V] behind
+    the tokens [B] of the step before, None at first."""
+    chosen: list[Tensor] = []
+    drawn_from: list[ops.Law] = []
+    for step, at in enumerate(places):
+        logits = logits_of(step, chosen[-1] if chosen else None)
+        if goes_on is None:
+            token, law = propose_one(logits, laws, at, lengths, coupling=coupling)
+            chosen.append(token)
+            if law is not None:
+                drawn_from.append(law)
+        else:
+            token, scores = propose_scored(logits, laws, at)
+            chosen.append(token)
+            if not goes_on(scores.exp()):
+                break
+    return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
 
 
 def propose_at_once(logits: Tensor, laws: Laws, lengths: Tensor, *, coupling: str) -> Proposal:
