@@ -18,10 +18,10 @@ import torch
 
 from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
-from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.prefill import LONG, PASS
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
 # of the free memory: the rest is for what other programs take meanwhile, and for fragments

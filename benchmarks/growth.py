@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bass_cli import Job, Sampling, generate, load_pair
 from bass_cli.bench.ceilings import ceilings_of
-from bass_cli.model.decoder import parameters
+from bass_cli.model.spec import parameters
 from bass_cli.plan import make_plan
 from bass_cli.profiling.texts import joined
 

@@ -27,8 +27,8 @@ from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.library import generate
 from bass_cli.manifest import describe
-from bass_cli.model.decoder import Norm, Rope, Spec
 from bass_cli.model.runner import Runner
+from bass_cli.model.spec import Norm, Rope, Spec
 from bass_cli.plan import make_plan
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
 from bass_cli.unfinished import Unfinished

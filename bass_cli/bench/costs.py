@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.figures import Run
-from bass_cli.model.decoder import Decoder, parameters
+from bass_cli.model.decoder import Decoder
 from bass_cli.model.head_config import HeadSpec, head_parameters
+from bass_cli.model.spec import parameters
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 

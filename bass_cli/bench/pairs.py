@@ -28,9 +28,10 @@ from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.chain_head import Head, make_head
-from bass_cli.model.decoder import Decoder, Spec
+from bass_cli.model.decoder import Decoder
 from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.runner import Runner
+from bass_cli.model.spec import Spec
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens

@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import partial
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.model.decoder import Norm, Rope, Spec, parameters
 from bass_cli.model.head_config import HeadSpec
 from bass_cli.model.hf_config import llama3_factors
+from bass_cli.model.spec import Norm, Rope, Spec, parameters
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bass_cli.model.decoder import Spec, parameters, stored_dtype
+from bass_cli.model.spec import Spec, parameters, stored_dtype
 
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.io.saving import write_file
-from bass_cli.model.decoder import Rope, Spec, parameters
 from bass_cli.model.families import FAMILIES, Slot, slots
 from bass_cli.model.hf_config import ACTIVATIONS, spec_of_config
+from bass_cli.model.spec import Rope, Spec, parameters
 from bass_cli.model.tokenizer_files import Settled
 from bass_cli.model.weights import order_of
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import bass_kernels as ops
 from bass_cli.distill.layout import Windows
-from bass_cli.model.decoder import Rope, Spec
+from bass_cli.model.spec import Rope, Spec
 
 Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]

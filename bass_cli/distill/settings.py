@@ -20,7 +20,7 @@ from bass_cli.distill.layout import Layout, thinned
 from bass_cli.distill.loss import ELEMENTS
 from bass_cli.distill.student import Source, source_of
 from bass_cli.errors import MachineError, UserError
-from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import Plan, make_plan
 from bass_cli.system.host import free_memory, gigabytes

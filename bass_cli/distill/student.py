@@ -15,7 +15,7 @@ from torch import Tensor
 from bass_cli.distill.loss import Head
 from bass_cli.errors import UserError
 from bass_cli.model.checkpoint import Checkpoint
-from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.weights import load
 
 

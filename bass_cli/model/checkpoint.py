@@ -19,13 +19,13 @@ import torch
 from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object, read_bytes, shown
 from bass_cli.model import families, gguf_config
-from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters, tokens_of
 from bass_cli.model.hf_config import mask_of, spec_of_config
 from bass_cli.model.quantised import QUANTISED
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tensor_content import parts
 from bass_cli.model.tensor_files import DTYPES, Entry, read_safetensors, read_torch
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bass_cli.model.decoder import Spec, parameters
+from bass_cli.model.spec import Spec, parameters
 
 # Buffers that some checkpoints carry along; they hold no weights.
 IGNORED = (

@@ -16,7 +16,7 @@ from bass_cli.model.kv_cache import Pass
 from bass_cli.model.taps import Taps
 
 if TYPE_CHECKING:
-    from bass_cli.model.decoder import Spec
+    from bass_cli.model.spec import Spec
 
 
 def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:

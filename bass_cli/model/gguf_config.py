@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
-from bass_cli.model.decoder import Norm, Rope, Spec
 from bass_cli.model.hf_config import Values, known, rotary_size, shape_of
+from bass_cli.model.spec import Norm, Rope, Spec
 
 ROPE_FACTORS = "rope_freqs.weight"
 IGNORED = (r"^rope_freqs\.weight$",)

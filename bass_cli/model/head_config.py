@@ -15,8 +15,8 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown, truth
-from bass_cli.model.decoder import Spec, parameters
 from bass_cli.model.hf_config import Values, known, mask_of, spec_of_config
+from bass_cli.model.spec import Spec, parameters
 
 # by the class that a config names, which kind it is; speculators name the kind itself
 _CLASSES = {

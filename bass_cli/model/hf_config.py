@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.reading import finite, shown, truth, whole
-from bass_cli.model.decoder import Norm, Rope, Spec
 from bass_cli.model.families import CODEGEN_BLOCKS, FAMILIES, Family
+from bass_cli.model.spec import Norm, Rope, Spec
 
 ACTIVATIONS = {
     "silu": "silu",

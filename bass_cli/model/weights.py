@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint, open_head
-from bass_cli.model.decoder import Spec, stored_dtype
 from bass_cli.model.families import CODEGEN_BLOCKS, Slot
 from bass_cli.model.sources import locate
+from bass_cli.model.spec import Spec, stored_dtype
 from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
 from bass_cli.model.tensor_files import DTYPES
 from bass_kernels import import_kernels

@@ -35,9 +35,9 @@ from bass_cli.io.results import open_output
 from bass_cli.io.resume import manifest_path
 from bass_cli.lengths.store import load_surface
 from bass_cli.model.checkpoint import open_checkpoint
-from bass_cli.model.decoder import parameters
 from bass_cli.model.gguf_config import spec_of_gguf
 from bass_cli.model.hf_config import spec_of_config
+from bass_cli.model.spec import parameters
 from bass_cli.model.tensor_files import read_torch
 from bass_cli.model.tokenizer import Tokenizer
 

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model import tensor_content, weights
-from bass_cli.model.decoder import parameters
 from bass_cli.model.families import FAMILIES as FAMILIES_KNOWN
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.quantised import QUANTISED, dequantise
+from bass_cli.model.spec import parameters
 from bass_cli.model.weights import load, locate, open_checkpoint
 from bass_kernels import dispatch
 
