@@ -443,7 +443,7 @@ def test_its_memory_is_counted(here):
 def test_on_a_cuda_device_too(tmp_path, kind):
     """Drafts as by the paper; captured, ahead and alone the tokens are plain decoding's; under
     maximal coupling captures change none. Float32."""
-    theirs = write_checkpoint("qwen3", tmp_path / "target")
+    theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=4)
     reading = write_chain(tmp_path / "head", kind)
     target, head = opened(tmp_path, torch.device("cuda"))
     due = drive(loop_of(target, head, rows=1, lengths=Fixed(0)), rows())
