@@ -1,0 +1,79 @@
+"""Prompts of code for `bass distill`: functions of installed Python packages, up to their bodies.
+
+    python benchmarks/python_prompts.py > prompts.jsonl              # the standard library
+    python benchmarks/python_prompts.py torch numpy > prompts.jsonl  # and these
+    bass distill --pair qwen-coder.yaml --prompts prompts.jsonl --out drafts
+
+Every second one asks a chat model for the function instead. The order is fixed by the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.util
+import json
+import sys
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+_DOCSTRING = range(60, 1500)  # characters: says something, and leaves room for an answer
+_LONGEST = 2000  # characters of a prompt
+_SKIPPED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
+
+
+def functions_of(text: str) -> Iterator[tuple[str, str]]:
+    """Of every function in a source text that has a docstring: all up to its end, and it alone."""
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef) or (said := ast.get_docstring(node)) is None:
+            continue
+        begin = min((one.lineno for one in node.decorator_list), default=node.lineno) - 1
+        end = node.body[0].end_lineno
+        head = textwrap.dedent("\n".join(lines[begin:end])) + "\n"
+        if len(said) in _DOCSTRING and len(head) <= _LONGEST and head.isascii():
+            yield head, said
+
+
+def files_of(packages: list[str]) -> Iterator[Path]:
+    folders = [Path(sysconfig.get_paths()["stdlib"])]
+    for name in packages:
+        found = importlib.util.find_spec(name)
+        if found is None or not found.submodule_search_locations:
+            raise SystemExit(f"{name}: no such package is installed")
+        folders.append(Path(found.submodule_search_locations[0]))
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            if not _SKIPPED & set(path.relative_to(folder).parts):
+                yield path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("packages", nargs="*")
+    found: dict[str, tuple[str, str]] = {}
+    warnings.simplefilter("ignore")  # old escapes in strings
+    for path in files_of(parser.parse_args().packages):
+        try:
+            text = path.read_text(encoding="utf-8")
+            for head, said in functions_of(text):
+                found.setdefault(hashlib.sha256(head.encode()).hexdigest(), (head, said))
+        except (OSError, SyntaxError, ValueError):
+            continue  # broken on purpose, or not for this Python
+    for number, (id_, (head, said)) in enumerate(sorted(found.items())):
+        name = id_[:16]
+        if number % 2:
+            asked = f"Write a Python function that does this:\n\n{said}"
+            line = {"id": name, "messages": [{"role": "user", "content": asked}]}
+        else:
+            line = {"id": name, "prompt": head}
+        print(json.dumps(line))
+    print(f"{len(found)} prompts", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
