@@ -2,7 +2,7 @@
 and the search for the best noisy token that the target's side (rejection.py) shares. Definition:
 acceptance.py.
 
-No law is written down: truncation.py finds each row's edges, and p(x), q(x) and max(p - q, 0) are
+No law is written down: truncation.py finds each row's edges, and p(x), q(x) and max(w p - q, 0) are
 computed from logits and edges where they are needed.
 """
 
@@ -81,6 +81,7 @@ def best(
     q_at,
     q_edges_ptr,
     proposed,
+    weight,
     start,
     end,
     vocab,
@@ -94,8 +95,9 @@ def best(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The best noisy token of start to end by max(p - q, 0) and by p. p: the law of row `at`; q:
-    that of row `q_at` with q_vocab tokens, or with POINT all of `proposed` (-1: none)."""
+    """The best noisy token of start to end by max(w p - q, 0) and by p. p: the law of row `at`;
+    q: that of row `q_at` with q_vocab tokens, or with POINT all of `proposed` (-1: none); w: the
+    weight, at most 1."""
     divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
     if POINT == 0:
         q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(
@@ -116,7 +118,7 @@ def best(
                         q_logits_ptr, q_at, first, q_vocab, q_divisor, BLOCK
                     )
                     q = probability(q_raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
-                    rest = p - q
+                    rest = weight * p - q
                 drawn = gumbel(first, key_0, key_1, position, origin, stream, BLOCK)
                 scores = tl.where(rest > 0, tl.log(rest) + drawn, -float("inf"))
                 score, token, _value = better(score, token, score, scores, tokens, scores)
@@ -178,6 +180,7 @@ def _draw(
         row,
         edges_ptr,
         -1,
+        1.0,
         start,
         tl.minimum(start + CHUNK, vocab),
         vocab,

@@ -1,8 +1,9 @@
-"""Triton: the target's side of maximal coupling (modified rejection sampling) straight from logits.
+"""Triton: the target's side of maximal coupling (block verification) straight from logits.
 Definition: acceptance.py.
 
-The test of a row's drafts and the draw after them are one launch: every program of a row repeats
-the test, and looks for the best noisy token of its chunk of the vocabulary (drawing.py).
+The masses of the residuals after each kept draft but the last are one launch, spread over the
+vocabulary; the test of a row's drafts and the draw after them another: every program of a row
+repeats the test, and looks for the best noisy token of its chunk (drawing.py).
 """
 
 import torch
@@ -15,7 +16,7 @@ from .drawing import FOUND_FIELDS, best, best_noted, note, shape_of
 from .launch import counters
 from .sampling import Law
 from .truncation import CHUNK, FIELDS, edges
-from .vocabulary import address, lawful, philox, probability
+from .vocabulary import address, lawful, philox, probability, read
 
 _TEST, _RESIDUAL, _BONUS = (tl.constexpr(s) for s in (noise.TEST, noise.RESIDUAL, noise.BONUS))
 
@@ -58,12 +59,17 @@ def judge(
     q = law if draft_law is None else draft_law
     assert law.edges is not None
     assert q.edges is not None
+    given = drafts.contiguous(), q.values.contiguous(), q.edges.contiguous(), law.values, law.edges
+    sizes = places - 1, vocab, q.values.shape[-1], chunks
+    shape = shape_of(chunks) | {"PLACES": triton.next_power_of_2(places)}
+    point = draft_law is None
+    masses = found
+    if places > 2 and not point:
+        masses = torch.empty(rows, places - 2, chunks, dtype=torch.float32, device=device)
+        _weigh[(rows, places - 2, chunks)](*given, masses, *sizes, **shape)
     _judge[(rows, chunks)](
-        drafts.contiguous(),
-        q.values.contiguous(),
-        q.edges.contiguous(),
-        law.values,
-        law.edges,
+        *given,
+        masses,
         keys.contiguous(),
         lengths.contiguous(),
         lengths if most is None else most,
@@ -73,29 +79,22 @@ def judge(
         block,
         scores,
         counters(device, rows),
-        places - 1,
-        vocab,
-        q.values.shape[-1],
-        chunks,
-        POINT=draft_law is None,
+        *sizes,
+        POINT=point,
         BOUNDED=most is not None,
-        PLACES=triton.next_power_of_2(places),
-        **shape_of(chunks),
+        **shape,
     )
     return accepted, following, block, scores
 
 
 @triton.jit
-def _tested(
+def _drafted(
     row,
     draft_ptr,
     q_logits_ptr,
     q_edges_ptr,
     logits_ptr,
     edges_ptr,
-    key_0,
-    key_1,
-    length,
     width,
     vocab,
     q_vocab,
@@ -103,30 +102,140 @@ def _tested(
     PLACES: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """How many of a row's drafts stand: up to the first with u q(x) >= p(x)."""
+    """The probabilities of a row's drafts by the target's laws and by those they were drawn from,
+    [PLACES] each."""
     place = tl.arange(0, PLACES)
     drafted = place < width
     tokens = tl.load(draft_ptr + row * width + place, mask=drafted, other=0).to(tl.int32)
+    at = row * (width + 1) + place
+    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, drafted, FIELDS)
+    raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=drafted, other=0.0)
+    p = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
+    q = tl.full([PLACES], 1.0, tl.float32)
+    if POINT == 0:
+        at = row * width + place
+        divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
+        raw = tl.load(q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0)
+        q = probability(raw.to(tl.float32), tokens, divisor, threshold, peak, mass, only)
+        q = tl.where(mass > 0, q, 0.0)  # a law of NaN has none: what was drawn from it is rejected
+    return p, q
+
+
+@triton.jit
+def _at(values, here):
+    """The one of values [PLACES] that is `here`."""
+    return tl.sum(tl.where(here, values, 0.0), 0)
+
+
+@triton.jit
+def _lowered(weight, p, q):
+    """The weight after another draft."""
+    due = weight * p
+    return tl.where((due >= q) & (q > 0), 1.0, tl.where(due < q, due / q, 0.0))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _weigh(
+    draft_ptr,
+    q_logits_ptr,
+    q_edges_ptr,
+    logits_ptr,
+    edges_ptr,
+    mass_ptr,
+    width,
+    vocab,
+    q_vocab,
+    chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    FOUND: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
+):
+    """The mass of max(w p - q, 0) in a chunk, after 1 to width - 1 drafts of a row. Where the
+    weight w alone decides, at 0 and 1, nothing is read."""
+    row, before, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    ps, qs = _drafted(
+        row,
+        draft_ptr,
+        q_logits_ptr,
+        q_edges_ptr,
+        logits_ptr,
+        edges_ptr,
+        width,
+        vocab,
+        q_vocab,
+        False,
+        PLACES,
+        FIELDS,
+    )
+    place = tl.arange(0, PLACES)
+    weight = tl.full([], 1.0, tl.float32)
+    for step in range(before + 1):
+        weight = _lowered(weight, _at(ps, place == step), _at(qs, place == step))
+    total = tl.zeros([BLOCK], tl.float32)
+    if (weight > 0) & (weight < 1):
+        at, q_at = row * (width + 1) + before + 1, row * width + before + 1
+        divisor, threshold, peak, mass, only = lawful(edges_ptr, at, True, FIELDS)
+        q_divisor, q_threshold, q_peak, q_mass, q_only = lawful(q_edges_ptr, q_at, True, FIELDS)
+        q_given = tl.where(q_mass > 0, q_vocab, 0)  # of NaN nothing is taken off
+        start = chunk * CHUNK
+        for first in range(start, tl.minimum(start + CHUNK, vocab), BLOCK):
+            tokens, _scaled, raw = read(logits_ptr, at, first, vocab, divisor, BLOCK)
+            p = probability(raw, tokens, divisor, threshold, peak, mass, only)
+            _tokens, _scaled, raw = read(q_logits_ptr, q_at, first, q_given, q_divisor, BLOCK)
+            q = probability(raw, tokens, q_divisor, q_threshold, q_peak, q_mass, q_only)
+            rest = weight * p - q
+            total += tl.where(rest <= 0, 0.0, rest)  # and NaN stays NaN
+    tl.store(mass_ptr + (row * (width - 1) + before) * chunks + chunk, tl.sum(total, 0))
+
+
+@triton.jit
+def _tested(
+    row,
+    ps,
+    qs,
+    mass_ptr,
+    key_0,
+    key_1,
+    length,
+    width,
+    bound,
+    chunks,
+    POINT: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """How many of a row's drafts stand, of `bound` that count, and the weight there."""
+    place = tl.arange(0, PLACES)
     zero = (place * 0).to(tl.uint32)
     word, _c1, _c2, _c3 = philox(
         zero, length + place.to(tl.uint32), zero + length, zero + _TEST, key_0, key_1
     )
-    u = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
-    at = row * (width + 1) + place
-    divisor, threshold, peak, mass, only = lawful(edges_ptr, at, drafted, FIELDS)
-    raw = tl.load(logits_ptr + at.to(tl.int64) * vocab + tokens, mask=drafted, other=0.0).to(
-        tl.float32
-    )
-    p = probability(raw, tokens, divisor, threshold, peak, mass, only)
+    us = (word >> 8).to(tl.float32) * 5.9604644775390625e-08
     if POINT == 0:
-        at = row * width + place
-        divisor, threshold, peak, mass, only = lawful(q_edges_ptr, at, drafted, FIELDS)
-        raw = tl.load(
-            q_logits_ptr + at.to(tl.int64) * q_vocab + tokens, mask=drafted, other=0.0
-        ).to(tl.float32)
-        u = u * probability(raw, tokens, divisor, threshold, peak, mass, only)
-        drafted = drafted & (mass > 0)  # a law of NaN has none: what was drawn from it is rejected
-    return tl.min(tl.where(drafted & (u < p), width, tl.minimum(place, width)), 0)
+        chunk = tl.arange(0, CHUNKS)
+        lines = (row * (width - 1) + place) * chunks
+        inside = (place < width - 1)[:, None] & (chunk < chunks)[None, :]
+        masses = tl.load(mass_ptr + lines[:, None] + chunk[None, :], mask=inside, other=0.0)
+        masses = tl.sum(masses, 1)
+    weight = tl.full([], 1.0, tl.float32)
+    kept = tl.full([], 1.0, tl.float32)
+    accepted = bound * 0
+    for step in range(bound):
+        here = place == step
+        weight = _lowered(weight, _at(ps, here), _at(qs, here))
+        if POINT:
+            mass = weight - weight * _at(ps, place == step + 1)
+        else:
+            mass = _at(masses, here)
+        chance = tl.where(weight < 1, mass / (mass + (1.0 - weight)), 1.0)
+        chance = tl.where((step + 1 == bound) | (mass != mass), weight, chance)
+        stands = _at(us, here) < chance
+        kept = tl.where(stands, weight, kept)
+        accepted = tl.where(stands, step + 1, accepted)
+    return accepted, kept
 
 
 @triton.jit(do_not_specialize=["width"])
@@ -136,6 +245,7 @@ def _judge(
     q_edges_ptr,
     logits_ptr,
     edges_ptr,
+    mass_ptr,
     key_ptr,
     length_ptr,
     most_ptr,
@@ -160,16 +270,13 @@ def _judge(
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
     key_0, key_1, length = address(row, key_ptr, length_ptr)
-    accepted = _tested(
+    ps, qs = _drafted(
         row,
         draft_ptr,
         q_logits_ptr,
         q_edges_ptr,
         logits_ptr,
         edges_ptr,
-        key_0,
-        key_1,
-        length,
         width,
         vocab,
         q_vocab,
@@ -180,7 +287,9 @@ def _judge(
     bound = width
     if BOUNDED:
         bound = tl.minimum(tl.load(most_ptr).to(tl.int32), width)
-        accepted = tl.minimum(accepted, bound)
+    accepted, weight = _tested(
+        row, ps, qs, mass_ptr, key_0, key_1, length, width, bound, chunks, POINT, PLACES, CHUNKS
+    )
     complete = accepted == bound
     proposed = tl.load(draft_ptr + row * width + accepted, mask=accepted < bound, other=-1).to(
         tl.int32
@@ -199,6 +308,7 @@ def _judge(
         row * width + accepted,
         q_edges_ptr,
         proposed,
+        weight,
         start,
         tl.minimum(start + CHUNK, vocab),
         vocab,

@@ -93,6 +93,7 @@ if __name__ == "__main__":
     compile_one(truncation._dense, FIELDS=8, BLOCK=1024)
     spread = {"CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 4, "BLOCK": 1024}
     compile_one(drawing._draw, **spread)
+    compile_one(rejection._weigh, PLACES=8, **spread)
     for point in (False, True):
         compile_one(rejection._judge, POINT=point, BOUNDED=True, PLACES=8, **spread)
     # of heads of 128 the smallest: tiles of many lines take seconds each, and are compiled as

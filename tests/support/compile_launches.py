@@ -151,9 +151,9 @@ def laws(dtype):
     truncation.process(logits, floats, whole, floats)
     _, law = drawing.draft_sample(logits, floats, whole, floats, keys, whole, whole)
     rejection.rejection_sample(
-        empty(8, 1, dtype=torch.int64),
-        type(law)(law.values[:, None], law.edges[:, None]),
-        empty(8, 2, 152064, dtype=dtype),
+        empty(8, 2, dtype=torch.int64),
+        type(law)(*(t[:, None].expand(-1, 2, -1) for t in law)),
+        empty(8, 3, 152064, dtype=dtype),
         floats,
         whole,
         floats,
