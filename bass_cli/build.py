@@ -8,6 +8,7 @@ Not here: what is checked before weights are loaded (plan.py), prompts and sampl
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -21,8 +22,10 @@ from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import ARENA
+from bass_cli.model.leader import Followers, LedRunner, Part
+from bass_cli.model.partition import part_of
 from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load
+from bass_cli.model.weights import load, size_of
 from bass_cli.plan import Plan, longest_draft
 from bass_cli.system.host import give_back_memory
 
@@ -40,11 +43,17 @@ _CAPTURED = 16  # the longest draft length that is captured beforehand where the
 
 class Models(NamedTuple):
     """What a plan's weights became; `drafting` is None where no model drafts, `head` where
-    nothing reads the target."""
+    nothing reads the target, `followers` where no other process has a part of it."""
 
     target: Decoder
     drafting: Decoder | None
     head: Head | None = None
+    followers: Followers | None = None
+
+    def close(self) -> None:
+        """End the processes that have parts of it; then nothing can be done with it any more."""
+        if self.followers is not None:
+            self.followers.close()
 
 
 def load_models(
@@ -52,27 +61,50 @@ def load_models(
 ) -> Models:
     """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
     read."""
-    files = plan.files
-    whole, done = files.target.size + (0 if files.draft is None else files.draft.size), 0
+    files, followers = plan.files, _followers(plan)
+    share = None if followers is None else followers.ranks.share
+    whole = size_of(files.target, share) + (0 if files.draft is None else files.draft.size)
+    done = 0
 
     def on_read(size: int) -> None:
         nonlocal done
         done += size
         on_bytes(done, whole)
 
-    weights = load(files.target, dtype=plan.dtype, device=plan.device, on_read=on_read)
-    target = Decoder(files.target.spec, weights, vocab=files.tokenizer.size)
-    drafting = None
-    if files.draft is not None:
-        weights = load(files.draft, dtype=plan.dtype, device=plan.device, on_read=on_read)
-        if files.draft.head is not None:
-            return Models(target, None, make_head(files.draft.head, weights, target))
-        drafting = Decoder(files.draft.spec, weights, vocab=files.draft_vocab)
-    elif files.skipped:
-        drafting = target.keep_layers(
-            [i for i in range(files.target.spec.layers) if i not in files.skipped]
-        )
-    return Models(target, drafting)
+    try:
+        spec, ranks = files.target.spec, None
+        if followers is not None and share is not None:
+            spec, ranks = part_of(spec, share.ranks), followers.ranks
+        how = functools.partial(load, dtype=plan.dtype, device=plan.device, on_read=on_read)
+        vocab = min(files.tokenizer.size, files.target.spec.vocab)
+        target = Decoder(spec, how(files.target, share=share), vocab=vocab, ranks=ranks)
+        drafting = None
+        if files.draft is not None:
+            weights = how(files.draft)
+            if files.draft.head is not None:
+                return Models(target, None, make_head(files.draft.head, weights, target))
+            drafting = Decoder(files.draft.spec, weights, vocab=files.draft_vocab)
+        elif files.skipped:
+            drafting = target.keep_layers(
+                [i for i in range(files.target.spec.layers) if i not in files.skipped]
+            )
+        if followers is not None:
+            followers.join()
+    except BaseException:
+        if followers is not None:
+            followers.close()
+        raise
+    return Models(target, drafting, None, followers)
+
+
+def _followers(plan: Plan) -> Followers | None:
+    """The processes that have the other parts of the target, which load them from now on."""
+    files, ranks = plan.files, plan.job.tensor_parallel
+    if ranks == 1:
+        return None
+    vocab = min(files.tokenizer.size, files.target.spec.vocab)
+    needed = sum(plan.parts.values())
+    return Followers(Part(files.target.path, ranks, plan.dtype, plan.device, vocab, needed))
 
 
 def build(plan: Plan, models: Models | None = None) -> Loop:
@@ -80,14 +112,16 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     plan, loaded now."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
-    decoder, drafting, head = models if job.pair.draft != "none" else Models(models.target, None)
+    followers = models.followers
+    if job.pair.draft == "none":
+        models = Models(models.target, None)
+    decoder, drafting, head, _ = models
     if head is not None:
         decoder = decoder.read_by(head)
-    pieces = plan.pieces
-    target = Runner(decoder, rows=plan.rows, span=plan.span, lag=1, pieces=pieces)
+    target = _runner(plan, decoder, followers, lag=1)
     runner = None if head is None else target
     if drafting is not None:
-        runner = Runner(drafting, rows=plan.rows, span=plan.span, lag=2, pieces=pieces)
+        runner = _runner(plan, drafting, followers, lag=2)
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
@@ -98,14 +132,28 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     )
     return Loop(
         batch=Batch(
-            rows=plan.rows, context=ARENA[plan.device.type], device=plan.device, pieces=pieces
+            rows=plan.rows, context=ARENA[plan.device.type], device=plan.device, pieces=plan.pieces
         ),
         target=target,
         drafter=drafter,
         lengths=lengths_for(plan),
         coupling=speculation.coupling,
         clock=Clock(),
-        graphs=Graphs(plan.device),
+        # a round that several processes take part in is not captured
+        graphs=Graphs(plan.device, wanted=followers is None),
+    )
+
+
+def _runner(
+    plan: Plan, decoder: Decoder, followers: Followers | None, *, lag: int
+) -> Runner | LedRunner:
+    """Rows of the plan over a model, or one part of it."""
+    rows, span, pieces = plan.rows, plan.span, plan.pieces
+    if followers is None or decoder.ranks is None:
+        return Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
+    layers = decoder.layers
+    return LedRunner(
+        decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces, layers=layers
     )
 
 

@@ -20,6 +20,7 @@ from bass_cli.engine.batch import beyond
 from bass_cli.errors import MachineError
 from bass_cli.model.head_config import HeadSpec, head_parameters
 from bass_cli.model.kv_cache import ARENA
+from bass_cli.model.partition import part_of
 from bass_cli.model.prefill import LONG, PASS
 from bass_cli.model.spec import Spec, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
@@ -125,12 +126,16 @@ def footprint(
     head: HeadSpec | None = None,
     kept_layers: int = 0,
     prompt_tokens: int = 0,
+    ranks: int = 1,
 ) -> Footprint:
     """The footprint of a pair with drafts of up to `longest` tokens, which the draft makes one by
     one or `at_once`. `head`: what the draft is beside its layers, if it reads the target's hidden
     states. `kept_layers`: how many of the target's own layers draft, where they do.
-    `prompt_tokens`: of the longest prompt, if that is known."""
+    `prompt_tokens`: of the longest prompt, if that is known. With the target split over `ranks`
+    devices it is that of the first one, which has the draft and the logits besides its part."""
     kind, places = device.type, longest + 1
+    vocab = target.vocab * (1 if ranks == 1 else 2)  # logits are there twice while parts are joined
+    target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
     # tokens of a row in a pass of each: one that drafts at once takes as many masks, almost, as
     # tokens that it may have missed
@@ -147,7 +152,7 @@ def footprint(
     if head is not None:  # the outputs that it reads, while the target runs
         wide[0] += len(head.taps) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
-    logits = places * target.vocab * (dtype.itemsize + _CHOOSING[kind])
+    logits = places * vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
     beside = beyond(longest) + SLACK  # positions of a row beside those of its new tokens

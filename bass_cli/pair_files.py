@@ -14,9 +14,10 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
-from bass_cli.errors import UserError
+from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
+from bass_cli.model.partition import check_divisible
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
 
@@ -82,8 +83,14 @@ def costs_of(
             device=device,
             dtype=dtype,
             threads=job.threads,
+            ranks=job.tensor_parallel,
         )
         surface = store.load_surface(profile, note)
+    if "table" in str(job.speculation.length) and job.tensor_parallel > 1:
+        raise UserError(
+            f"--draft-length {job.speculation.length} and --tensor-parallel exclude each other: "
+            "bass profile measures one device; use auto or bass"
+        )
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
         raise UserError(
             f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
@@ -91,6 +98,24 @@ def costs_of(
             "or use auto or bass"
         )
     return profile, surface
+
+
+def check_ranks(job: Job, files: Files, device: torch.device) -> None:
+    """UserError where the target cannot be split over so many devices, MachineError where there
+    are not so many."""
+    ranks = job.tensor_parallel
+    if ranks == 1:
+        return
+    check_divisible(files.target.spec, ranks, model=job.pair.target)
+    if files.draft is not None and files.draft.head is not None:
+        raise UserError(
+            f"--tensor-parallel {ranks} and --draft {job.pair.draft} exclude each other for now: "
+            "that drafter reads the target, of which each process has a part; use another draft"
+        )
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        raise MachineError(
+            f"--tensor-parallel {ranks}: this process sees {torch.cuda.device_count()} GPUs"
+        )
 
 
 def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:

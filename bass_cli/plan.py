@@ -26,7 +26,7 @@ from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.weights import Checkpoint
-from bass_cli.pair_files import Files, costs_of, open_files, tokens_of
+from bass_cli.pair_files import Files, check_ranks, costs_of, open_files, tokens_of
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -211,11 +211,14 @@ def make_plan(
     device = device_of(job.device)
     wake(device)  # while files are read
     files = open_files(job)
+    check_ranks(job, files, device)
     dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
     profile, surface = costs_of(job, files, device, dtype, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype)
     free = usable(free_memory(device))
+    if device.type == "cpu":
+        free //= job.tensor_parallel  # which all processes share
     fitting = found.most_rows(
         job.sampling.max_new_tokens, free, samples=1 if job.draws_one else job.n
     )
@@ -297,6 +300,7 @@ def _footprint(
         head=None if files.draft is None else files.draft.head,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
+        ranks=job.tensor_parallel,
     )
 
 

@@ -34,6 +34,8 @@ def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = B
             "bass_cli.ray.generate: maximal coupling and budgets make samples depend on what is "
             "drawn beside them, which Ray Data decides; leave both out"
         )
+    if job.tensor_parallel > 1:
+        raise UserError("bass_cli.ray.generate: an actor has one GPU; leave tensor_parallel out")
     return dataset.map_batches(
         Drawer,
         fn_constructor_args=(job,),

@@ -6,6 +6,7 @@ Not here: what a prompt becomes (intake.py), what ends a row (endings.py), build
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -46,21 +47,18 @@ def generate(
 ) -> Iterator[Completion]:
     """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in `done`,
     in the order in which they end. A None among the prompts says that there is none now: they are
-    asked again after the next round. `done` is asked when a prompt is taken.
-
-    At temperature 0 all samples of a prompt are equal: sample 0 is drawn, and the others are copies
-    of it.
+    asked again after the next round. `done` is asked when a prompt is taken. At temperature 0
+    sample 0 is drawn, and the others are copies of it.
 
     Loads the models at the first step, if no empty `loop` is given; with a budget, what would
     make the first prompts slow is done before the first clock starts; `on_phase` is told what is
     done before rounds are, `on_bytes` how many bytes of the weights are read, of how many. A
-    prompt that cannot run yields one Completion with finish_reason "error", and so does every
-    sample that meets logits which are not finite.
+    prompt that cannot run, or a sample that meets logits which are not finite, yields a Completion
+    with finish_reason "error".
 
     Where memory runs out, half the rows go on, and `on_note` is told so: what was under way is
-    drawn again, and becomes the same, since its seed fixes it. Not under maximal coupling, where
-    samples depend on the rows, nor on a `loop` that others hold: then, and where a single row is
-    too much, it is a MachineError.
+    drawn again, as its seed fixes it. Not under maximal coupling, where samples depend on the rows,
+    nor on a `loop` that others hold, nor with a split model: there it is a MachineError.
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
@@ -70,20 +68,23 @@ def generate(
         yield from with_copies(drawn, plan.job.n, done)
         return
     work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None
-    if loop is None:
-        on_phase("loading the weights")
-        with plan.need.explained():
-            models = load_models(plan, on_bytes)
-    while True:
-        with plan.need.explained():
-            try:
-                yield from _attempt(plan, work, models, loop, on_round, on_phase)
-                return
-            except Exception as error:
-                fixed = models is None or plan.job.speculation.coupling == "maximal"
-                if fixed or plan.rows == 1 or work.reading or not is_refused_memory(error):
-                    raise
-        plan = halved(plan, on_note)
+    with contextlib.ExitStack() as ending:
+        if loop is None:
+            on_phase("loading the weights")
+            with plan.need.explained():
+                models = load_models(plan, on_bytes)
+            ending.callback(models.close)
+        while True:
+            with plan.need.explained():
+                try:
+                    yield from _attempt(plan, work, models, loop, on_round, on_phase)
+                    return
+                except Exception as error:
+                    fixed = models is None or models.followers is not None or plan.rows == 1
+                    fixed = fixed or plan.job.speculation.coupling == "maximal"
+                    if fixed or work.reading or not is_refused_memory(error):
+                        raise
+            plan = halved(plan, on_note)
 
 
 def _attempt(
@@ -96,7 +97,7 @@ def _attempt(
 ) -> Iterator[Completion]:
     """What is unfinished, by one loop: the one that is given, or a new one over `models`."""
     if loop is None:
-        assert models is not None
+        assert models
         loop = ready_loop(plan, models, on_phase)
     on_phase(READING[plan.device.type])  # until the first round is over
     conductor = Conductor(
@@ -146,14 +147,13 @@ class Conductor:
         self._crowded = False  # a row was put back, and none has ended since
         self._live: dict[Row, Sample] = {}
         self._over: list[int] = []  # the places of rows that have ended, and are not given up yet
-        self._due: deque[Due | Completion] = deque()  # what is over and was not yielded
+        self._due = deque[Due | Completion]()  # what is over and was not yielded
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
         self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]
     ) -> Iterator[Completion]:
-        """Every sample of every prompt that is not done. Prompts are taken, and tokenised, as
-        rows become free; a None stands for one that is not there yet.
+        """Every sample of every prompt that is not done. Prompts are taken as rows become free.
 
         Lines of samples that are over are made, and the caller writes them, while the device
         runs the next round; with a budget before it, which then begins when it can be waited

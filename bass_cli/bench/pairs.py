@@ -155,7 +155,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
 
 
 def _real_models(plan: Plan) -> Models:
-    target, drafting, head = load_models(plan)
+    target, drafting, head, _ = load_models(plan)
     label = f"{plan.job.pair.name}, a real pair"
     drafting = drafting if head is None else head.body
     return Models("real", label, target, drafting, plan, plan.files.mask, head)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from bass_cli import __version__
 from bass_cli.config.args import DoctorArgs, JobArgs
 from bass_cli.config.draft_spec import parse_draft
-from bass_cli.config.job import Pair, chosen_pair, load_pair, make_job, packaged_pairs
+from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job, packaged_pairs
 from bass_cli.errors import MachineError, UserError
 from bass_cli.system.host import (
     cache_folder,
@@ -263,29 +263,34 @@ def _hub() -> str:
     return f"{constants.ENDPOINT} {found[-1]}"
 
 
-def _chosen(args: DoctorArgs) -> Pair | None:
+def _chosen(args: DoctorArgs) -> Job | None:
     if args.pair is None and args.model is None:
         if args.draft is not None:
             raise UserError("--draft: say with --pair or --model what it drafts for")
+        if args.tensor_parallel is not None:
+            raise UserError("--tensor-parallel: say with --pair or --model what is split")
         return None
-    return make_job(chosen_pair(args), JobArgs(draft=args.draft)).pair
+    asked = JobArgs(draft=args.draft, tensor_parallel=args.tensor_parallel)
+    return make_job(chosen_pair(args), asked)
 
 
-def _one_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
+def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
     """A pair, and, where all of it is here, the memory plan of a job with it, by its checkpoints'
     headers."""
     from bass_cli.plan import make_plan
 
+    pair, ranks = job.pair, job.tensor_parallel
     found = _describe_pair(pair, memory)
     here, ready = found["here"], found["ready"]
     planned: dict[str, Any] = {}
     if ready:
         try:
-            plan = make_plan(make_job(pair, JobArgs()))
+            plan = make_plan(make_job(pair, JobArgs(tensor_parallel=ranks)))
         except UserError as error:
             here, ready = str(error), False
         else:
-            found["weights"] = gigabytes(plan.footprint.weights)
+            split = f" on each of {ranks} devices" if ranks > 1 else ""
+            found["weights"] = gigabytes(plan.footprint.weights) + split
             planned = _memory_plan(plan)
     return {
         "pair": pair.name,

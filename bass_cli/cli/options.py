@@ -164,6 +164,12 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "N|all",
         "all",
     ),
+    "tensor_parallel": Flag(
+        "Split the target over K GPUs of this machine: heads, feed-forward and vocabulary",
+        MACHINE,
+        "K",
+        "1",
+    ),
     "prompt_column": Flag("The field that holds the prompt", PROMPTS, "NAME", "prompt"),
     "prompt_format": Flag(
         "The prompt as it is (raw), without blanks (strip) or line ends (strip-nl) around it, or "
@@ -273,6 +279,8 @@ OWN: dict[type, dict[str, Flag]] = {
                      "NAME|FILE", choices=_pairs, variable=False),
         "model": Flag("The same for a target alone", MODELS, "ID|FOLDER|FILE", variable=False),
         "draft": Flag("With --pair or --model: what drafts", MODELS, "MODEL|HOW", variable=False),
+        "tensor_parallel": Flag("With --pair or --model: over so many GPUs", MODELS, "K",
+                                variable=False),
     },
 }  # fmt: skip
 

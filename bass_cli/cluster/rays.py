@@ -59,6 +59,11 @@ def read_request(args: SampleArgs, job: Job, out: str) -> Request | None:
             "--ray and --budget exclude each other: what a clock cuts is not the same when it is "
             "drawn again after an actor died"
         )
+    if job.tensor_parallel > 1:
+        raise UserError(
+            "--ray and --tensor-parallel exclude each other for now: an actor has one GPU; without "
+            "--ray a job is drawn on GPUs of one machine"
+        )
     if job.speculation.coupling == "maximal":
         raise UserError(
             "--ray needs --coupling shared: under maximal coupling what is drawn again after an "

@@ -49,6 +49,7 @@ class SampleArgs(LawArgs):
     shard: str | None = None
     ray: str | None = None
     actors: str | None = None
+    tensor_parallel: int | None = None
     token_ids: bool | None = None
     resume: bool = False
     overwrite: bool = False
@@ -192,6 +193,7 @@ class DoctorArgs:
     pair: str | None = None
     model: str | None = None
     draft: str | None = None
+    tensor_parallel: int | None = None
     threads: int | None = None
     json_table: bool = False
 

@@ -52,6 +52,7 @@ JOB_FLAGS = {
     "draft",
     "budget",
     "batch_size",
+    "tensor_parallel",
     "device",
     "dtype",
     "chat",
@@ -122,6 +123,7 @@ class Job(Strict):
     speculation: Speculation = Speculation()
     budget: Annotated[Real, Field(gt=0)] | None = None
     batch_size: BatchSize = "auto"
+    tensor_parallel: Count = 1
     device: Literal["auto", "cuda", "cpu"] = "auto"
     dtype: Dtype = "auto"
     threads: Count | None = None

@@ -62,11 +62,12 @@ class Graphs:
     """Captured functions of no arguments, each with a result that is copied to the host, or None.
 
     `captures` counts how many were captured so far: a measured run should add none. Memory of
-    intermediate results is shared by all graphs: they run one after the other.
+    intermediate results is shared by all graphs: they run one after the other. `wanted`: whether
+    there are to be any.
     """
 
-    def __init__(self, device: torch.device):
-        self.enabled = device.type == "cuda"
+    def __init__(self, device: torch.device, *, wanted: bool = True):
+        self.enabled = wanted and device.type == "cuda"
         self.captures = 0
         # A graph, its result, and where that is copied to on the host: in turn, since two
         # replays may be under way.

@@ -94,6 +94,8 @@ class Evaluation:
         self.request = read_request(args, self.job, self.out)
         if self.request is not None and args.budgets is not None:
             raise UserError("--ray and --budgets exclude each other, as --ray and --budget do")
+        if self.job.tensor_parallel > 1 and args.budgets is not None:
+            raise UserError("--tensor-parallel and --budgets exclude each other for now")
         problems = list(self.task.problems.values())
         problems = problems[: self.job.limit]
         self.problems = [

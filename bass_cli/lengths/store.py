@@ -43,11 +43,17 @@ def folder() -> Path:
 
 
 def path_of(
-    *, target: str, draft: str, device: torch.device, dtype: torch.dtype, threads: int | None = None
+    *,
+    target: str,
+    draft: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    ranks: int = 1,
 ) -> Path:
-    """The file for two models (their fingerprints), a device, a dtype and the versions of now;
-    `threads` as asked for. Coupling and sampling are not in it: they cost nearly the same. Nor
-    is who else computes here just now."""
+    """The file for two models (their fingerprints), a device, or `ranks` of them, a dtype and the
+    versions of now; `threads` as asked for. Coupling and sampling are not in it: they cost nearly
+    the same. Nor is who else computes here just now."""
     identity = [
         _device_name(device, threads),
         target,
@@ -56,6 +62,8 @@ def path_of(
         __version__,
         torch.__version__,
     ]
+    if ranks > 1:
+        identity.append(f"{ranks} ranks")
     return folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
 
 

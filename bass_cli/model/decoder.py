@@ -18,6 +18,7 @@ from torch.nn import functional
 import bass_kernels as ops
 from bass_cli.model import fused_decode
 from bass_cli.model.kv_cache import Layers, Pass
+from bass_cli.model.ranks import Ranks
 from bass_cli.model.spec import Rope, Spec
 from bass_cli.model.taps import ReadsHidden, Taps
 
@@ -31,7 +32,9 @@ class Decoder:
     device; the decoder takes the dict over, and replaces matrices in it by packed ones where
     that is faster. Embedding and head may be missing: they are those of `shared` then. `vocab`
     cuts the head to the first ids (those the tokenizer knows: a checkpoint's padding rows must
-    never be sampled). `layers` are the layers that are run; `reader`: see `read_by`.
+    never be sampled). `layers` are the layers that are run; `reader`: see `read_by`. With
+    `ranks` spec and weights are one process's part (partition.part_of), `vocab` is the whole
+    model's, and every pass is one that all of them take.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class Decoder:
         *,
         vocab: int | None = None,
         shared: Decoder | None = None,
+        ranks: Ranks | None = None,
     ):
-        self.spec = spec
+        self.spec, self.ranks = spec, ranks
         self.layers = tuple(range(spec.layers))
-        self.vocab = min(vocab or spec.vocab, spec.vocab)
+        every = spec.vocab * (1 if ranks is None else ranks.share.ranks)
+        self.vocab = min(vocab or every, every)
         self.reader: ReadsHidden | None = None
         self._weights = weights
         if "embed.weight" not in weights:
@@ -55,9 +60,10 @@ class Decoder:
         self._head: tuple[Tensor, Tensor | None]
         if "head.weight" in weights:
             bias = weights.pop("head.bias", None)
+            most = self.vocab if ranks is None else spec.vocab  # all parts are of one size
             self._head = (
-                ops.pack(weights.pop("head.weight")[: self.vocab]),
-                None if bias is None else bias[: self.vocab],
+                ops.pack(weights.pop("head.weight")[:most]),
+                None if bias is None else bias[:most],
             )
         else:
             assert shared is not None
@@ -121,20 +127,26 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., vocab] of the final norm's output [..., width]."""
-        return ops.linear(hidden, *self._head)
+        found = ops.linear(hidden, *self._head)
+        return found if self.ranks is None else self.ranks.join_logits(found, self.vocab)
 
     def _normed(
         self, tokens: Tensor, step: Pass, last: int | None, taps: Taps | None
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
-        if self._frequencies[0] is not None and fused_decode.serves(
-            self.spec, tokens, self._weights["embed.weight"], step
+        embed = self._weights["embed.weight"]
+        alone = self.ranks is None  # five launches a layer leave no place for sums
+        if (
+            alone
+            and self._frequencies[0] is not None
+            and fused_decode.serves(self.spec, tokens, embed, step)
         ):
             normed = fused_decode.run(
                 self.spec, self._weights, self.layers, self._frequencies[0], tokens, step, taps
             )
             return None if last == 0 else normed[:, -(last or tokens.shape[1]) :].contiguous()
-        residual = ops.embed(tokens, self._weights["embed.weight"], scale=self.spec.embed_scale)
+        embedded = ops.embed if self.ranks is None else self.ranks.embed
+        residual = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
             places = step.positions.clamp(max=self.spec.context - 1)
             residual = residual + functional.embedding(places, self._weights["positions.weight"])
@@ -185,17 +197,28 @@ class Decoder:
             window=spec.windows[i],
         ).view(*q.shape[:2], -1)
         if spec.norm.sandwich:
-            residual = residual + self._norm(
-                at + "post1", ops.linear(mixed, *self._affine(at + "o"))
-            )
-            return residual + self._norm(
-                at + "post2", ops.linear(self._up(at, residual), *self._affine(at + "down"))
-            )
+            residual = residual + self._norm(at + "post1", self._mapped(at + "o", mixed))
+            mapped = self._mapped(at + "down", self._up(at, residual))
+            return residual + self._norm(at + "post2", mapped)
         inner = self._up(at, residual) if spec.parallel else None
-        residual = ops.linear_add(mixed, *self._affine(at + "o"), residual)
-        return ops.linear_add(
-            self._up(at, residual) if inner is None else inner, *self._affine(at + "down"), residual
-        )
+        residual = self._added(at + "o", mixed, residual)
+        inner = self._up(at, residual) if inner is None else inner
+        return self._added(at + "down", inner, residual)
+
+    def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
+        """The residual stream and a linear map out of heads or feed-forward; may be written in
+        place of it."""
+        if self.ranks is None:
+            return ops.linear_add(x, *self._affine(name), residual)
+        return residual + self._mapped(name, x)
+
+    def _mapped(self, name: str, x: Tensor) -> Tensor:
+        """Such a map alone, of which each process may have some columns; the bias comes once."""
+        weight, bias = self._affine(name)
+        if self.ranks is None:
+            return ops.linear(x, weight, bias)
+        found = self.ranks.sum(ops.linear(x, weight, None))
+        return found if bias is None else found.add_(bias)
 
     def _up(self, at: str, residual: Tensor) -> Tensor:
         """The feed-forward's inner values [B, W, inner] from the residual stream."""

@@ -21,6 +21,11 @@ def dequantise(raw: Tensor, dtype: str) -> Tensor:
     return decode(raw.view(-1, size)).view(len(raw), -1)
 
 
+def block_bytes(dtype: str) -> int:
+    """Bytes of a block of this type."""
+    return _KINDS[dtype][0]
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at a byte of every block, as float32 [n, 1]."""
     return blocks[:, at : at + 2].view(torch.float16).float()

@@ -71,7 +71,9 @@ class Runner:
         self._prompts: dict[str, Prompt] = {}
         self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
         self._newest: dict[tuple[int, ...], Prompt] = {}  # by how they begin
-        self._passes = Passes(decoder, self.cache, record or recorder(decoder.device))
+        if record is None and decoder.ranks is None:  # what several take part in is not captured
+            record = recorder(decoder.device)
+        self._passes = Passes(decoder, self.cache, record)
         self._ahead = 0 if decoder.reader is None else decoder.reader.ahead
 
     @torch.inference_mode()

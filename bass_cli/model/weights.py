@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from bass_cli.model.checkpoint import Checkpoint, Piece, open_checkpoint, open_head
 from bass_cli.model.families import CODEGEN_BLOCKS, Slot
+from bass_cli.model.partition import Cut, Share, cuts, kept, part_of
 from bass_cli.model.sources import locate
-from bass_cli.model.spec import Spec, stored_dtype
-from bass_cli.model.tensor_content import Stage, parts, read_into, stage_for
+from bass_cli.model.spec import Spec, parameters, stored_dtype
+from bass_cli.model.tensor_content import Bytes, Stage, bytes_of, parts, read_into, stage_for
 from bass_cli.model.tensor_files import DTYPES
 from bass_kernels import import_kernels
 
@@ -34,16 +35,20 @@ def load(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    share: Share | None = None,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Tensor]:
-    """All of its `shapes` on the device in their `stored_dtype`; a tied head is the
-    embedding itself. `on_read` is told the bytes of each tensor that is done."""
+    """All of its `shapes` on the device in their `stored_dtype`, or of those of one process's
+    `share`; a tied head is the embedding itself. `on_read` is told the bytes of each tensor that
+    is done."""
     spec = checkpoint.spec
+    shapes = checkpoint.shapes if share is None else parameters(part_of(spec, share.ranks))
     weights = {
         name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
-        for name, shape in checkpoint.shapes.items()
+        for name, shape in shapes.items()
         if not (spec.tied and name == "head.weight")
     }
+    unfilled = {name: _rows(spec, name, weight, share) for name, weight in weights.items()}
     own = threading.local()
 
     def begin() -> None:
@@ -51,35 +56,70 @@ def load(
 
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
-        filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage), checkpoint.pieces)
+        filled = pool.map(
+            lambda piece: _fill(weights, piece, spec, own.stage, share), checkpoint.pieces
+        )
         import_kernels(device)  # while others read
-        for piece, _ in zip(checkpoint.pieces, filled, strict=True):
-            on_read(piece.entry.size)
+        for piece, (rows, size) in zip(checkpoint.pieces, filled, strict=True):
+            unfilled[piece.slot.name] -= rows
+            on_read(size)
     finally:
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    unfilled = {name: len(weight) for name, weight in weights.items()}
-    for piece in checkpoint.pieces:
-        unfilled[piece.slot.name] -= piece.slot.rows
     assert not any(unfilled.values()), unfilled
     if spec.tied:
         weights["head.weight"] = weights["embed.weight"]
     return weights
 
 
-def _fill(weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage) -> None:
-    """Write a stored tensor into its rows."""
+def size_of(checkpoint: Checkpoint, share: Share | None = None) -> int:
+    """Bytes of the stored tensors that `load` reads."""
+    if share is None:
+        return checkpoint.size
+    return sum(
+        bytes_of(piece.entry, cut.rows, cut.columns)
+        for piece in checkpoint.pieces
+        for cut in _cuts(checkpoint.spec, piece, share)
+    )
+
+
+def _rows(spec: Spec, name: str, weight: Tensor, share: Share | None) -> int:
+    """How many rows of a process's tensor the checkpoint fills; there may be none for the last
+    ones of a vocabulary's part, which are 0."""
+    found = None if share is None else kept(spec, name, share)
+    if found is None or found.dim == 1:
+        return len(weight)
+    weight[found.size :] = 0
+    return found.size
+
+
+def _cuts(spec: Spec, piece: Piece, share: Share | None) -> Iterator[Cut]:
+    return cuts(spec, piece, order_of(spec, piece.slot), share)
+
+
+def _fill(
+    weights: dict[str, Tensor], piece: Piece, spec: Spec, stage: Stage, share: Share | None
+) -> tuple[int, int]:
+    """Write a stored tensor, or the share of it, into its rows; how many these are, and how many
+    bytes were read."""
     entry, slot = piece
-    target = weights[slot.name][slot.first : slot.first + slot.rows]
+    rows = size = 0
     with entry.file.open("rb", buffering=0) as file, stage.turn():
-        if not slot.how and target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype:
-            read_into(file, entry, 0, target)
-            return
-        order = order_of(spec, slot)
-        order = None if order is None else order.to(target.device)
-        for first, part in parts(file, entry, stage):
-            _place(target, part, first, slot.how, order)
+        for cut in _cuts(spec, piece, share):
+            target = weights[slot.name][cut.first : cut.first + cut.taken]
+            there = target.device.type == "cpu" and DTYPES.get(entry.dtype) is target.dtype
+            read = bytes_of(entry, cut.rows, cut.columns)
+            if there and not slot.how and cut.columns is None:
+                width = read // max(len(cut.rows), 1)
+                read_into(file, entry, Bytes(cut.rows.start * width, read), target)
+            else:
+                order = None if cut.order is None else cut.order.to(target.device)
+                for first, part in parts(file, entry, stage, cut.rows, cut.columns):
+                    _place(target, part, first, slot.how, order)
+            rows += cut.taken if cut.order is None else len(cut.rows)
+            size += read
+    return rows, size
 
 
 def _place(target: Tensor, part: Tensor, first: int, how: str, order: Tensor | None) -> None:

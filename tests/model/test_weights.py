@@ -489,9 +489,9 @@ def test_kernels_are_imported_while_weights_are_read(
     """No tensor is read before the import has begun, and it begins though none is read."""
     begun, fill, devices = threading.Event(), weights._fill, list[torch.device]()
 
-    def wait(*given: Any) -> None:
+    def wait(*given: Any) -> Any:
         assert begun.wait(60)
-        fill(*given)
+        return fill(*given)
 
     monkeypatch.setattr(weights, "_fill", wait)
     monkeypatch.setattr(weights, "import_kernels", lambda at: devices.append(at) or begun.set())

@@ -1,0 +1,280 @@
+"""The processes that hold the other parts of a split model, from the leader's side: it begins them,
+tells them what its runners do before they do it, and finds out what became of them.
+
+The leader alone reads prompts, drafts, chooses tokens, looks at clocks and writes. Not here: what
+the others do (follower.py), what is exchanged inside a pass (ranks.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_cli.errors import MachineError, UserError
+from bass_cli.model.decoder import Decoder
+from bass_cli.model.follower import Fault, Order, Ready
+from bass_cli.model.kv_cache import KVCache
+from bass_cli.model.partition import Share
+from bass_cli.model.ranks import Ranks
+from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Change, Pieces
+
+_NOTICE = 2.0  # seconds until a process that has died is known to have
+# Seconds that a pass has to fail in when one that takes part in it has died: between CPUs it does
+# at once, between GPUs it would wait for ever.
+_GRACE = 15.0
+_CODE = "import sys; sys.path[:] = sys.argv[1:]; from bass_cli.model.follower import main; main()"
+
+
+class Part(NamedTuple):
+    """What of a model all of its processes are told: see follower.Order."""
+
+    path: Path
+    ranks: int
+    dtype: torch.dtype
+    device: torch.device
+    vocab: int
+    needed: int
+
+
+class Followers:
+    """The processes 1 to K - 1 of a model, which load their parts from now on. `ranks`: the
+    leader's own view of all."""
+
+    def __init__(self, part: Part):
+        self.ranks, self._part = Ranks(Share(0, part.ranks)), part
+        self.read: dict[int, int] = {}  # bytes, by process
+        self._port = self.ranks.meet()
+        self._faults: dict[int, str] = {}
+        self._kinds: dict[int, type[UserError]] = {}
+        self._news, self._over = threading.Condition(), threading.Event()
+        self._broken = False
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank in range(1, part.ranks):
+                self._begin(rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, rank: int) -> None:
+        part, environment = self._part, dict(os.environ)
+        if part.device.type == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = _devices()[rank]
+        process = self._processes[rank] = subprocess.Popen(
+            [sys.executable, "-c", _CODE, *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is the leader's
+        )
+        order = Order(
+            part.path,
+            Share(rank, part.ranks),
+            part.dtype,
+            torch.device(part.device.type),
+            part.vocab,
+            torch.get_num_threads(),
+            part.needed,
+            self._port,
+        )
+        threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
+        with contextlib.suppress(BrokenPipeError):  # `_listen` says why
+            self._send(process, order)
+
+    def join(self) -> None:
+        """Wait until all parts are loaded, and meet."""
+        with self._news:
+            self._news.wait_for(lambda: self._faults or len(self.read) == len(self._processes))
+        with self.taking_part():
+            if self._faults:
+                raise self._fault()
+            self.tell("join")
+            self.ranks.join(self._port, self._part.device)
+
+    def tell(self, *message: Any) -> None:
+        """To all of them, which do as they are told in the order in which they are."""
+        raw = pickle.dumps(message)
+        for process in self._processes.values():
+            assert process.stdin is not None
+            process.stdin.write(raw)
+            process.stdin.flush()
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Around what all do together. After an error here, of whatever kind, they no longer stand
+        at the same place, and can do nothing together any more. MachineError where one has
+        died."""
+        if self._broken:
+            raise MachineError("--tensor-parallel: the processes of this model have been given up")
+        try:
+            yield
+        except BaseException as error:
+            self._broken = True
+            if not isinstance(error, Exception) or isinstance(error, UserError):
+                raise
+            with self._news:
+                self._news.wait_for(lambda: self._faults, _NOTICE)
+            if self._faults:
+                raise self._fault() from None
+            raise
+
+    def close(self) -> None:
+        """End them; what they hold can be lost."""
+        self._over.set()
+        self._broken = True
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.__exit__(None, None, None)  # its pipes
+        self.ranks.leave()
+
+    def _fault(self) -> UserError:
+        """Of the first that has one."""
+        rank = next(iter(self._faults))
+        ranks = self._part.ranks
+        text = f"--tensor-parallel {ranks}: process {rank} of 0 to {ranks - 1}: "
+        return self._kinds[rank](text + self._faults[rank])
+
+    def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Take in what a process says, until it is gone."""
+        assert process.stdout is not None
+        found: Fault | None = None
+        with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
+            while True:
+                message: Ready | Fault = pickle.load(process.stdout)
+                if isinstance(message, Fault):
+                    found = message
+                    break
+                with self._news:
+                    self.read[rank] = message.read
+                    self._news.notify_all()
+        if self._over.is_set():
+            return
+        text = _end_of(process.wait()) if found is None else found.text
+        with self._news:
+            user = found is not None and found.kind == "user"
+            self._kinds[rank] = UserError if user else MachineError
+            self._faults.setdefault(rank, text)
+            self._news.notify_all()
+        if not self._over.wait(_GRACE) and rank in self.read:
+            # What waits for a device cannot be interrupted. Lines that are written are whole.
+            print(f"bass: error: {self._fault()}", file=sys.stderr, flush=True)
+            os._exit(3)
+
+    @staticmethod
+    def _send(process: subprocess.Popen[bytes], message: Any) -> None:
+        assert process.stdin is not None
+        pickle.dump(message, process.stdin)
+        process.stdin.flush()
+
+
+def _devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES has to be for a process that sees one of the GPUs that this one
+    does, by its number here."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(number) for number in range(torch.cuda.device_count())]
+    return [one.strip() for one in given.split(",")]
+
+
+def _end_of(code: int) -> str:
+    if code >= 0:
+        return f"it has ended, with exit code {code}"
+    return f"it was killed by {signal.Signals(-code).name}"
+
+
+class LedRunner:
+    """A Runner (see there) over one part of a model: whatever it is asked, the others are told
+    first. `number`: a new one takes the place of an older one of the same number; `layers`: of
+    the whole decoder, if it has not all of them."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        followers: Followers,
+        number: int,
+        *,
+        rows: int,
+        span: int,
+        lag: int,
+        pieces: Pieces | None,
+        layers: Sequence[int] | None = None,
+    ):
+        self._followers, self._number, self.rows, self.lag = followers, number, rows, lag
+        with followers.taking_part():
+            self._tell("begin", rows, span, lag, pieces, layers)
+            self._runner = Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
+
+    @property
+    def cache(self) -> KVCache:
+        return self._runner.cache
+
+    @property
+    def decoder(self) -> Decoder:
+        return self._runner.decoder
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
+
+    def prepare_prompts(self) -> None:
+        """Nothing is captured that several processes take part in."""
+
+    def open(
+        self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
+    ) -> bool:
+        def told(count: int) -> bool:
+            assert in_time is not None
+            answer = in_time(count)
+            self._followers.tell(answer)
+            return answer
+
+        with self._followers.taking_part():
+            self._tell("open", key, list(tokens), in_time is not None)
+            return self._runner.open(key, tokens, None if in_time is None else told)
+
+    def close(self, key: str) -> None:
+        with self._followers.taking_part():
+            self._tell("close", key)
+            self._runner.close(key)
+
+    def follow(self, change: Change) -> None:
+        with self._followers.taking_part():
+            self._tell("follow", change)
+            self._runner.follow(change)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        ends: Sequence[int] | None,
+        *,
+        last: int | None = None,
+    ) -> Tensor:
+        with self._followers.taking_part():
+            self._tell("forward", tuple(tokens.shape), ends, last)
+            self._followers.ranks.send(tokens, positions)
+            return self._runner.forward(tokens, positions, ends, last=last)
+
+    def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
+        with self._followers.taking_part():
+            self._tell("feed", tuple(tokens.shape), ends)
+            self._followers.ranks.send(tokens, positions)
+            self._runner.feed(tokens, positions, ends)
+
+    def _tell(self, name: str, *given: Any) -> None:
+        self._followers.tell(self._number, name, *given)

@@ -1,0 +1,94 @@
+"""What the processes of one split model exchange inside its passes: sums, logits, what is fed; over
+NCCL between GPUs, over gloo between CPUs.
+
+Every pass takes the same exchanges in the same order in all of them, whatever it is fed. Not
+here: who has which part (partition.py), who says which pass is next (leader.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+
+import torch
+from torch import Tensor, distributed
+
+import bass_kernels as ops
+from bass_cli.errors import UserError
+from bass_cli.model.partition import Share
+
+# They wait for each other inside passes only; what takes longer than a pass hangs.
+_PATIENCE = datetime.timedelta(minutes=10)
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Ranks:
+    """The view of one of them, `share`. Its process can be in one such group at a time."""
+
+    def __init__(self, share: Share):
+        self.share = share
+        self._store: distributed.TCPStore | None = None
+
+    def meet(self) -> int:
+        """A port of this host where all can join the first process's group. UserError where that
+        is in a group already."""
+        if distributed.is_initialized():
+            raise UserError(
+                "--tensor-parallel: this process is in a group of torch.distributed already; end "
+                "the other job, or leave that group, first"
+            )
+        self._store = _store(0, first=True)
+        return self._store.port
+
+    def join(self, port: int, device: torch.device) -> None:
+        """Be one of the group that meets at a port; all must come."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)  # nothing leaves this host
+        store = self._store or _store(port, first=False)
+        distributed.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.share.rank,
+            world_size=self.share.ranks,
+            timeout=_PATIENCE,
+        )
+
+    def leave(self) -> None:
+        """Give the group up, whether the others are there or not."""
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        self._store = None
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all parts, in place; the same bits everywhere."""
+        distributed.all_reduce(part)
+        return part
+
+    def embed(self, tokens: Tensor, weight: Tensor, *, scale: float) -> Tensor:
+        """ops.embed of tokens [B, W], of whose embeddings this is one part [V / K, width]."""
+        own = tokens - self.share.rank * len(weight)
+        missing = (own < 0) | (own >= len(weight))
+        found = ops.embed(own.masked_fill(missing, 0), weight, scale=scale)
+        return self.sum(found.masked_fill_(missing[..., None], 0))
+
+    def join_logits(self, part: Tensor, vocab: int) -> Tensor:
+        """Logits [..., vocab] of all parts [..., V / K], in the order of their tokens."""
+        every = part.new_empty(self.share.ranks, *part.shape)
+        distributed.all_gather(list(every.unbind()), part.contiguous())
+        return every.movedim(0, -2).flatten(-2)[..., :vocab].contiguous()
+
+    def send(self, tokens: Tensor, positions: Tensor) -> None:
+        """What a pass is fed, both [B, W] int64, from the first process to all others."""
+        distributed.broadcast(torch.stack((tokens, positions)), 0)
+
+    def receive(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """What the first process has sent, [B, W] each."""
+        fed = torch.empty(2, *shape, dtype=torch.int64, device=device)
+        distributed.broadcast(fed, 0)
+        return fed[0], fed[1]
+
+
+def _store(port: int, *, first: bool) -> distributed.TCPStore:
+    return distributed.TCPStore(
+        "127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=_PATIENCE
+    )

@@ -1,0 +1,230 @@
+"""A target that two processes have halves of draws what one process draws, token for token, and a
+process that dies ends the command, or ends with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_pair
+from typer.testing import CliRunner
+
+from bass_cli.build import Models, build, load_models
+from bass_cli.cli.commands import app
+from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.errors import MachineError, UserError
+from bass_cli.library import generate
+from bass_cli.model.partition import Share
+from bass_cli.model.weights import size_of
+from bass_cli.plan import Plan, make_plan
+
+PROMPTS = [f"the cat number {i} sat" for i in range(3)]
+OPTIONS = ["--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "20", "--temperature", "1.5",
+           "--token-ids", "--batch-size", "2", "--device", "cpu"]  # fmt: skip
+# What ends somebody when the leader has told the others of so many passes
+HOOK = """
+import os, sys
+from bass_cli.__main__ import main
+from bass_cli.model.leader import Followers
+tell, passes = Followers.tell, 0
+def counted(self, *message):
+    global passes
+    tell(self, *message)
+    passes += message[1:2] == ("forward",)
+    if passes == 30:
+        passes += 1
+        follower = self._processes[1].pid
+        print("follower", follower, file=sys.stderr, flush=True)
+        os.kill(%s, 9)
+Followers.tell = counted
+main()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    write_pair(folder, prompts=3, num_hidden_layers=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
+
+
+def plan_of(
+    draft: str = "draft", coupling: str = "shared", length: Any = 4, ranks: int = 1, **changes: Any
+) -> Plan:
+    pair = load_pair("pair.yaml").model_copy(update={"draft": draft})
+    job = Job(
+        pair=pair,
+        sampling=Sampling(max_new_tokens=20, temperature=1.5, top_p=0.9, seed=5),
+        speculation=Speculation(length=length, coupling=coupling),
+        n=2,
+        batch_size=4,
+        device="cpu",
+        token_ids=True,
+        tensor_parallel=ranks,
+        **changes,
+    )
+    return make_plan(job, prompts=len(PROMPTS))
+
+
+def drawn(plan: Plan, models: Models | None = None) -> dict[tuple[str, int], Any]:
+    loop = None if models is None else build(plan, models)
+    return {(one.id, one.sample): one for one in generate(PROMPTS, plan, loop=loop)}
+
+
+@pytest.fixture(scope="module")
+def halves() -> Iterator[tuple[Models, int]]:
+    """The models, of which another process has half of the target; bytes that this one read."""
+    read = [0]
+    models = load_models(plan_of(ranks=2), lambda done, whole: read.append(done))
+    yield models, read[-1]
+    models.close()
+
+
+@pytest.mark.parametrize(
+    ("draft", "coupling", "length", "changes"),
+    [
+        ("none", "shared", "auto", {}),
+        ("draft", "shared", 4, {}),
+        ("draft", "maximal", "auto", {}),
+        ("draft", "shared", "auto", {"budget": 600.0}),
+        ("lookup", "shared", "auto", {}),
+        ("lookup", "maximal", 4, {}),
+        ("skip:1", "shared", 3, {}),
+    ],
+)
+def test_two_halves_draw_the_tokens_of_the_whole(
+    draft: str, coupling: str, length: Any, changes: Any, halves: tuple[Models, int]
+) -> None:
+    models, plan = halves[0], plan_of(draft, coupling, length, 2, **changes)
+    if draft != "draft":
+        kept = [0] if draft == "skip:1" else None
+        drafting = None if kept is None else models.target.keep_layers(kept)
+        models = models._replace(drafting=drafting)
+    expected = drawn(plan_of(draft, coupling, length, **changes))
+    found = drawn(plan, models)
+    assert {key: one.token_ids for key, one in found.items()} == {
+        key: one.token_ids for key, one in expected.items()
+    }
+    assert [found[key].mean_logprob for key in expected] == pytest.approx(
+        [one.mean_logprob for one in expected.values()], rel=1e-5
+    )
+    if length != "auto":  # which goes by the clock
+        counts = {key: (one.rounds, one.drafted, one.accepted) for key, one in found.items()}
+        assert counts == {
+            key: (one.rounds, one.drafted, one.accepted) for key, one in expected.items()
+        }
+        assert draft == "lookup" or sum(one.accepted for one in found.values()) > 0
+
+
+def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:
+    (models, read), files = halves, plan_of().files
+    assert models.followers is not None
+    assert files.draft is not None
+    assert models.followers.read == {1: size_of(files.target, Share(1, 2))}
+    assert read == size_of(files.target, Share(0, 2)) + files.draft.size
+    assert models.followers.read[1] < 0.52 * files.target.size
+
+
+def test_a_second_group_is_refused(halves: tuple[Models, int]) -> None:
+    with pytest.raises(UserError, match=r"in a group of torch\.distributed already"):
+        next(generate(PROMPTS, plan_of(ranks=2)))
+
+
+def bass(whom: str, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", HOOK % whom, "generate", "p.txt", *OPTIONS]
+    return subprocess.run(
+        [*command, "--tensor-parallel", "2", "--out", str(out)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
+
+
+def test_a_follower_that_is_killed_ends_the_command_by_name_and_the_file_goes_on(
+    tmp_path: Path,
+) -> None:
+    out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
+    ended = bass("follower", out)
+    assert ended.returncode == 3, ended.stderr
+    named = "bass: error: --tensor-parallel 2: process 1 of 0 to 1: it was killed by SIGKILL"
+    assert named in ended.stderr
+    assert "Traceback" not in ended.stderr
+    before = tokens_in(out)
+    assert 0 < len(before) < 6
+    for path in (out, whole):
+        assert (
+            CliRunner().invoke(app, ["generate", "p.txt", *OPTIONS, "--out", str(path)]).exit_code
+            == 0
+        )
+    assert tokens_in(out) == tokens_in(whole)
+    assert before.items() <= tokens_in(whole).items()
+
+
+def test_followers_end_with_a_leader_that_is_killed(tmp_path: Path) -> None:
+    ended = bass("os.getpid()", tmp_path / "o.jsonl")
+    assert ended.returncode == -9
+    (follower,) = (
+        int(line.split()[1]) for line in ended.stderr.splitlines() if line.startswith("follower")
+    )
+    until = time.monotonic() + 20
+    while Path(f"/proc/{follower}/stat").exists() and time.monotonic() < until:
+        if Path(f"/proc/{follower}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break  # nobody waits for it, but it has ended
+        time.sleep(0.1)
+    else:
+        assert not Path(f"/proc/{follower}").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--tensor-parallel", "4"], "target has attention heads 6, which 4 does not divide"),
+        (["--tensor-parallel", "0"], "greater than or equal to 1"),
+        (["--tensor-parallel", "2", "--draft-length", "table"], "bass profile measures one device"),
+        (
+            ["--tensor-parallel", "2", "--ray", "local"],
+            "--ray and --tensor-parallel exclude each other",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_before_anything_is_loaded(
+    flags: list[str], reason: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "o.jsonl"
+    ended = CliRunner().invoke(app, ["generate", "p.txt", *OPTIONS, *flags, "--out", str(out)])
+    assert ended.exit_code == 2
+    assert reason in ended.stderr
+    assert not out.exists()
+
+
+def test_too_few_devices_are_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("bass_cli.plan.device_of", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr("bass_cli.plan.wake", lambda device: None)
+    with pytest.raises(MachineError, match="--tensor-parallel 2: this process sees 1 GPUs"):
+        plan_of(ranks=2)
+
+
+def test_the_plan_counts_half_of_the_target(place: Path) -> None:
+    whole, half = (plan_of("none", length="auto", ranks=ranks).footprint for ranks in (1, 2))
+    assert 0.49 < half.weights / whole.weights < 0.53
+    assert half.token.cache == whole.token.cache / 2
+    shown = CliRunner().invoke(
+        app, ["doctor", "--pair", str(place / "pair.yaml"), "--tensor-parallel", "2"]
+    )
+    assert "on each of 2 devices" in shown.stdout
