@@ -24,20 +24,19 @@ def philox(
 ) -> tuple[Tensor, ...]:
     """Philox4x32-10: four words of 32 random bits for each counter; all tensors int64 holding
     unsigned 32-bit values, of shapes that broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    turns = torch.arange(10, device=key[0].device)
+    keys = (
+        (word[..., None] + weyl * turns).unbind(-1) for word, weyl in zip(key, _WEYL, strict=True)
+    )
+    for k0, k1 in zip(*keys, strict=True):
         # The product of two 32-bit words wraps modulo 2^64 in int64; both halves come out right
-        # after masking.
+        # after masking. c1, c3 and the keys are only added bit by bit to what is masked.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+        c0 = (p1 >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(_MASK)
+        c2 = (p0 >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(_MASK)
+        c1, c3 = p1, p0
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def bits(
