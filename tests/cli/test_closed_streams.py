@@ -7,11 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import ROOT, STAND_IN, run_forked
 
-ROOT = Path(__file__).parents[2]
-STAND_IN = "import stand_in; stand_in.install(); from bass_cli.__main__ import main; main()"
 WRITES = (
     ["bench", "--help"],
     ["--version"],
@@ -22,30 +22,16 @@ WRITES = (
 
 
 def run(
-    folder: Path, redirected: str, arguments: list[str], **variables: str | None
+    folder: Path, arguments: list[str], *, without: tuple[str, ...] = (), **streams: Any
 ) -> subprocess.CompletedProcess[str]:
+    """With the streams of these names closed."""
     (folder / "p.txt").write_text("a\nb\n")
-    paths = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [
-        "sh",
-        "-c",
-        f'exec "$@" {redirected}',
-        "sh",
-        sys.executable,
-        "-c",
-        STAND_IN,
-        *arguments,
-    ]
-    given = {name: value for name, value in (environment | variables).items() if value is not None}
-    return subprocess.run(
-        command, cwd=folder, env=given, text=True, capture_output=True, timeout=120, check=False
-    )
+    return run_forked(STAND_IN, *arguments, cwd=folder, **streams, **dict.fromkeys(without))
 
 
 @pytest.mark.parametrize("arguments", WRITES, ids=" ".join)
 def test_standard_output_that_is_closed(tmp_path: Path, arguments: list[str]) -> None:
-    done = run(tmp_path, ">&-", arguments)
+    done = run(tmp_path, arguments, without=("stdout",))
     assert (done.returncode, done.stdout, done.stderr.count("bass: error: ")) == (3, "", 1)
     assert "tandard output" in done.stderr
     assert "Bad file descriptor" in done.stderr
@@ -57,23 +43,30 @@ def test_standard_output_that_is_closed(tmp_path: Path, arguments: list[str]) ->
 def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     said = "bass: error: standard output: cannot write: No space left on device\n"
     for arguments in (["--version"], ["pairs", "--json"]):
-        done = run(tmp_path, "> /dev/full", arguments)
+        with open("/dev/full", "w") as full:
+            done = run(tmp_path, arguments, stdout=full)
         assert (done.returncode, done.stderr) == (3, said)
 
 
 def test_streams_that_are_not_needed_may_be_closed(tmp_path: Path) -> None:
     """And no file of the job takes the number of one."""
-    for redirected in (">&-", ">&- 2>&- <&-"):
-        done = run(
-            tmp_path,
-            redirected,
-            ["generate", "p.txt", "--n", "1", "--out", "o.jsonl", "--overwrite"],
-        )
-        assert done.returncode == 0, redirected
-        assert (tmp_path / "o.jsonl").read_bytes().count(b"\n") == 2
-    closed = run(tmp_path, "2>&-", ["generate", "p.txt", "--n", "1"])
+    arguments = ["generate", "p.txt", "--n", "1"]
+    without_output = run(tmp_path, [*arguments, "--out", "o.jsonl"], without=("stdout",))
+    # as a shell starts it: Python and all imports find none
+    start = ("sh", "-c", 'exec "$@" >&- 2>&- <&-', "sh", sys.executable, "-c", STAND_IN)
+    without_any = subprocess.run(
+        [*start, *arguments, "--out", "a.jsonl"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"},
+        timeout=120,
+        check=False,
+    )
+    for done, name in ((without_output, "o.jsonl"), (without_any, "a.jsonl")):
+        assert done.returncode == 0
+        assert (tmp_path / name).read_bytes().count(b"\n") == 2
+    closed = run(tmp_path, arguments, without=("stderr",))
     assert (closed.returncode, closed.stdout.count("\n"), closed.stderr) == (0, 2, "")
-    asked = run(tmp_path, "<&-", ["generate", "-", "--n", "1"])
+    asked = run(tmp_path, ["generate", "-", "--n", "1"], without=("stdin",))
     assert (asked.returncode, asked.stderr) == (
         2,
         "bass: error: stdin: cannot read it: Bad file descriptor\n",
@@ -81,5 +74,7 @@ def test_streams_that_are_not_needed_may_be_closed(tmp_path: Path) -> None:
 
 
 def test_without_a_home(tmp_path: Path) -> None:
-    done = run(tmp_path, "", ["pairs"], HOME=None, XDG_CACHE_HOME=None)
+    homes = ("HOME", "XDG_CACHE_HOME")
+    given = {name: value for name, value in os.environ.items() if name not in homes}
+    done = run(tmp_path, ["pairs"], env=given)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)

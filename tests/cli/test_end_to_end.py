@@ -4,22 +4,19 @@ line to the file."""
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import tokenizer_metadata, write_checkpoint, write_gguf
+from forked import BASS, Forked
 from test_tokenizer import edited
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 
-ROOT = Path(__file__).parents[2]
 FLAGS = (
     "--pair",
     "pair.yaml",
@@ -151,22 +148,8 @@ def work_of(path: Path) -> list[dict[str, Any]]:
 
 def test_a_killed_run_goes_on_to_the_lines_of_an_undisturbed_one(place: Path) -> None:
     assert bass("p.txt", *FLAGS, "--out", "whole.jsonl").exit_code == 0
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        "-m",
-        "bass_cli.cli.commands",
-        "generate",
-        "p.txt",
-        *FLAGS,
-        "--batch-size",
-        "4",
-        "--out",
-        "o.jsonl",
-    ]
-    process = subprocess.Popen(
-        command, env=os.environ | {"PYTHONPATH": paths}, stderr=subprocess.DEVNULL
-    )
+    flags = (*FLAGS, "--batch-size", "4", "--out", "o.jsonl")
+    process = Forked(BASS, "generate", "p.txt", *flags, cwd=place)
     output, deadline = place / "o.jsonl", time.monotonic() + 120
     while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
         assert process.poll() is None

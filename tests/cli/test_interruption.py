@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import STAND_IN, Forked
 from test_cli import result_keys
 
 from bass_cli.system import signals
@@ -20,7 +21,6 @@ from bass_cli.system import signals
 ROOT = Path(__file__).parents[2]
 
 
-STAND_IN = "import stand_in; stand_in.install(); from bass_cli.__main__ import main; main()"
 GENERATE = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
 # A package that says when it is imported, takes long, and swallows what is raised meanwhile, as
 # some do.
@@ -40,25 +40,13 @@ main()
 """
 
 
-def start(
-    tmp_path: Path, delay: str, *arguments: str, code: str = STAND_IN, **streams: Any
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *(arguments or GENERATE)]
-    paths = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"STAND_IN_DELAY": delay, "PYTHONPATH": os.pathsep.join(paths)}
-    # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children
-    # would inherit that.
-    return subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        **{"stderr": subprocess.PIPE, **streams},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+def start(tmp_path: Path, delay: str, *arguments: str, **streams: Any) -> Forked:
+    environment = os.environ | {"STAND_IN_DELAY": delay}
+    streams = {"stderr": subprocess.PIPE, **streams}
+    return Forked(STAND_IN, *(arguments or GENERATE), cwd=tmp_path, env=environment, **streams)
 
 
-def wait_for_lines(process: subprocess.Popen[str], output: Path, count: int) -> None:
+def wait_for_lines(process: Forked, output: Path, count: int) -> None:
     deadline = time.monotonic() + 60
     while not (output.exists() and output.read_bytes().count(b"\n") >= count):
         assert process.poll() is None
@@ -102,7 +90,17 @@ def test_an_interruption_during_imports_ends_the_command_at_once(
     tmp_path: Path, name: str, how: signal.Signals, says: str
 ) -> None:
     (tmp_path / "p.txt").write_text("a\n")
-    process = start(tmp_path, "0", code=SLOW_IMPORT.format(name=name), stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT.format(name=name), *GENERATE],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # Where the tests themselves run in a shell's background, Ctrl-C is ignored, and children
+        # would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"
     process.send_signal(how)

@@ -6,13 +6,12 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import yaml
 from checkpoints import write_checkpoint, write_tokenizer
+from forked import BASS, Forked
 from typer.testing import CliRunner
 
 from bass_cli import library
@@ -62,13 +61,8 @@ OFTEN = "from bass_cli.distill.trainer import Trainer; Trainer.run.__kwdefaults_
 
 def killed(folder, until, *flags):
     """Run the command in a process of its own, and kill it when `until` is true."""
-    program = f"{OFTEN} from bass_cli.__main__ import main; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "distill", *flags],
-        cwd=folder,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    program = f"{OFTEN} {BASS}"
+    process = Forked(program, "distill", *flags, cwd=folder)
     end = time.monotonic() + 120
     while not until() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.02)

@@ -4,14 +4,13 @@ in another."""
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+from forked import BASS, run_forked
 from huggingface_hub import constants, errors
 
 from bass_cli.errors import MachineError, UserError
@@ -19,7 +18,6 @@ from bass_cli.io.hub import refusal
 from bass_cli.io.prompts import check_prompts, open_source
 from bass_cli.model.sources import locate
 
-ROOT = Path(__file__).parents[2]
 UNREACHABLE = {
     "HF_ENDPOINT": "http://127.0.0.1:9",
     "HF_HUB_OFFLINE": "0",
@@ -39,18 +37,8 @@ def test_without_the_hub_two_lines_name_cause_and_remedy(
     tmp_path: Path, arguments: list[str], setting: dict[str, str], expected: list[str]
 ) -> None:
     (tmp_path / "p.txt").write_text("a\n")
-    environment = (
-        os.environ
-        | {"PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"}
-        | setting
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "bass_cli", *arguments, "--quiet"],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-    )
+    environment = os.environ | {"HF_HOME": str(tmp_path / "hub"), "no_proxy": "*"} | setting
+    done = run_forked(BASS, *arguments, "--quiet", cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (3, ""), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2, done.stderr

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import transformers
 from checkpoints import tokenizer_metadata, write_gguf, write_sentencepiece, write_tokenizer
+from forked import run_forked
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -362,10 +363,9 @@ def run_apart(folder: Path) -> dict[str, Any]:
         "print(json.dumps({'texts': texts, 'eos': t.eos_ids,\n"
         "                  'modules': [n for n in ('transformers', 'huggingface_hub', 'jinja2') if n in sys.modules]}))"
     )
-    command = [sys.executable, "-c", code, str(folder), json.dumps(TRICKY)]
-    found: dict[str, Any] = json.loads(
-        subprocess.run(command, check=True, capture_output=True).stdout
-    )
+    done = run_forked(code, str(folder), json.dumps(TRICKY), cwd=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 

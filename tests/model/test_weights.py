@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import FAMILIES, write_checkpoint, write_gguf
+from forked import run_forked
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -367,10 +366,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     assert one == same != other
     code = f"import sys; from pathlib import Path; from bass_cli.model.weights import open_checkpoint as o; " \
            f"print(o(Path({str(tmp_path / 'a')!r})).fingerprint())"  # fmt: skip
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-        == one
-    )
+    assert run_forked(code, cwd=tmp_path).stdout.strip() == one
 
 
 MEASURE = """
@@ -404,10 +400,9 @@ def test_peak_memory_is_the_model(kind: str, tmp_path: Path) -> None:
         write_checkpoint("qwen2", tmp_path / "large", shards=False, vocab_size=800000)
     suffix = ".gguf" if kind == "gguf" else ""
     paths = [str(tmp_path / (name + suffix)) for name in ("small", "large")]
-    out = subprocess.run(
-        [sys.executable, "-c", MEASURE, *paths], capture_output=True, text=True, check=True
-    ).stdout
-    model, grown = map(int, out.split())
+    done = run_forked(MEASURE, *paths, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    model, grown = map(int, done.stdout.split())
     assert model > 70e6
     assert 0.8 * model < grown < 1.25 * model
 
