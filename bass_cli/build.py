@@ -22,7 +22,7 @@ from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import ARENA
-from bass_cli.model.leader import Followers, LedRunner, Part
+from bass_cli.model.leader import AnyRunner, Followers, LedRunner, Part
 from bass_cli.model.partition import part_of
 from bass_cli.model.runner import Runner
 from bass_cli.model.weights import load, size_of
@@ -75,26 +75,39 @@ def load_models(
         spec, ranks = files.target.spec, None
         if followers is not None and share is not None:
             spec, ranks = part_of(spec, share.ranks), followers.ranks
-        how = functools.partial(load, dtype=plan.dtype, device=plan.device, on_read=on_read)
         vocab = min(files.tokenizer.size, files.target.spec.vocab)
-        target = Decoder(spec, how(files.target, share=share), vocab=vocab, ranks=ranks)
-        drafting = None
-        if files.draft is not None:
-            weights = how(files.draft)
-            if files.draft.head is not None:
-                return Models(target, None, make_head(files.draft.head, weights, target))
-            drafting = Decoder(files.draft.spec, weights, vocab=files.draft_vocab)
-        elif files.skipped:
-            drafting = target.keep_layers(
-                [i for i in range(files.target.spec.layers) if i not in files.skipped]
-            )
+        weights = load(
+            files.target, dtype=plan.dtype, device=plan.device, share=share, on_read=on_read
+        )
+        target = Decoder(spec, weights, vocab=vocab, ranks=ranks)
+        drafting, head = load_draft(plan, target, on_read)
         if followers is not None:
             followers.join()
     except BaseException:
         if followers is not None:
             followers.close()
         raise
-    return Models(target, drafting, None, followers)
+    return Models(target, drafting, head, followers)
+
+
+def load_draft(
+    plan: Plan, target: Decoder, on_read: Callable[[int], None] = lambda size: None
+) -> tuple[Decoder | None, Head | None]:
+    """What drafts for a target that is loaded, a model or what reads it; of a split target the
+    first process has all of it."""
+    files, draft = plan.files, plan.files.draft
+    how = functools.partial(load, dtype=plan.dtype, device=plan.device)
+    if draft is None:
+        kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
+        return (target.keep_layers(kept) if files.skipped else None), None
+    weights = how(draft, on_read=on_read)
+    if draft.head is None:
+        return Decoder(draft.spec, weights, vocab=files.draft_vocab), None
+    if target.ranks is not None:  # which has no whole embedding and head to share
+        whole = how(files.target, names=("embed.weight", "head.weight", "head.bias"))
+        lent = whole if not draft.head.heads else {"embed.weight": whole["embed.weight"]}
+        weights = lent | weights
+    return None, make_head(draft.head, weights, target)
 
 
 def _followers(plan: Plan) -> Followers | None:
@@ -144,17 +157,12 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     )
 
 
-def _runner(
-    plan: Plan, decoder: Decoder, followers: Followers | None, *, lag: int
-) -> Runner | LedRunner:
+def _runner(plan: Plan, decoder: Decoder, followers: Followers | None, *, lag: int) -> AnyRunner:
     """Rows of the plan over a model, or one part of it."""
     rows, span, pieces = plan.rows, plan.span, plan.pieces
     if followers is None or decoder.ranks is None:
         return Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
-    layers = decoder.layers
-    return LedRunner(
-        decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces, layers=layers
-    )
+    return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces)
 
 
 def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> Loop:

@@ -162,7 +162,7 @@ def footprint(
         weights=sum(
             _weights(spec, dtype, packed=packed) for spec in (models if head is None else [target])
         )
-        + (0 if head is None else _head_weights(head, dtype, copied=packed)),
+        + (0 if head is None else _head_weights(head, dtype, copied=packed, split=ranks > 1)),
         graphs=_LIBRARIES[kind],
         buffers=min(LONG.get(kind, (PASS, PASS))[1], max(prompt_tokens, 1))
         * (max(wide) + max(scores) * prompt_tokens),
@@ -187,12 +187,15 @@ def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
     return sum(map(math.prod, shapes.values())) * dtype.itemsize
 
 
-def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool) -> int:
+def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool, split: bool) -> int:
     """Bytes of what is loaded of a head; where weights are packed, its projections to keys and
-    values are there twice."""
+    values are there twice, and where the target is split, the embedding and head that others
+    share with it are its own."""
     body = head.body
+    own = (2 - head.embeds - head.heads) * body.vocab * body.width * split
     keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs
-    return (sum(map(math.prod, head_parameters(head).values())) + keys * copied) * dtype.itemsize
+    loaded = sum(map(math.prod, head_parameters(head).values()))
+    return (loaded + keys * copied + own) * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)

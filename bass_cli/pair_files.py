@@ -107,11 +107,6 @@ def check_ranks(job: Job, files: Files, device: torch.device) -> None:
     if ranks == 1:
         return
     check_divisible(files.target.spec, ranks, model=job.pair.target)
-    if files.draft is not None and files.draft.head is not None:
-        raise UserError(
-            f"--tensor-parallel {ranks} and --draft {job.pair.draft} exclude each other for now: "
-            "that drafter reads the target, of which each process has a part; use another draft"
-        )
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise MachineError(
             f"--tensor-parallel {ranks}: this process sees {torch.cuda.device_count()} GPUs"

@@ -7,16 +7,18 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chains import write_chain
 from checkpoints import write_pair
+from heads import write_head
 from typer.testing import CliRunner
 
-from bass_cli.build import Models, build, load_models
+from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.errors import MachineError, UserError
@@ -51,7 +53,11 @@ main()
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("pair")
-    write_pair(folder, prompts=3, num_hidden_layers=2)
+    write_pair(folder, prompts=3, num_hidden_layers=3)
+    config = json.loads((folder / "draft/config.json").read_text())
+    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": 300}))
+    write_head(folder / "head", "dspark")
+    write_chain(folder / "chain", "authors")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -76,9 +82,11 @@ def plan_of(
     return make_plan(job, prompts=len(PROMPTS))
 
 
-def drawn(plan: Plan, models: Models | None = None) -> dict[tuple[str, int], Any]:
+def drawn(
+    plan: Plan, models: Models | None = None, prompts: Sequence[str] = PROMPTS
+) -> dict[tuple[str, int], Any]:
     loop = None if models is None else build(plan, models)
-    return {(one.id, one.sample): one for one in generate(PROMPTS, plan, loop=loop)}
+    return {(one.id, one.sample): one for one in generate(prompts, plan, loop=loop)}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +108,9 @@ def halves() -> Iterator[tuple[Models, int]]:
         ("lookup", "shared", "auto", {}),
         ("lookup", "maximal", 4, {}),
         ("skip:1", "shared", 3, {}),
+        ("parallel:draft", "shared", 3, {}),
+        ("heads:head", "shared", 3, {}),
+        ("heads:chain", "maximal", 3, {}),
     ],
 )
 def test_two_halves_draw_the_tokens_of_the_whole(
@@ -107,9 +118,8 @@ def test_two_halves_draw_the_tokens_of_the_whole(
 ) -> None:
     models, plan = halves[0], plan_of(draft, coupling, length, 2, **changes)
     if draft != "draft":
-        kept = [0] if draft == "skip:1" else None
-        drafting = None if kept is None else models.target.keep_layers(kept)
-        models = models._replace(drafting=drafting)
+        drafting, head = load_draft(plan, models.target)
+        models = models._replace(drafting=drafting, head=head)
     expected = drawn(plan_of(draft, coupling, length, **changes))
     found = drawn(plan, models)
     assert {key: one.token_ids for key, one in found.items()} == {
@@ -124,6 +134,19 @@ def test_two_halves_draw_the_tokens_of_the_whole(
             key: (one.rounds, one.drafted, one.accepted) for key, one in expected.items()
         }
         assert draft == "lookup" or sum(one.accepted for one in found.values()) > 0
+
+
+def test_what_prompts_have_in_common_is_copied_alike(halves: tuple[Models, int]) -> None:
+    """A drafter that reads one token ahead copies one less; it is in the first process only."""
+    plan = plan_of("heads:chain", ranks=2)
+    drafting, head = load_draft(plan, halves[0].target)
+    common = "the cat sat " * 50
+    prompts = [common + end for end in ("on", "there", "there. 12")]
+    models = halves[0]._replace(drafting=drafting, head=head)
+    tokens = {key: one.token_ids for key, one in drawn(plan, models, prompts).items()}
+    expected = drawn(plan_of("heads:chain"), None, prompts)
+    assert tokens == {key: one.token_ids for key, one in expected.items()}
+    assert min(one.prompt_tokens for one in expected.values()) > 128
 
 
 def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:

@@ -13,8 +13,7 @@ from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.model.chain_head import ChainHead, Head
-from bass_cli.model.leader import LedRunner
-from bass_cli.model.runner import Runner
+from bass_cli.model.leader import AnyRunner
 
 
 class NoDrafter:
@@ -44,7 +43,7 @@ class NoDrafter:
 def make_drafter(
     draft: str,
     *,
-    runner: Runner | LedRunner | None,
+    runner: AnyRunner | None,
     coupling: str,
     temperature: float | None,
     mask: int | None = None,
@@ -58,8 +57,6 @@ def make_drafter(
         return LookupDrafter(words.sources) if words.sources else NoDrafter()
     assert runner is not None
     assert words.reads == (head is not None)
-    if isinstance(runner, LedRunner):  # the target without some layers
-        return ModelDrafter(runner, coupling=coupling, temperature=temperature)
     if isinstance(head, ChainHead):
         return ChainDrafter(runner, head, coupling=coupling, temperature=temperature)
     if head is not None:

@@ -22,7 +22,7 @@ from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.laws import Laws
 from bass_cli.model.chain_head import ChainHead
 from bass_cli.model.feature_head import FeatureHead
-from bass_cli.model.runner import Runner
+from bass_cli.model.leader import AnyRunner
 
 _Head = TypeVar("_Head", FeatureHead, ChainHead)
 
@@ -34,7 +34,7 @@ class ReadingDrafter(Generic[_Head]):
     on_device, version = True, 0
 
     def __init__(
-        self, runner: Runner, head: _Head, *, coupling: str, temperature: float | None = None
+        self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
     ):
         assert runner.decoder.reader is head
         self._runner = runner

@@ -19,8 +19,7 @@ from torch import Tensor
 from bass_cli.drafting.sampling import propose_chain
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
-from bass_cli.model.leader import LedRunner
-from bass_cli.model.runner import Runner
+from bass_cli.model.leader import AnyRunner
 
 
 class ModelRows:
@@ -30,9 +29,7 @@ class ModelRows:
 
     on_device, longest = True, sys.maxsize
 
-    def __init__(
-        self, runner: Runner | LedRunner, *, coupling: str, temperature: float | None = None
-    ):
+    def __init__(self, runner: AnyRunner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
         self._runner, self._coupling, self._temperature = runner, coupling, temperature
         # by row: how many positions the cache holds, those of wrong drafts included

@@ -16,7 +16,7 @@ from bass_cli.drafting.model_drafter import ModelRows
 from bass_cli.drafting.sampling import propose_at_once
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal
-from bass_cli.model.runner import Runner
+from bass_cli.model.leader import AnyRunner
 
 
 class ParallelDrafter(ModelRows):
@@ -26,7 +26,7 @@ class ParallelDrafter(ModelRows):
     at_once = True
 
     def __init__(
-        self, runner: Runner, *, mask: int, coupling: str, temperature: float | None = None
+        self, runner: AnyRunner, *, mask: int, coupling: str, temperature: float | None = None
     ):
         super().__init__(runner, coupling=coupling, temperature=temperature)
         self._mask = mask

@@ -65,8 +65,9 @@ def main() -> None:
     calls = sys.stdin.buffer
     try:
         _follow(pickle.load(calls), calls, lambda message: _say(channel, message))
+        os._exit(0)
     except EOFError:
-        return
+        os._exit(0)
     except MachineError as error:
         _say(channel, Fault("machine", str(error)))
     except UserError as error:
@@ -120,7 +121,7 @@ def _follow(order: Order, calls: BinaryIO, say: Callable[[Ready | Fault], None])
 
 
 def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
-    """Do what is told, for ever: (number of a runner, what it does, the arguments)."""
+    """Do what is told: (number of a runner, what it does, the arguments)."""
     from bass_cli.model.runner import Runner
 
     runners: dict[int, Runner] = {}
@@ -132,10 +133,19 @@ def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
     while True:
         number, name, *given = pickle.load(calls)
         if name == "begin":
-            rows, span, lag, pieces, layers = given
+            rows, span, lag, pieces, ahead, layers = given
             runners.pop(number, None)  # its memory is free before the next one takes any
-            own = decoder if layers is None else decoder.keep_layers(layers)
-            runners[number] = Runner(own, rows=rows, span=span, lag=lag, pieces=pieces)
+            runners[number] = Runner(
+                decoder.keep_layers(layers),
+                rows=rows,
+                span=span,
+                lag=lag,
+                pieces=pieces,
+                ahead=ahead,
+            )
+        elif name == "leave":
+            ranks.leave()
+            return
         elif name == "forward":
             shape, ends, last = given
             tokens, positions = ranks.receive(shape, decoder.device)

@@ -133,14 +133,24 @@ class Followers:
     def close(self) -> None:
         """End them; what they hold can be lost."""
         self._over.set()
+        if not self._broken:  # a group between GPUs is given up together
+            with contextlib.suppress(OSError):
+                self.tell(0, "leave")
+            self._leave()
         self._broken = True
         for process in self._processes.values():
             process.kill()
+        self._leave()
         for process in self._processes.values():
             process.wait()
             with contextlib.suppress(BrokenPipeError):
                 process.__exit__(None, None, None)  # its pipes
-        self.ranks.leave()
+
+    def _leave(self) -> None:
+        """Where others have died in the middle of a pass this may never end."""
+        leaving = threading.Thread(target=self.ranks.leave, daemon=True)
+        leaving.start()
+        leaving.join(_GRACE)
 
     def _fault(self) -> UserError:
         """Of the first that has one."""
@@ -199,8 +209,8 @@ def _end_of(code: int) -> str:
 
 class LedRunner:
     """A Runner (see there) over one part of a model: whatever it is asked, the others are told
-    first. `number`: a new one takes the place of an older one of the same number; `layers`: of
-    the whole decoder, if it has not all of them."""
+    first. What reads its decoder, and is not split, has layers in the leader's cache only.
+    `number`: a new one takes the place of an older one of the same number."""
 
     def __init__(
         self,
@@ -212,11 +222,11 @@ class LedRunner:
         span: int,
         lag: int,
         pieces: Pieces | None,
-        layers: Sequence[int] | None = None,
     ):
         self._followers, self._number, self.rows, self.lag = followers, number, rows, lag
+        ahead = 0 if decoder.reader is None else decoder.reader.ahead
         with followers.taking_part():
-            self._tell("begin", rows, span, lag, pieces, layers)
+            self._tell("begin", rows, span, lag, pieces, ahead, decoder.layers)
             self._runner = Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
 
     @property
@@ -278,3 +288,6 @@ class LedRunner:
 
     def _tell(self, name: str, *given: Any) -> None:
         self._followers.tell(self._number, name, *given)
+
+
+AnyRunner = Runner | LedRunner

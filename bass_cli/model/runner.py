@@ -46,7 +46,8 @@ class Runner:
     `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2
     for a draft model, whose first step always feeds a row's last two tokens. Prompts that are
     opened one after the other are read together, when a row of one of them begins; by graphs
-    where `record` (by default that of the device) captures them. `pieces`: see KVCache.
+    where `record` (by default that of the device) captures them. `pieces`: see KVCache. `ahead`:
+    as the decoder's reader's, if another process has that.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Runner:
         lag: int,
         record: Recorder | None = None,
         pieces: Pieces | None = None,
+        ahead: int | None = None,
     ):
         self.decoder, self.lag, self.rows, self.device = decoder, lag, rows, decoder.device
         self.cache = KVCache(
@@ -74,7 +76,8 @@ class Runner:
         if record is None and decoder.ranks is None:  # what several take part in is not captured
             record = recorder(decoder.device)
         self._passes = Passes(decoder, self.cache, record)
-        self._ahead = 0 if decoder.reader is None else decoder.reader.ahead
+        reader = decoder.reader
+        self._ahead = ahead or (0 if reader is None else reader.ahead)
 
     @torch.inference_mode()
     def open(

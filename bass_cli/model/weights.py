@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -36,18 +36,20 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     share: Share | None = None,
+    names: Collection[str] | None = None,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> dict[str, Tensor]:
-    """All of its `shapes` on the device in their `stored_dtype`, or of those of one process's
-    `share`; a tied head is the embedding itself. `on_read` is told the bytes of each tensor that
-    is done."""
+    """All of its `shapes` on the device in their `stored_dtype`, or those of `names`, or of those
+    of one process's `share`; a tied head is the embedding itself. `on_read` is told the bytes of
+    each tensor that is done."""
     spec = checkpoint.spec
     shapes = checkpoint.shapes if share is None else parameters(part_of(spec, share.ranks))
     weights = {
         name: torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
         for name, shape in shapes.items()
-        if not (spec.tied and name == "head.weight")
+        if not (spec.tied and name == "head.weight") and (names is None or name in names)
     }
+    pieces = [piece for piece in checkpoint.pieces if piece.slot.name in weights]
     unfilled = {name: _rows(spec, name, weight, share) for name, weight in weights.items()}
     own = threading.local()
 
@@ -56,11 +58,9 @@ def load(
 
     pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), initializer=begin)
     try:
-        filled = pool.map(
-            lambda piece: _fill(weights, piece, spec, own.stage, share), checkpoint.pieces
-        )
+        filled = pool.map(lambda piece: _fill(weights, piece, spec, own.stage, share), pieces)
         import_kernels(device)  # while others read
-        for piece, (rows, size) in zip(checkpoint.pieces, filled, strict=True):
+        for piece, (rows, size) in zip(pieces, filled, strict=True):
             unfilled[piece.slot.name] -= rows
             on_read(size)
     finally:
