@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import CapturesPrompts, Lengths
 from bass_cli.engine.deadline import Clock
@@ -142,6 +142,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         head=head,
         coupling=speculation.coupling,
         temperature=speculation.draft_temperature,
+        factor=SHARPER,
     )
     return Loop(
         batch=Batch(

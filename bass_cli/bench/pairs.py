@@ -18,7 +18,7 @@ from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import AT_ONCE, HEADS, count_parameters, head_of, spec_of
 from bass_cli.bench.weights import random_weights, scale_layers
 from bass_cli.build import load_models
-from bass_cli.drafting.factory import NoDrafter, make_drafter
+from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.deadline import Clock
@@ -150,6 +150,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
         head=head,
         coupling=coupling,
         temperature=settings.job.speculation.draft_temperature,
+        factor=1.0 if models.kind == "scaled" else SHARPER,
     )
     return Loops(loop(NoDrafter(), None), loop(drafter, next(iter(settings.acceptances), None)))
 

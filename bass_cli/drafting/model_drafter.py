@@ -67,7 +67,19 @@ class ModelRows:
 
 
 class ModelDrafter(ModelRows):
-    """Drafts with its runner token by token: a round of k drafts takes k passes."""
+    """Drafts with its runner token by token: a round of k drafts takes k passes. `factor`: of the
+    rows' temperatures, where `temperature` does not replace them."""
+
+    def __init__(
+        self,
+        runner: Runner | LedRunner,
+        *,
+        coupling: str,
+        temperature: float | None = None,
+        factor: float = 1.0,
+    ):
+        super().__init__(runner, coupling=coupling, temperature=temperature)
+        self._factor = factor
 
     def expect(self, batch: Batch, length: int) -> int:
         ends = batch.known()
@@ -99,7 +111,8 @@ class ModelDrafter(ModelRows):
     ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        laws = batch.laws.at(self._temperature, self._factor)
+        lengths = batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + torch.arange(length, device=batch.device)[:, None]
         first = batch.last(2, self._runner.cache.bases(batch.rows))

@@ -44,11 +44,14 @@ class Laws:
         """Those of the first rows."""
         return Laws(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.keys[:rows])
 
-    def at(self, temperature: float | None) -> Laws:
-        """The same at another temperature, where it is not 0."""
-        if temperature is None:
+    def at(self, temperature: float | None, factor: float = 1.0) -> Laws:
+        """The same at another temperature, where it is not 0; None: at `factor` times its own."""
+        if temperature is not None:
+            changed = torch.where(self.temperature > 0, temperature, 0.0)
+        elif factor != 1:
+            changed = self.temperature * factor
+        else:
             return self
-        changed = torch.where(self.temperature > 0, temperature, 0.0)
         return Laws(changed, self.top_k, self.top_p, self.keys)
 
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
+from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine import ledger
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.laws import noise_key
+from bass_cli.engine.laws import Laws, noise_key
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 
@@ -89,6 +90,11 @@ TOYS = {
 DRAFTERS = (*TOYS, "lookup")
 
 
+def colder(model, factor, coupling):
+    """A drafter of that toy, at so much of its rows' temperatures."""
+    return make_drafter("model", runner=model, coupling=coupling, temperature=None, factor=factor)
+
+
 @functools.cache
 def rows_of(draws):
     """So many samples of each row of ROWS. A hundred thousand take as long to make as their
@@ -120,6 +126,8 @@ def frequencies(draft, coupling, lengths):
     """DRAWS samples of each row of ROWS, in one ragged batch of all of them; for lookup all of a
     kind are siblings."""
     drafter = TOYS[draft]() if draft in TOYS else draft
+    if draft == "smaller":
+        drafter = colder(drafter, SHARPER, coupling)
     rows = rows_of.__wrapped__(DRAWS_LOOKUP) if draft == "lookup" else rows_of(DRAWS)
     assert not any(row._generated for row in rows)
     loop = loop_for(
@@ -245,10 +253,10 @@ def test_the_target_drafting_for_itself_is_always_accepted(coupling, lengths):
 
 def test_acceptance_is_what_the_theory_says():
     """Maximal: sum min(p, q). Shared: sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i)
-    (arXiv 2408.07978)."""
+    (arXiv 2408.07978). The draft's law is at half its rows' temperature."""
     table, other = tables(0)[:1], tables(1)[:1]
     rows = [Row("0", s, 5, [2], 2) for s in range(20_000)]
-    p, q = table[0, 2].softmax(-1), other[0, 2].softmax(-1)
+    p, q = table[0, 2].softmax(-1), (other[0, 2] / 0.5).softmax(-1)
     due = {
         "maximal": torch.minimum(p, q).sum().item(),
         "shared": (1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(1))
@@ -257,9 +265,17 @@ def test_acceptance_is_what_the_theory_says():
     }
     for coupling, expected in due.items():
         fresh = [Row(r.key, r.sample, r.seed, list(r.tokens), r.limit) for r in rows]
+        draft = colder(Markov(other, 2), 0.5, coupling)
         loop = loop_for(
-            Markov(table, 1), Markov(other, 2), rows=len(rows), lengths=Fixed(1), coupling=coupling
+            Markov(table, 1), draft, rows=len(rows), lengths=Fixed(1), coupling=coupling
         )
         admit_all(loop, fresh, keys_for(rows))
         rate = sum(loop.round().accepted) / len(rows)
         assert abs(rate - expected) < 5 * math.sqrt(expected * (1 - expected) / len(rows))
+
+
+def test_a_temperature_that_is_set_replaces_the_factor_of_the_rows_own():
+    whole = Laws(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
+    due = {(None, 1.0): [0.0, 0.8], (None, 0.5): [0.0, 0.4], (0.6, 0.5): [0.0, 0.6]}
+    for given, temperatures in due.items():
+        torch.testing.assert_close(whole.at(*given).temperature, torch.tensor(temperatures))
