@@ -3,6 +3,7 @@ process that dies ends the command, or ends with it."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,6 +22,9 @@ from typer.testing import CliRunner
 from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.engine.batch import Change, Row
+from bass_cli.engine.members import Members
+from bass_cli.engine.step import Loop
 from bass_cli.errors import MachineError, UserError
 from bass_cli.library import generate
 from bass_cli.model.partition import Share
@@ -65,12 +69,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def plan_of(
-    draft: str = "draft", coupling: str = "shared", length: Any = 4, ranks: int = 1, **changes: Any
+    draft: str = "draft",
+    coupling: str = "shared",
+    length: Any = 4,
+    ranks: int = 1,
+    *,
+    tokens: int = 20,
+    **changes: Any,
 ) -> Plan:
     pair = load_pair("pair.yaml").model_copy(update={"draft": draft})
     job = Job(
         pair=pair,
-        sampling=Sampling(max_new_tokens=20, temperature=1.5, top_p=0.9, seed=5),
+        sampling=Sampling(max_new_tokens=tokens, temperature=1.5, top_p=0.9, seed=5),
         speculation=Speculation(length=length, coupling=coupling),
         n=2,
         batch_size=4,
@@ -134,6 +144,35 @@ def test_two_halves_draw_the_tokens_of_the_whole(
             key: (one.rounds, one.drafted, one.accepted) for key, one in expected.items()
         }
         assert draft == "lookup" or sum(one.accepted for one in found.values()) > 0
+
+
+def test_rows_grow_and_are_put_back_alike(
+    halves: tuple[Models, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process copies its part of the keys, of the same rows at the same time."""
+    monkeypatch.setattr("bass_cli.plan._PIECE", 14)
+    copied, put_back, grow, follow = [0], [0], Loop.grow, Members._follow
+
+    def watched_grow(loop: Loop) -> list[Row]:
+        back = grow(loop)
+        put_back[0] += len(back)
+        return back
+
+    def watched_follow(members: Members, change: Change) -> None:
+        copied[0] += len(change.copied)
+        follow(members, change)
+
+    expected = drawn(plan_of("skip:1", length=3, tokens=64))
+    monkeypatch.setattr(Loop, "grow", watched_grow)
+    monkeypatch.setattr(Members, "_follow", watched_follow)
+    plan = dataclasses.replace(plan_of("skip:1", length=3, tokens=64, ranks=2), kept=20)
+    models = halves[0]._replace(drafting=load_draft(plan, halves[0].target)[0])
+    found = drawn(plan, models)
+    assert {key: one.token_ids for key, one in found.items()} == {
+        key: one.token_ids for key, one in expected.items()
+    }
+    assert plan.pieces.most > 1
+    assert min(copied[0], put_back[0]) > 0
 
 
 def test_what_prompts_have_in_common_is_copied_alike(halves: tuple[Models, int]) -> None:

@@ -72,7 +72,7 @@ class ModelDrafter(ModelRows):
 
     def __init__(
         self,
-        runner: Runner | LedRunner,
+        runner: AnyRunner,
         *,
         coupling: str,
         temperature: float | None = None,
