@@ -25,8 +25,9 @@ _ELEMENTS = 1 << 26  # logits at once: sorting them takes some ten times their m
 @dataclass(frozen=True, slots=True)
 class Standing:
     """By place, of drafts whose earlier ones all stood: the share that stands under shared
-    coupling, and under maximal (empty where it was not asked for). `kept`: drafts that stand of
-    a whole block, on average, under the first. `drafts`: blocks that were looked at."""
+    coupling, and under maximal (empty where it was not asked for), there tested one by one, the
+    least that a block keeps. `kept`: drafts that stand of a whole block, on average, under the
+    first. `drafts`: blocks that were looked at."""
 
     shared: tuple[float, ...]
     maximal: tuple[float, ...]

@@ -83,8 +83,8 @@ def divergence(
     reach `student` and `head`.
 
     A guess only matters where the drafts before it stand, so its weight is LEAST, and for the rest
-    their chance: the product of min(1, q / p) at what came. Under maximal coupling it is just
-    that, under the shared one near it. Those that are rarely made count for those that are not."""
+    their chance: the product of min(1, q / p) at what came. Tested one by one it is just
+    that, under both couplings near it. Those that are rarely made count for those that are not."""
     found: Tensor = _Divergence.apply(student, head.weight, head.bias, target, target_head, guesses)
     return found
 
