@@ -27,7 +27,7 @@ PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 @pytest.fixture(autouse=True)
 def place(pair_folder, monkeypatch):
     monkeypatch.setattr("bass_cli.plan._PIECE", 14)
-    folder = pair_folder(prompts=3, max_position_embeddings=256)
+    folder = pair_folder(prompts=3, max_position_embeddings=256, num_hidden_layers=3)
     config = json.loads((folder / "draft/config.json").read_text())
     (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": MASK}))
     write_head(folder / "head", "dspark")

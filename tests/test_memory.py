@@ -254,8 +254,9 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
 
 
 def test_a_batch_of_its_own_choice_follows_the_plan(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    pair_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place = pair_folder(prompts=3, max_position_embeddings=CONTEXT, num_hidden_layers=3)
     found = make_plan(job(n=20)).footprint
     free(monkeypatch, int(found.bytes(12, 256, prompts=12 / 20) / 0.95) + 1000)
     plan = make_plan(job(n=20))

@@ -476,7 +476,10 @@ def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
         "1,16",
         "--methods",
         "4,bass+table,auto",
-        *SMALL[:-1],
+        *SMALL[:2],
+        "--new-tokens",
+        "5",
+        *SMALL[4:6],
     )
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint, write_gguf, write_tokenizer
+from checkpoints import FAMILIES, shallow, write_checkpoint, write_gguf, write_tokenizer
 from test_ahead import Settled, ready
 from test_captured import Tour, captured, rows
 from toys import AtOnce, Reactive, drive, loop_for, plain
@@ -33,7 +33,7 @@ def models(tmp_path_factory):
     @functools.cache
     def made(family, seed=0, kind=None):
         folder = tmp_path_factory.mktemp(family)
-        theirs = write_checkpoint(family, folder, seed=seed, pard_token=MASK)
+        theirs = write_checkpoint(family, folder, seed=seed, pard_token=MASK, **shallow(family))
         checkpoint = open_checkpoint(folder)
         weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
         ops.use(kind)  # kernels read no packed weights
@@ -189,7 +189,7 @@ def test_a_pass_is_as_wide_as_its_drafts_ask_for(pair):
     )[1]
     drive(loop, rows(), on_round=lambda done, _: fed.append(done.width) if not done.width else None)
     shapes = [one for one in fed if one]
-    assert {width for _, width in shapes} == {2, 4, 6, 8, 10, 14}
+    assert {width for _, width in shapes} == {2, 4, 6, 8, 10, 12, 14}
 
 
 @pytest.mark.parametrize(("batch", "length"), [(1, 8), (2, 4), (3, 3)])

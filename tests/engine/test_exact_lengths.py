@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import FAMILIES, shallow, write_checkpoint
 from fakes import FakeGraphs, Ticks
 from toys import Markov, drive, loop_for
 
@@ -150,7 +150,7 @@ def test_algorithm_1_grows_beyond_what_is_captured(coupling, name):
 def test_no_round_is_wider_than_a_rows_place(tmp_path):
     """Real caches, whose rows have place for the longest draft: a wider graph still fits where
     it is at its end."""
-    write_checkpoint(FAMILIES[0], tmp_path)
+    write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
     checkpoint = open_checkpoint(tmp_path)
     model = Decoder(
         checkpoint.spec, load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))

@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import FAMILIES, shallow, write_checkpoint
 from devices import device, surface_of
 from toys import AtOnce, Reactive, drive, loop_for, plain
 
@@ -75,7 +75,7 @@ def decoders(tmp_path_factory):
     @functools.cache
     def pair(family):
         folder = tmp_path_factory.mktemp(family)
-        write_checkpoint(family, folder)
+        write_checkpoint(family, folder, **shallow(family))
         checkpoint = open_checkpoint(folder)
         both = []
         for noise in (0.0, 0.2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bounds import bounded
 from chains import write_chain
-from checkpoints import FAMILIES, write_checkpoint
+from checkpoints import FAMILIES, shallow, write_checkpoint
 from fakes import FakeGraphs, Ticks
 from heads import write_head
 from test_captured import Tour, pair  # noqa: F401 (a fixture)
@@ -216,19 +216,19 @@ def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("ragged", marks=pytest.mark.slow), "pad"])
-def test_the_kernels_touch_nothing_but_the_store(pair, schedule, tmp_path, monkeypatch):
+def test_the_kernels_touch_nothing_but_the_store(schedule, tmp_path, monkeypatch):
     """In the interpreter, with addresses held against tensors, rows that grow and dummies among
     them."""
     few = [Row(str(p), 0, 3, PROMPTS[p], 9 - 5 * p) for p in (0, 1)]
-    due = plain(pair[0], [again(row) for row in few])
-    write_checkpoint(FAMILIES[0], tmp_path)
+    write_checkpoint(FAMILIES[0], tmp_path, **shallow(FAMILIES[0]))
     checkpoint = open_checkpoint(tmp_path)
+    words = {"dtype": torch.float32, "device": torch.device("cpu")}
+    due = plain(Decoder(checkpoint.spec, load(checkpoint, **words)), [again(row) for row in few])
     ops.use("triton")
     ops.attention_schedule(schedule)
     try:
         with bounded(monkeypatch):
-            weights = load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
-            target = Decoder(checkpoint.spec, weights)
+            target = Decoder(checkpoint.spec, load(checkpoint, **words))
             draft = target.keep_layers([0])
             words = {"total": MOST, "batch": 3, "limit": 9, "beside": beyond(1) + 3}
             loop = loop_of(target, draft, lengths=Fixed(1), **words)

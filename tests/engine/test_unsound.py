@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
+from checkpoints import shallow, write_checkpoint
 from test_scheduler import EOS, Letters, by_key, job, prompts, table
 from toys import Markov, loop_for
 
@@ -330,7 +330,7 @@ def finish(loop, rows):
 def test_what_a_row_left_in_the_cache_harms_neither_it_nor_those_after_it(tmp_path):
     """NaN for one token: in rejected drafts, and in places that later rows of the same span do
     not see."""
-    write_checkpoint("llama", tmp_path)
+    write_checkpoint("llama", tmp_path, **shallow("llama"))
     whole = finish(loop_for(decoder(tmp_path), "none", rows=1, lengths=Fixed(0)), samples(16))
     often = Counter(token for tokens, _ in whole.values() for token in set(tokens[:-1]))
     token = next(token for token, count in often.most_common() if count < 8)

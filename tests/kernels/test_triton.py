@@ -16,7 +16,7 @@ import weakref
 import pytest
 import torch
 from chains import write_chain
-from checkpoints import write_checkpoint
+from checkpoints import shallow, write_checkpoint
 from heads import write_head
 
 import bass_kernels as ops
@@ -286,11 +286,9 @@ def test_greedy_takes_the_first_of_equal_logits():
     assert ops.sample(logits, *laws).tolist() == [4097, 5]
 
 
-# Two layers, of either kind where a family has two: what one adds, the next reads. A program of
-# the interpreter takes 15 ms.
+# A program of the interpreter takes 15 ms.
 TILE = 16 if DEVICE.type == "cuda" else 4
 LENGTHS = (1, 3, TILE + 2)  # the last is read but for its last token: one more than a tile
-SHALLOW = {"gptj": {"n_layer": 2}, "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]}}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -310,15 +308,12 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without
     them. `padded`: these kernels read prompts as a graph would, at places that only the device
     knows."""
-    from checkpoints import write_checkpoint
-
     from bass_cli.model.decoder import Decoder
     from bass_cli.model.runner import Runner
     from bass_cli.model.slabs import Change
     from bass_cli.model.weights import load, open_checkpoint
 
-    layers = {} if family == "gptj" else {"num_hidden_layers": 2}
-    write_checkpoint(family, tmp_path, **layers, **SHALLOW.get(family, {}))
+    write_checkpoint(family, tmp_path, **shallow(family))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.spec.layers == 2
     monkeypatch.setattr("bass_cli.model.prefill.PATIENCE", 0 if padded else 99)
@@ -381,19 +376,20 @@ def test_all_kernels_compile_for_hopper(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kinds",
+    ("how", "kinds"),
     [
-        [("heads:head", "maximal")],
-        pytest.param([("heads:chain", "shared")], marks=pytest.mark.slow),
-        pytest.param([("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
+        ("quick", [("heads:head", "maximal")]),
+        pytest.param("whole", [("heads:head", "maximal")], marks=pytest.mark.slow),
+        pytest.param("whole", [("heads:chain", "shared")], marks=pytest.mark.slow),
+        pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
     ],
 )
-def test_rounds_can_be_compiled_ahead_without_running(tmp_path, kinds):
+def test_rounds_can_be_compiled_ahead_without_running(tmp_path, how, kinds):
     """Each drafter's compile for themselves what they need, though code is made once."""
     write_checkpoint("qwen2", tmp_path / "target")
     write_head(tmp_path / "target" / "head", "dspark-speculators", draft_vocab_size=150)
     write_chain(tmp_path / "target" / "chain", "authors")
-    given = (str(tmp_path / "target"), *itertools.chain(*kinds))
+    given = (how, str(tmp_path / "target"), *itertools.chain(*kinds))
     lines = run_compiling("compile_ahead.py", *given, cache=tmp_path / "cache")
     assert len(lines) == len(kinds)
     assert all(int(line.split()[0]) > 15 for line in lines)

@@ -108,6 +108,14 @@ def write_checkpoint(
     return model
 
 
+def shallow(family: str) -> dict[str, Any]:
+    """Overrides that leave two layers, of either kind where a family has two: what one adds, the
+    next reads."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    named = "n_layer" if "n_layer" in _KINDS[family][1] else "num_hidden_layers"
+    return {named: 2} | (kinds if family == "gemma3_text" else {})
+
+
 def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool = True) -> None:
     """Save a byte-level BPE tokenizer of about 300 ids: <pad>, <s>, </s>, bytes, merges,
     `extra`; eos is id 2."""
@@ -142,7 +150,8 @@ def write_tokenizer(folder: Path, *, extra: tuple[str, ...] = (), template: bool
 
 def write_pair(folder: Path, *, prompts: int, **overrides: Any) -> None:
     """A target, a draft, pair.yaml and p.txt with so many prompts. `overrides`: of both models'
-    configuration."""
+    configuration, of two layers otherwise."""
+    overrides = shallow("llama") | overrides
     for name, seed in (("target", 0), ("draft", 1)):
         write_checkpoint("llama", folder / name, seed=seed, shards=False, **overrides)
         write_tokenizer(folder / name)

@@ -2,8 +2,9 @@
 not there, on CPU tensors, with whatever memory kernels would have filled as harmful as it can be.
 Then nothing may be left to compile.
 
-Run as a script, without the interpreter: FOLDER DRAFT COUPLING ..., of a target with its
-drafter; prints for each how many kernels there were.
+Run as a script, without the interpreter: quick|whole FOLDER DRAFT COUPLING ..., of a target with
+its drafter; prints for each how many kernels there were. `quick` leaves out what only turns a
+kernel into a GPU's code: that it can be is held by compile_kernels.py and compile_launches.py.
 """
 
 import gc
@@ -50,6 +51,18 @@ def skip_machine_code():
 
     compiler.llvm.optimize_module = lambda *arguments, **options: None
     compiler.CUDABackend.make_ptx, compiler.CUDABackend.make_cubin = named, lambda self, *rest: b""
+
+
+def skip_code():
+    """Which kernels there are is known before there is any code."""
+
+    def shared(source, metadata, *rest):
+        metadata["shared"] = 0
+        return ""
+
+    skip_machine_code()
+    compiler.CUDABackend.make_ttgir = staticmethod(lambda source, *rest: source)
+    compiler.CUDABackend.make_llir = lambda self, *given: shared(*given)
 
 
 class Uncapturable(Graphs):
@@ -133,9 +146,10 @@ def hold(folder, draft, coupling, compiled, asked):
     print(before, sorted(set(compiled)))
 
 
-def main(folder, *kinds):
+def main(how, folder, *kinds):
     triton.runtime.driver.set_active(Absent())
-    skip_machine_code()  # that of all kernels is made by compile_kernels.py
+    # machine code of all kernels is made by compile_kernels.py
+    skip_code() if how == "quick" else skip_machine_code()
     compiled, asked = noting("_do_compile"), noting("run")
     for draft, coupling in zip(kinds[::2], kinds[1::2], strict=True):
         hold(Path(folder), draft, coupling, compiled, asked)
