@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,14 +21,12 @@ ROOT = Path(__file__).parents[2]
 def test_nothing_is_lost_doubled_or_changed(tmp_path: Path, script: str, count: str) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
     environment["TMPDIR"] = str(tmp_path)
-    found = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), count, "3", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+    path = str(ROOT / "benchmarks")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {path!r}); "
+        f"runpy.run_path({path + '/' + script + '.py'!r}, run_name='__main__')"
     )
+    found = run_forked(code, count, "3", "--json", cwd=tmp_path, env=environment, timeout=280)
     assert found.stdout, found.stderr
     figures = json.loads(found.stdout)
     assert (found.returncode, figures["faults"]) == (0, [])

@@ -200,9 +200,16 @@ def dear(rows, width):
     return (1.5 + 0.02 * rows + 0.09 * width + 0.77 * width) / 1e3
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+TURNS = ((0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 0.5))
+
+
 @pytest.mark.parametrize(
-    ("first", "then"), [(0.1, 0.95), (0.3, 0.95), (0.6, 0.95), (0.85, 0.85), (0.9, 0.3), (0.5, 0.5)]
+    ("first", "then", "rows"),
+    [
+        pytest.param(*rates, rows, marks=pytest.mark.slow if (at + rows) % 2 else ())
+        for at, rates in enumerate(TURNS)
+        for rows in (1, 2)
+    ],
 )
 def test_plain_rounds_are_no_trap_where_a_drafter_must_catch_up(first, then, rows):
     """1.2 ms for every 128 tokens that it missed, as much as a plain round: too dear for a

@@ -7,8 +7,10 @@ a process starts or what it imports; those start one.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
 import signal
@@ -36,11 +38,13 @@ def _server() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     paths = [str(ROOT / "tests" / "support"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     with theirs:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
             pass_fds=[theirs.fileno()],
         )
+    atexit.register(process.wait)
+    atexit.register(process.terminate)
     return ours
 
 
@@ -201,5 +205,7 @@ def _become(request: dict, streams: list[int]) -> str:
 
 
 if __name__ == "__main__":
+    for name in ("pydantic", "torch", "typer", "yaml"):  # for those that are forked
+        importlib.import_module(name)
     # at the top, so that it ends as Python ends
     exec(_serve(socket.socket(fileno=int(sys.argv[1]))), {"__name__": "__main__"})
