@@ -279,6 +279,11 @@ class Foresees(Protocol):
     """A controller that need not always wait for the last round before it says the next length;
     any other one does."""
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the next length may be above 0: a host that drafts must have the last round's
+        tokens then."""
+
     def needs(self, width: int) -> bool:
         """Whether the next length depends on what the round of `width` drafts brings that is
         under way."""

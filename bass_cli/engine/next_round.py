@@ -69,9 +69,9 @@ class NextRound:
         sample."""
         return (
             not self._maximal
-            and self._drafter.on_device
             and self._foresees is not None
             and not self._foresees.needs(width)
+            and (self._drafter.on_device or not self._foresees.drafts)
             and max(self._batch.rooms()) > 1
         )
 

@@ -19,6 +19,10 @@ class Fixed:
     def __init__(self, length: int):
         self._length = length
 
+    @property
+    def drafts(self) -> bool:
+        return self._length > 0
+
     def needs(self, width: int) -> bool:
         return False
 

@@ -59,10 +59,15 @@ class Goodput:
         self._decided = False  # whether the latter knows of all that it should
         self._probes, self._looks, self._budget = Tries(), Looks(), Budget()
 
+    @property
+    def drafts(self) -> bool:
+        return not self._decided or self._next[0] > 0
+
     def needs(self, width: int) -> bool:
-        """At first, after a probe or catching up; a plain round tells of no drafts."""
+        """At first, after a probe, a look or catching up; a plain round tells of no drafts."""
         tells = self._now[1] or self._outlook.catch_up or self._acceptance.unsure
-        return bool(self._frozen or not self._costs.known or (width and tells))
+        looks = self._outlook.free and self._now[0] > 0
+        return bool(self._frozen or not self._costs.known or looks or (width and tells))
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         before, self._outlook = self._outlook, outlook
@@ -77,7 +82,7 @@ class Goodput:
 
     def reflect(self) -> None:
         self._learn()
-        if not self._frozen and not self._outlook.free:
+        if not self._frozen:
             self._decide()
             self._decided = True
 
@@ -104,6 +109,7 @@ class Goodput:
         self._unlearnt = done, self._outlook
         if self._line is not None:
             self._account(done, self._line)
+        self._decided = self._decided and not done.asking  # what a look found decides on the next
         if done.width == 0:
             self._probes.idle += 1
             return

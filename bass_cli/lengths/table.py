@@ -22,6 +22,10 @@ class Table:
         self._surface, self._lengths = surface, _CHOICES[: limit + 1]
         self._best: dict[int, int] = {}
 
+    @property
+    def drafts(self) -> bool:
+        return True
+
     def needs(self, width: int) -> bool:
         return False
 

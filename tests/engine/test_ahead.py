@@ -4,7 +4,7 @@ decoding's, rows may come and go meanwhile, and a device does not wait for its h
 import pytest
 import torch
 from fakes import FakeGraphs, Ticks
-from simulated import Simulated
+from simulated import Finder, Simulated
 from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
 from toys import Guess, drive, plain
 
@@ -19,6 +19,8 @@ from bass_cli.lengths.round_cost import make_surface
 
 class Settled(Tour):
     """Its lengths depend on nothing, so they may be asked for at any time."""
+
+    drafts = True
 
     def needs(self, width):
         return False
@@ -219,6 +221,46 @@ def test_plain_decoding_by_auto_waits_for_nothing():
     for _ in range(100):
         loop.round(ahead=True)
     assert flights.behind > 90
+
+
+@pytest.mark.parametrize("found", [0.0, 0.3])
+def test_looking_for_drafts_in_vain_costs_next_to_nothing(found):
+    """A host that finds none, or none that stand: between two looks rounds are launched ahead, as
+    plain decoding's are. The host takes half a millisecond a round, and as much for a look. Drafts
+    may lose 1.2 % and three rounds of these 490; the rest is what waits for the host around them."""
+
+    def seconds(lengths, ticks, drafter):
+        loop = Simulated(lengths, 0.0, rows=8, drafter=drafter, graphs=FakeGraphs(ticks))
+        ready(loop)
+        began = ticks.seconds
+        loop.admit(*(Row("0", s, 0, [1], 500) for s in range(8)))
+        for _ in range(490):
+            loop.round(ahead=True)
+            ticks.seconds += 0.0005
+        return ticks.seconds - began
+
+    ticks = Ticks()
+    finder = Finder(found, asking=0.0005, ticks=ticks)
+    looking = seconds(Goodput(limit=8), ticks, finder)
+    assert finder.looks > 5
+    assert looking <= 1.03 * seconds(Fixed(0), Ticks(), NoDrafter())
+
+
+@pytest.mark.parametrize("lengths", [lambda: Fixed(0), lambda: Fixed(3), lambda: Goodput(limit=6)])
+def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
+    loop = captured(pair[0], "lookup", batch=5, lengths=lengths())
+    flights, looked = ready(loop), []
+    propose = loop.drafter.propose
+
+    def counted(batch, length):
+        looked.append(loop._flight)
+        return propose(batch, length)
+
+    loop.drafter.propose = counted
+    assert drive(loop, rows(), ahead=True) == plainly
+    assert not any(looked), "no round is under way when drafts are looked for"
+    if isinstance(loop.lengths, Fixed):
+        assert (flights.behind > 5) == (not loop.lengths.drafts)
 
 
 def test_a_cpu_launches_nothing_ahead(pair, plainly):
