@@ -50,7 +50,7 @@ def actors():
 
 def said(path):
     """By sample, all that a seed fixes; and how many lines there are."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     keys = ("text", "token_ids", "finish_reason", "seed")
     return {(row["id"], row["sample"]): [row[key] for key in keys] for row in rows}, len(rows)
 

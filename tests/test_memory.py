@@ -213,7 +213,7 @@ def test_spans_end_with_the_context(place: Path) -> None:
     assert huge.span == bounded.span == CONTEXT - 1 + beyond(4)
     assert huge.footprint == bounded.footprint
     assert bass(*FLAGS, "--n", "1", "--limit", "2", "--max-new-tokens", "100000000").exit_code == 0
-    rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "o.jsonl").read_bytes().splitlines()]
     assert {row["finish_reason"] for row in rows} <= {"length", "eos"}
     assert all(
         row["prompt_tokens"] + row["tokens"] == CONTEXT

@@ -211,7 +211,7 @@ def bass(whom: str, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:
-    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
     return {(line["id"], line["sample"]): line["token_ids"] for line in lines}
 
 

@@ -42,7 +42,7 @@ def bass(*arguments: str) -> Any:
 
 def samples(path: Path) -> dict[tuple[str, int], tuple[Any, ...]]:
     """What a run decides, by (id, sample): no times, no rounds."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     found = {
         (row["id"], row["sample"]): (
             row["text"],
@@ -74,7 +74,7 @@ def test_the_draft_the_batch_and_the_order_do_not_reach_the_output(place: Path) 
     assert len({tuple(ids) for _, _, ids, _ in due.values()}) > 12
     for name in runs:
         assert samples(place / f"{name}.jsonl") == due, name
-    rows = [json.loads(line) for line in (place / "model.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "model.jsonl").read_bytes().splitlines()]
     assert sum(row["drafted"] for row in rows) > 0
 
 
@@ -103,7 +103,7 @@ def test_at_temperature_0_one_sample_is_drawn_and_copied(place: Path) -> None:
         "temperature 0: the 3 samples of a prompt are equal, so one is drawn and copied"
         in whole.stderr
     )
-    rows = [json.loads(line) for line in (place / "whole.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "whole.jsonl").read_bytes().splitlines()]
     assert sorted((int(row["id"]), row["sample"]) for row in rows) == [
         (i, s) for i in range(3) for s in range(3)
     ]
@@ -139,7 +139,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
     """All that a file says but times and what depends on which rows share a batch: figures of
     drafts, last digits."""
     left_out = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     return sorted(
         ({key: value for key, value in row.items() if key not in left_out} for row in rows),
         key=lambda row: (row["id"], row["sample"]),
@@ -169,7 +169,7 @@ def test_a_prompt_longer_than_the_context_fails_and_the_others_run(place: Path) 
         file.write("the cat " * 400 + "\n")
     result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
     assert result.exit_code == 1
-    rows = [json.loads(line) for line in (place / "o.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (place / "o.jsonl").read_bytes().splitlines()]
     failed = [row for row in rows if row["finish_reason"] == "error"]
     assert [row["id"] for row in failed] == ["14"]
     assert "tokens, and the model's context 256" in failed[0]["error"]

@@ -44,7 +44,7 @@ def bass(*arguments: str) -> Any:
 
 
 def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("o.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in Path("o.jsonl").read_bytes().splitlines()]
 
 
 def nested(depth: int, *, opening: str, closing: str) -> str:

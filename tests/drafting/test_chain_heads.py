@@ -355,7 +355,7 @@ def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
     assert len(due) == 15
     for out in ("whole.jsonl", "other.jsonl", "parts.jsonl"):
         assert lines(here / out) == due
-        found = [json.loads(line) for line in (here / out).read_text().splitlines()]
+        found = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
         assert sum(row["drafted"] for row in found) > 0
 
 

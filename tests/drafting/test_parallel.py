@@ -285,7 +285,7 @@ def bass(*arguments):
 
 
 def lines(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     assert len({(row["id"], row["sample"]) for row in rows}) == len(rows)
     return {(row["id"], row["sample"]): (row["token_ids"], row["finish_reason"]) for row in rows}
 
@@ -310,7 +310,7 @@ def test_a_job_with_it_draws_plain_decodings_samples(here, key):
     place_with(here, **{key: MASK})
     found = bass(*FLAGS, "--out", "o.jsonl")
     assert found.exit_code == 0, found.stderr
-    rows = [json.loads(line) for line in (here / "o.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (here / "o.jsonl").read_bytes().splitlines()]
     assert sum(row["drafted"] for row in rows) > 0
     due = bass(*FLAGS, "--draft", "none", "--out", "plain.jsonl")
     assert due.exit_code == 0, due.stderr

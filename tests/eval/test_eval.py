@@ -68,7 +68,7 @@ def bass(*arguments: str) -> Any:
 
 
 def lines(path: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    return [json.loads(line) for line in Path(path).read_bytes().splitlines()]
 
 
 def without_times(report: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def scored(*arguments: str, **settings: Any) -> dict[str, Any]:
 
 
 def verdicts(path: str = "f.jsonl") -> list[dict[str, Any]]:
-    return [json.loads(row) for row in Path(f"{path}.verdicts.jsonl").read_text().splitlines()]
+    return [json.loads(row) for row in Path(f"{path}.verdicts.jsonl").read_bytes().splitlines()]
 
 
 def mixed() -> list[dict[str, Any]]:

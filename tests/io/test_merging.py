@@ -123,7 +123,7 @@ def test_without_the_prompts_the_parts_stand_in_order(place: Path) -> None:
         file.write(' \n{"prompt": "one more"}')
     said = merge("all.jsonl", *reversed(names))
     assert "not here as they were" in said
-    rows = [json.loads(line) for line in Path("all.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
     assert [shard_of(row["id"], 3).number for row in rows] == sorted(
         shard_of(id_, 3).number for id_ in IDS for _ in range(N)
     )

@@ -44,7 +44,7 @@ def fill(path: Path, *completions: Completion) -> None:
 
 
 def keys(path: Path) -> list[tuple[str, int, str]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     return [(row["id"], row["sample"], row["finish_reason"]) for row in rows]
 
 

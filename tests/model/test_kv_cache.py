@@ -22,7 +22,7 @@ class _NoLayers:
     """A decoder as a Runner sees it, with next to nothing in it."""
 
     cached, dtype, device = (Layers(1, 1, 2),), torch.float32, torch.device("cpu")
-    reader = None
+    reader = ranks = None
 
     def forward(self, tokens, step, *, last=None):
         return None
