@@ -12,11 +12,12 @@ import ast
 import io
 import statistics
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-FORMAT = ("ruff", "format", "--isolated", "--quiet", "--line-length", "100")
+FORMAT = (sys.executable, "-m", "ruff", "format", "--isolated", "--quiet", "--line-length", "100")
 CODE = ("bass_cli", "kernels")
 
 
