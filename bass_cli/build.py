@@ -153,9 +153,16 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         lengths=lengths_for(plan),
         coupling=speculation.coupling,
         clock=Clock(),
-        # a round that several processes take part in is not captured
-        graphs=Graphs(plan.device, wanted=followers is None),
+        graphs=_graphs(plan, followers),
     )
+
+
+def _graphs(plan: Plan, followers: Followers | None) -> Graphs:
+    """Of a loop's rounds, which several processes may take part in."""
+    if followers is None:
+        return Graphs(plan.device)
+    shared = followers.graphs
+    return Graphs(plan.device, wanted=shared.wanted, record=shared.capture)
 
 
 def _runner(plan: Plan, decoder: Decoder, followers: Followers | None, *, lag: int) -> AnyRunner:

@@ -135,7 +135,7 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
 @pytest.fixture
 def ahead(monkeypatch):
     """Every round that may is launched before the last one is over."""
-    monkeypatch.setattr("bass_cli.build.Graphs", lambda device, wanted: FakeGraphs())
+    monkeypatch.setattr("bass_cli.build.Graphs", lambda device: FakeGraphs())
     monkeypatch.setattr(Worth, "pays", lambda worth, waiting: True)
 
 

@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ import pytest
 import torch
 from chains import write_chain
 from checkpoints import write_pair
+from fakes import FakeGraphs
 from heads import write_head
+from torch import Tensor
 from typer.testing import CliRunner
 
 from bass_cli.build import Models, build, load_draft, load_models
@@ -27,6 +29,8 @@ from bass_cli.engine.members import Members
 from bass_cli.engine.step import Loop
 from bass_cli.errors import MachineError, UserError
 from bass_cli.library import generate
+from bass_cli.model import led_graphs
+from bass_cli.model.leader import Followers
 from bass_cli.model.partition import Share
 from bass_cli.model.weights import size_of
 from bass_cli.plan import Plan, make_plan
@@ -144,6 +148,92 @@ def test_two_halves_draw_the_tokens_of_the_whole(
             key: (one.rounds, one.drafted, one.accepted) for key, one in expected.items()
         }
         assert draft == "lookup" or sum(one.accepted for one in found.values()) > 0
+
+
+class LedFakes(FakeGraphs):
+    """Rounds of a split target as graphs: a capture tells what the same function told when it ran,
+    and does nothing; a replay does the function again, which then tells nothing."""
+
+    def __init__(self, followers: Followers, patch: pytest.MonkeyPatch):
+        super().__init__()
+        self._followers, self._tell, self._calls = followers, followers.tell, dict[Hashable, Any]()
+        self.told: list[tuple[Any, ...]] = []
+        self._silent, self._key = False, None
+        patch.setattr(followers, "tell", self._heard)
+        patch.setattr(led_graphs, "capture", self._capture)
+
+    def _heard(self, *message: Any) -> None:
+        if not self._silent:
+            self.told.append(message)
+            self._tell(*message)
+
+    def run(self, key: Hashable, function: Callable[[], Tensor | None]) -> Tensor | None:
+        before = len(self.told)
+        found = super().run(key, function)
+        self._calls[key] = self.told[before:]
+        return found
+
+    def capture(self, key: Hashable, function: Callable[[], Tensor | None]) -> None:
+        self._key, found = key, list[Tensor | None]()
+        graph = self._followers.graphs.capture(lambda: found.append(function()), None)
+
+        def replayed() -> Tensor | None:
+            graph.replay()
+            return found.pop()
+
+        super().capture(key, replayed)
+
+    def _capture(self, function: Callable[[], None], pool: object) -> LedFakes.Replays:
+        for call in self._calls[self._key]:
+            self._heard(*call)
+        return LedFakes.Replays(self, function)
+
+    class Replays:
+        """One graph."""
+
+        def __init__(self, graphs: LedFakes, function: Callable[[], None]):
+            self._graphs, self._function = graphs, function
+
+        def replay(self) -> None:
+            self._graphs._silent = True
+            self._function()
+            self._graphs._silent = False
+
+        def reset(self) -> None:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("draft", "coupling", "length"),
+    [
+        ("none", "shared", "auto"),
+        ("draft", "maximal", "auto"),
+        ("skip:1", "shared", 3),
+        ("heads:chain", "shared", 3),
+    ],
+)
+def test_halves_that_are_told_graphs_draw_the_tokens_of_the_whole(
+    draft: str,
+    coupling: str,
+    length: Any,
+    halves: tuple[Models, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    models, plan = halves[0], plan_of(draft, coupling, length, 2, tokens=40)
+    if draft != "draft":
+        drafting, head = load_draft(plan, models.target)
+        models = models._replace(drafting=drafting, head=head)
+    expected = drawn(plan_of(draft, coupling, length, tokens=40))
+    assert models.followers is not None
+    graphs = LedFakes(models.followers, monkeypatch)
+    monkeypatch.setattr("bass_cli.build.Graphs", lambda device, **given: graphs)
+    found = drawn(plan, models)
+    assert {key: one.token_ids for key, one in found.items()} == {
+        key: one.token_ids for key, one in expected.items()
+    }
+    replayed = sum(message[1] == "replay" for message in graphs.told)
+    assert replayed == graphs.count("replay") > 10
+    assert graphs.count("capture") == sum(message[1] == "capture" for message in graphs.told) > 0
 
 
 def test_rows_grow_and_are_put_back_alike(

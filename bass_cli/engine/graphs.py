@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_cli.model.capture import capture
+from bass_cli.model.capture import Capture, Graph, capture
 from bass_kernels import has_triton
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -63,15 +63,15 @@ class Graphs:
 
     `captures` counts how many were captured so far: a measured run should add none. Memory of
     intermediate results is shared by all graphs: they run one after the other. `wanted`: whether
-    there are to be any.
+    there are to be any; `record` captures one.
     """
 
-    def __init__(self, device: torch.device, *, wanted: bool = True):
-        self.enabled = wanted and device.type == "cuda"
+    def __init__(self, device: torch.device, *, wanted: bool = True, record: Capture = capture):
+        self.enabled, self._record = wanted and device.type == "cuda", record
         self.captures = 0
         # A graph, its result, and where that is copied to on the host: in turn, since two
         # replays may be under way.
-        self._held: dict[Hashable, tuple[torch.cuda.CUDAGraph, Tensor | None, list[Tensor]]] = {}
+        self._held: dict[Hashable, tuple[Graph, Tensor | None, list[Tensor]]] = {}
         self._dropped = self._held  # not run any more, see renew
         self._warm: dict[Hashable, Tensor | None] = {}  # what ran uncaptured, and a result of it
         self._version: Hashable = None
@@ -119,7 +119,7 @@ class Graphs:
         """Capture `function`, which must be warm (see `run`): compiling and loading cannot be
         captured."""
         found: list[Tensor | None] = []
-        graph = capture(lambda: found.append(function()), self._pool)
+        graph = self._record(lambda: found.append(function()), self._pool)
         result = found[0]
         hosts = (
             []

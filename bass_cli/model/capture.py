@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,13 +14,27 @@ import torch
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
-def capture(function: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+class Graph(Protocol):
+    """What was captured."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+# from a warm function, and a memory pool, to a graph of it
+Capture = Callable[[Callable[[], None], Any], Graph]
+
+
+def capture(function: Callable[[], None], pool: Any) -> Graph:
     """A graph of what `function` launches, its intermediate results in the memory pool `pool`
     (a torch.cuda.graph_pool_handle). The function must have run
-    before: compiling and loading cannot be captured."""
+    before: compiling and loading cannot be captured. Other threads may go on: NCCL's own asks
+    what its device has done."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with _no_garbage_collection(), torch.cuda.graph(graph, pool=pool):
+    recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    with _no_garbage_collection(), recording:
         function()
     return graph
 

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model.partition import Share
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bass_cli.model.decoder import Decoder
     from bass_cli.model.ranks import Ranks
     from bass_cli.model.runner import Runner
+    from bass_cli.model.slabs import Pieces
 
 
 class Order(NamedTuple):
@@ -116,49 +117,96 @@ def _follow(order: Order, calls: BinaryIO, say: Callable[[Ready | Fault], None])
     say(Ready(sum(read)))
     pickle.load(calls)  # all are there
     ranks.join(order.port, order.device)
+    ranks.can_capture(order.device)
     with torch.inference_mode():
         _take_part(decoder, ranks, calls)
 
 
 def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
-    """Do what is told: (number of a runner, what it does, the arguments)."""
-    from bass_cli.model.runner import Runner
+    """Do what is told: (number of a runner, what it does, the arguments), or what concerns the
+    graphs of all runners, or the end."""
+    from bass_cli.model.led_graphs import FollowedGraphs
 
-    runners: dict[int, Runner] = {}
-
-    def in_time(count: int) -> bool:  # the leader's clock says what there is time for
-        (answer,) = pickle.load(calls)
-        return bool(answer)
-
+    member = _Member(decoder, ranks, calls)
+    graphs = FollowedGraphs(
+        decoder.device, listen=member.listen, perform=member.perform, version=member.version
+    )
     while True:
-        number, name, *given = pickle.load(calls)
-        if name == "begin":
-            rows, span, lag, pieces, ahead, layers = given
-            runners.pop(number, None)  # its memory is free before the next one takes any
-            runners[number] = Runner(
-                decoder.keep_layers(layers),
-                rows=rows,
-                span=span,
-                lag=lag,
-                pieces=pieces,
-                ahead=ahead,
-            )
+        call = member.listen()
+        name, given = call[1], call[2:]
+        if name == "capture":
+            graphs.capture(*given)
+        elif name == "replay":
+            graphs.replay(*given)
         elif name == "leave":
+            graphs.close()
             ranks.leave()
             return
+        else:
+            member.perform(call)
+
+
+class _Member:
+    """A follower's runners, by their numbers."""
+
+    def __init__(self, decoder: Decoder, ranks: Ranks, calls: BinaryIO):
+        self._decoder, self._ranks, self._calls = decoder, ranks, calls
+        self._runners: dict[int, Runner] = {}
+
+    def listen(self) -> tuple[Any, ...]:
+        """The next call."""
+        call: tuple[Any, ...] = pickle.load(self._calls)
+        return call
+
+    def version(self) -> tuple[tuple[int, int], ...]:
+        """Changes when what a captured pass reads has moved."""
+        return tuple((number, runner.version) for number, runner in self._runners.items())
+
+    def perform(self, call: tuple[Any, ...]) -> None:
+        """Do what one of the leader's runners does."""
+        number, name, *given = call
+        if name == "begin":
+            self._begin(number, *given)
         elif name == "forward":
             shape, ends, last = given
-            tokens, positions = ranks.receive(shape, decoder.device)
-            runners[number].forward(tokens, positions, ends, last=last)
+            tokens, positions = self._ranks.receive(shape, self._decoder.device)
+            self._runners[number].forward(tokens, positions, ends, last=last)
         elif name == "feed":
             shape, ends = given
-            tokens, positions = ranks.receive(shape, decoder.device)
-            runners[number].feed(tokens, positions, ends)
+            tokens, positions = self._ranks.receive(shape, self._decoder.device)
+            self._runners[number].feed(tokens, positions, ends)
         elif name == "open":
             key, prompt, timed = given
-            runners[number].open(key, prompt, in_time if timed else None)
+            self._runners[number].open(key, prompt, self._in_time if timed else None)
         elif name == "close":
-            runners[number].close(*given)
+            self._runners[number].close(*given)
         else:
             assert name == "follow"
-            runners[number].follow(*given)
+            self._runners[number].follow(*given)
+
+    def _begin(
+        self,
+        number: int,
+        rows: int,
+        span: int,
+        lag: int,
+        pieces: Pieces | None,
+        ahead: int,
+        layers: tuple[int, ...],
+    ) -> None:
+        from bass_cli.model.runner import Runner
+
+        self._runners.pop(number, None)  # its memory is free before the next one takes any
+        self._runners[number] = Runner(
+            self._decoder.keep_layers(layers),
+            rows=rows,
+            span=span,
+            lag=lag,
+            pieces=pieces,
+            ahead=ahead,
+        )
+
+    def _in_time(self, count: int) -> bool:
+        """The leader's clock says what there is time for."""
+        (answer,) = pickle.load(self._calls)
+        return bool(answer)

@@ -25,6 +25,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.follower import Fault, Order, Ready
 from bass_cli.model.kv_cache import KVCache
+from bass_cli.model.led_graphs import LedGraphs
 from bass_cli.model.partition import Share
 from bass_cli.model.ranks import Ranks
 from bass_cli.model.runner import Runner
@@ -50,10 +51,11 @@ class Part(NamedTuple):
 
 class Followers:
     """The processes 1 to K - 1 of a model, which load their parts from now on. `ranks`: the
-    leader's own view of all."""
+    leader's own view of all; `graphs`: those that they take part in."""
 
     def __init__(self, part: Part):
         self.ranks, self._part = Ranks(Share(0, part.ranks)), part
+        self.graphs = LedGraphs(self)
         self.read: dict[int, int] = {}  # bytes, by process
         self._port = self.ranks.meet()
         self._faults: dict[int, str] = {}
@@ -102,6 +104,12 @@ class Followers:
                 raise self._fault()
             self.tell("join")
             self.ranks.join(self._port, self._part.device)
+            self.graphs.wanted = self.ranks.can_capture(self._part.device)
+        if self._part.device.type == "cuda" and not self.graphs.wanted:
+            print(
+                f"bass: --tensor-parallel {self._part.ranks}: rounds are launched op by op here",
+                file=sys.stderr,
+            )
 
     def tell(self, *message: Any) -> None:
         """To all of them, which do as they are told in the order in which they are."""
@@ -132,25 +140,33 @@ class Followers:
 
     def close(self) -> None:
         """End them; what they hold can be lost."""
-        self._over.set()
+        if not self._faults:
+            self._over.set()
         if not self._broken:  # a group between GPUs is given up together
             with contextlib.suppress(OSError):
                 self.tell(0, "leave")
-            self._leave()
+            self._leave(lost=False)
         self._broken = True
         for process in self._processes.values():
             process.kill()
-        self._leave()
+        if self._leave(lost=True):
+            self._over.set()  # else what waits for a device ends this process too: see _listen
         for process in self._processes.values():
             process.wait()
             with contextlib.suppress(BrokenPipeError):
                 process.__exit__(None, None, None)  # its pipes
 
-    def _leave(self) -> None:
-        """Where others have died in the middle of a pass this may never end."""
-        leaving = threading.Thread(target=self.ranks.leave, daemon=True)
+    def _leave(self, *, lost: bool) -> bool:
+        """Where others have died in the middle of a pass this may never end: whether it has."""
+
+        def leave() -> None:
+            self.graphs.close()
+            self.ranks.leave(lost=lost)
+
+        leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
         leaving.join(_GRACE)
+        return not leaving.is_alive()
 
     def _fault(self) -> UserError:
         """Of the first that has one."""

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 
 import bass_kernels as ops
 from bass_cli.errors import UserError
+from bass_cli.model.capture import capture
 from bass_cli.model.partition import Share
 
 # They wait for each other inside passes only; what takes longer than a pass hangs.
@@ -53,9 +54,58 @@ class Ranks:
             timeout=_PATIENCE,
         )
 
-    def leave(self) -> None:
-        """Give the group up, whether the others are there or not."""
+    def can_capture(self, device: torch.device) -> bool:
+        """Whether exchanges may stand in CUDA graphs: in all of them, or in none. All must ask
+        together; it is tried with small ones."""
+        if device.type != "cuda":
+            return False
+        part = torch.arange(8.0, device=device) + self.share.rank
+        total, first = torch.zeros_like(part), torch.zeros_like(part)
+        every = part.new_zeros(self.share.ranks * len(part))
+
+        def exchange() -> None:
+            distributed.broadcast(first.copy_(part), 0)
+            self.sum(total.copy_(part))
+            self._gather(every, part)
+
+        exchange()  # what a group sets up with its first exchanges cannot be captured
+        graph, stream = None, torch.cuda.current_stream()
+        try:
+            graph = capture(exchange, torch.cuda.graph_pool_handle())
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails may leave its own
+            print(f"bass: exchanges between GPUs cannot be captured: {error}", file=sys.stderr)
+        if not self._all(graph is not None, device):
+            return False
+        assert graph is not None
+        part += 1
+        graph.replay()
+        ranks = self.share.ranks
+        own = torch.arange(8.0, device=device) + 1
+        due = [own + rank for rank in range(ranks)]
+        right = torch.equal(total, torch.stack(due).sum(0)) and torch.equal(first, due[0])
+        right = self._all(right and torch.equal(every, torch.cat(due)), device)
+        graph.reset()
+        return right
+
+    @staticmethod
+    def _gather(every: Tensor, part: Tensor) -> None:
+        """All parts [N], one after the other [K N], by the name that it has from torch 2.13 on, or
+        the older one, of which that warns."""
+        newer = getattr(distributed, "all_gather_single", None)
+        (newer or distributed.all_gather_into_tensor)(every, part)
+
+    def _all(self, answer: bool, device: torch.device) -> bool:
+        """Whether it is yes everywhere."""
+        found = torch.tensor([int(answer)], device=device)
+        return int(self.sum(found)) == self.share.ranks
+
+    def leave(self, *, lost: bool = False) -> None:
+        """Give the group up; `lost`: others may not be there any more."""
         if distributed.is_initialized():
+            world = distributed.group.WORLD
+            if lost and world is not None and distributed.get_backend() == "nccl":
+                world.abort()  # what waits on the device for them ends
             distributed.destroy_process_group()
         self._store = None
 
@@ -74,7 +124,7 @@ class Ranks:
     def join_logits(self, part: Tensor, vocab: int) -> Tensor:
         """Logits [..., vocab] of all parts [..., V / K], in the order of their tokens."""
         every = part.new_empty(self.share.ranks, *part.shape)
-        distributed.all_gather(list(every.unbind()), part.contiguous())
+        self._gather(every.view(-1), part.contiguous().view(-1))
         return every.movedim(0, -2).flatten(-2)[..., :vocab].contiguous()
 
     def send(self, tokens: Tensor, positions: Tensor) -> None:

@@ -41,9 +41,8 @@ class Exchanges:
     def all_reduce(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._every(tensor)).sum(0))
 
-    def all_gather(self, every: list[Tensor], tensor: Tensor) -> None:
-        for one, given in zip(every, self._every(tensor), strict=True):
-            one.copy_(given)
+    def all_gather_single(self, every: Tensor, tensor: Tensor) -> None:
+        every.copy_(torch.cat(self._every(tensor)))
 
 
 @torch.inference_mode()
