@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
+
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import CapturesPrompts, Lengths
@@ -21,10 +23,12 @@ from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.follower import read_part
 from bass_cli.model.kv_cache import ARENA
 from bass_cli.model.leader import AnyRunner, Followers, LedRunner, Part
 from bass_cli.model.partition import part_of
 from bass_cli.model.runner import Runner
+from bass_cli.model.slabs import Pieces
 from bass_cli.model.weights import load, size_of
 from bass_cli.plan import Plan, longest_draft
 from bass_cli.system.host import give_back_memory
@@ -117,7 +121,8 @@ def _followers(plan: Plan) -> Followers | None:
         return None
     vocab = min(files.tokenizer.size, files.target.spec.vocab)
     needed = sum(plan.parts.values())
-    return Followers(Part(files.target.path, ranks, plan.dtype, plan.device, vocab, needed))
+    source = functools.partial(read_part, files.target.path)
+    return Followers(Part(source, ranks, plan.dtype, plan.device, vocab, needed))
 
 
 def build(plan: Plan, models: Models | None = None) -> Loop:
@@ -131,10 +136,11 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
     decoder, drafting, head, _ = models
     if head is not None:
         decoder = decoder.read_by(head)
-    target = _runner(plan, decoder, followers, lag=1)
+    size = functools.partial(runner_for, rows=plan.rows, span=plan.span, pieces=plan.pieces)
+    target = size(decoder, followers, lag=1)
     runner = None if head is None else target
     if drafting is not None:
-        runner = _runner(plan, drafting, followers, lag=2)
+        runner = size(drafting, followers, lag=2)
     drafter = make_drafter(
         job.pair.draft,
         runner=runner,
@@ -153,21 +159,27 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         lengths=lengths_for(plan),
         coupling=speculation.coupling,
         clock=Clock(),
-        graphs=_graphs(plan, followers),
+        graphs=graphs_for(plan.device, followers),
     )
 
 
-def _graphs(plan: Plan, followers: Followers | None) -> Graphs:
-    """Of a loop's rounds, which several processes may take part in."""
+def graphs_for(device: torch.device, followers: Followers | None) -> Graphs:
+    """Graphs of a loop's rounds, which other processes may take part in."""
     if followers is None:
-        return Graphs(plan.device)
-    shared = followers.graphs
-    return Graphs(plan.device, wanted=shared.wanted, record=shared.capture)
+        return Graphs(device)
+    return Graphs(device, wanted=followers.graphs.wanted, record=followers.graphs.capture)
 
 
-def _runner(plan: Plan, decoder: Decoder, followers: Followers | None, *, lag: int) -> AnyRunner:
-    """Rows of the plan over a model, or one part of it."""
-    rows, span, pieces = plan.rows, plan.span, plan.pieces
+def runner_for(
+    decoder: Decoder,
+    followers: Followers | None,
+    *,
+    rows: int,
+    span: int,
+    lag: int,
+    pieces: Pieces | None = None,
+) -> AnyRunner:
+    """Rows over a model, or over one part of it with those who have the others."""
     if followers is None or decoder.ranks is None:
         return Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
     return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces)

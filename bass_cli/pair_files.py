@@ -18,6 +18,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.partition import check_divisible
+from bass_cli.model.spec import Spec
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
 
@@ -106,7 +107,12 @@ def check_ranks(job: Job, files: Files, device: torch.device) -> None:
     ranks = job.tensor_parallel
     if ranks == 1:
         return
-    check_divisible(files.target.spec, ranks, model=job.pair.target)
+    check_split(files.target.spec, ranks, device, model=job.pair.target)
+
+
+def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> None:
+    """The same of a target's spec."""
+    check_divisible(spec, ranks, model=model)
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise MachineError(
             f"--tensor-parallel {ranks}: this process sees {torch.cuda.device_count()} GPUs"

@@ -61,7 +61,9 @@ def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
     of_layer = parameters(spec) if head is None else head_parameters(head)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
     taps = 0 if head is None else len(head.taps)
-    known = decoder.vocab if head is None or head.ids is None else len(head.ids)
+    known = min(decoder.vocab, spec.vocab)  # of a split one a part
+    if head is not None and head.ids is not None:
+        known = len(head.ids)
     return Cost(
         body + taps * spec.width**2,
         known * spec.width,

@@ -71,6 +71,7 @@ def _describe(settings: Settings) -> dict[str, Any]:
         "repeats": settings.repeats,
         "samples_per_prompt": settings.samples_per_prompt,
         "attention": settings.attention,
+        "tensor_parallel": settings.job.tensor_parallel,
         "prompts": settings.prompts,
         "seed": sampling.seed,
         "temperature": sampling.temperature,

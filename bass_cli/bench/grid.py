@@ -64,6 +64,22 @@ def _measure(
     prompts = prompts_for(settings, plan)
     phase("loading the weights" if settings.shape is None else "making random weights")
     models = pairs.build_models(settings, plan)
+    try:
+        yield from _benches(settings, plan, models, prompts, note=note, phase=phase)
+    finally:
+        models.close()
+
+
+def _benches(
+    settings: Settings,
+    plan: Plan | None,
+    models: pairs.Models,
+    prompts: list[list[int]],
+    *,
+    note: Note,
+    phase: Phase,
+) -> Iterator[dict[str, Any]]:
+    """The documents of loaded models."""
     loops = pairs.build_loops(
         models, settings, context=max(map(len, prompts)) + settings.new_tokens
     )

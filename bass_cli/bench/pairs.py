@@ -7,6 +7,7 @@ Not here: prompts (texts.py), what is run (grid.py).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,22 +17,24 @@ import torch
 
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import AT_ONCE, HEADS, count_parameters, head_of, spec_of
-from bass_cli.bench.weights import random_weights, scale_layers
-from bass_cli.build import load_models
+from bass_cli.bench.weights import random_part, random_weights
+from bass_cli.build import graphs_for, load_models, runner_for
 from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.deadline import Clock
-from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.imposed import Rate
 from bass_cli.engine.step import Loop
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.follower import Source
 from bass_cli.model.head_config import HeadSpec, head_parameters
-from bass_cli.model.runner import Runner
+from bass_cli.model.leader import Followers, Part
+from bass_cli.model.partition import Share
 from bass_cli.model.spec import Spec
+from bass_cli.pair_files import check_split
 from bass_cli.plan import DTYPES, Plan, device_of, make_plan
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
@@ -47,7 +50,8 @@ KINDS = {
 class Models:
     """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft;
     `plan` a real pair's; `mask` of a draft that drafts in one pass; `head`: the draft, if it
-    reads the target (then `drafting` is its layers)."""
+    reads the target (then `drafting` is its layers); `followers` have what of the target is
+    elsewhere."""
 
     kind: str
     label: str
@@ -56,6 +60,12 @@ class Models:
     plan: Plan | None
     mask: int | None = None
     head: Head | None = None
+    followers: Followers | None = None
+
+    def close(self) -> None:
+        """End the processes that have parts of the target."""
+        if self.followers is not None:
+            self.followers.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,9 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         return plan.need  # `make_plan` has checked it
     assert settings.shape is not None
     target, draft = _specs(settings)
+    ranks = settings.job.tensor_parallel
+    if ranks > 1:
+        check_split(target, ranks, device, model=settings.shape)
     head = draft if isinstance(draft, HeadSpec) else None
     found = footprint(
         target,
@@ -97,6 +110,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
         head=head,
         kept_layers=settings.depth or 0,
         prompt_tokens=settings.prompt_tokens,
+        ranks=ranks,
     )
     need = Need(found, max(settings.batch_sizes), settings.new_tokens, device, _OPTIONS)
     need.check()
@@ -104,8 +118,19 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
 
 
 def build_models(settings: Settings, plan: Plan | None) -> Models:
-    """Load or make the weights. MachineError if random ones cannot fit."""
-    return _random_models(settings) if plan is None else _real_models(plan)
+    """Load or make the weights."""
+    if plan is not None:
+        return _real_models(plan)
+    followers = _followers(settings)
+    try:
+        models = _random_models(settings, followers)
+        if followers is not None:
+            followers.join()
+    except BaseException:
+        if followers is not None:
+            followers.close()
+        raise
+    return models
 
 
 def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
@@ -122,7 +147,8 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     batch = Batch(rows=rows, context=context + beyond(reach), device=device)
     if head is not None:
         decoder = decoder.read_by(head)
-    target = Runner(decoder, rows=rows, span=span, lag=1)
+    followers = models.followers
+    target = runner_for(decoder, followers, rows=rows, span=span, lag=1)
 
     def loop(drafter: Drafter, acceptance: tuple[Rate, ...] | None) -> Loop:
         plain = isinstance(drafter, NoDrafter)
@@ -134,7 +160,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
             coupling=coupling,
             clock=Clock(),
             acceptance=acceptance,
-            graphs=Graphs(device),
+            graphs=graphs_for(device, followers),
         )
 
     draft = settings.job.pair.draft
@@ -142,7 +168,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
         return Loops(loop(NoDrafter(), None), None)
     runner = None if head is None else target
     if models.drafting is not None and head is None:
-        runner = Runner(models.drafting, rows=rows, span=span, lag=2)
+        runner = runner_for(models.drafting, followers, rows=rows, span=span, lag=2)
     drafter = make_drafter(
         draft,
         runner=runner,
@@ -156,37 +182,68 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
 
 
 def _real_models(plan: Plan) -> Models:
-    target, drafting, head, _ = load_models(plan)
+    target, drafting, head, followers = load_models(plan)
     label = f"{plan.job.pair.name}, a real pair"
     drafting = drafting if head is None else head.body
-    return Models("real", label, target, drafting, plan, plan.files.mask, head)
+    return Models("real", label, target, drafting, plan, plan.files.mask, head, followers)
 
 
-def _random_models(settings: Settings) -> Models:
+def _part_source(settings: Settings) -> Source:
+    """What makes any part of a random target."""
+    spec, seed = _specs(settings)[0], settings.job.sampling.seed
+    depth, scale = settings.depth, settings.scale
+    scaled = None if depth is None or scale is None else (depth, scale)
+    return functools.partial(random_part, spec, seed, scaled)
+
+
+def _followers(settings: Settings) -> Followers | None:
+    """The processes that have the other parts of a random target."""
+    ranks, device = settings.job.tensor_parallel, device_of(settings.job.device)
+    if ranks == 1:
+        return None
+    need, dtype = need_of(settings, None, device), dtype_of(settings.job.dtype, device)
+    vocab = _specs(settings)[0].vocab
+    needed = need.footprint.bytes(need.rows, need.new_tokens)
+    return Followers(Part(_part_source(settings), ranks, dtype, need.device, vocab, needed))
+
+
+def _random_target(settings: Settings, followers: Followers | None) -> Decoder:
+    """All of it, or the first part."""
+    device = device_of(settings.job.device)
+    dtype = dtype_of(settings.job.dtype, device)
+    share = Share(0, 1) if followers is None else followers.ranks.share
+    spec, weights = _part_source(settings)(
+        share, dtype=dtype, device=device, on_read=lambda size: None
+    )
+    ranks = None if followers is None else followers.ranks
+    return Decoder(spec, weights, vocab=_specs(settings)[0].vocab, ranks=ranks)
+
+
+def _random_models(settings: Settings, followers: Followers | None) -> Models:
     assert settings.shape is not None
     device = device_of(settings.job.device)
     dtype = dtype_of(settings.job.dtype, device)
     seed, name = settings.job.sampling.seed, settings.job.pair.name
-    spec, draft = _specs(settings)
-    weights = random_weights(spec, dtype=dtype, device=device, seed=seed)
-    if settings.depth is not None and settings.scale is not None:
-        scale_layers(weights, spec, first=settings.depth, scale=settings.scale)
-    target = Decoder(spec, weights)
+    _, draft = _specs(settings)
+    target = _random_target(settings, followers)
     if isinstance(draft, HeadSpec):
         weights = random_weights(
             draft.body, dtype=dtype, device=device, seed=seed + 1, shapes=head_parameters(draft)
         )
         head = make_head(draft, weights, target)
         label = f"{name}, acceptance set"
-        return Models("set", label, target, head.body, None, draft.mask, head)
+        return Models("set", label, target, head.body, None, draft.mask, head, followers)
     if draft is not None:
         drafting = Decoder(draft, random_weights(draft, dtype=dtype, device=device, seed=seed + 1))
         mask = drafting.spec.vocab - 1 if settings.draft_shape in AT_ONCE else None
-        return Models("set", f"{name}, acceptance set", target, drafting, None, mask)
+        label = f"{name}, acceptance set"
+        return Models("set", label, target, drafting, None, mask, None, followers)
     if settings.depth is not None:
         label = f"{name}, the other layers' output scaled by {settings.scale}"
-        return Models("scaled", label, target, target.keep_layers(range(settings.depth)), None)
-    return Models("plain", f"{name}, random weights, no draft", target, None, None)
+        kept = target.keep_layers(range(settings.depth))
+        return Models("scaled", label, target, kept, None, followers=followers)
+    label = f"{name}, random weights, no draft"
+    return Models("plain", label, target, None, None, followers=followers)
 
 
 def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:

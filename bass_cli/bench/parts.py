@@ -22,6 +22,7 @@ from bass_cli.engine.graph_policy import Shape
 from bass_cli.engine.graphs import bucket, synchronise
 from bass_cli.engine.step import Loop
 from bass_cli.engine.verify import judge
+from bass_cli.model.capture import Capture, capture
 
 _CALLS, _REPLAYS = 5, 50
 
@@ -44,6 +45,7 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
     are."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
+    record = capture if loop.graphs is None else loop.graphs.record
     loop.catch_up(width)
     with _as_in_a_round(batch, graphs):
         proposal = _for_all_rows(drafter.propose(batch, width), batch)
@@ -61,7 +63,7 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
-            return _replayed(part) if captured else _called(part, batch.device)
+            return _replayed(part, record) if captured else _called(part, batch.device)
 
         draft = (
             seconds(lambda: drafter.propose(batch, width), graphs and drafter.on_device)
@@ -114,13 +116,11 @@ def _called(part: Callable[[], object], device: torch.device) -> float:
     return statistics.median(found)
 
 
-def _replayed(part: Callable[[], object]) -> float:
+def _replayed(part: Callable[[], object], record: Capture) -> float:
     """Seconds of a captured call, the mean of many replays in a row."""
     part()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        part()
+    kept: list[object] = []  # what it gives stands in the graph's memory
+    graph = record(lambda: kept.append(part()), torch.cuda.graph_pool_handle())
     graph.replay()
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()

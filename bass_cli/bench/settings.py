@@ -105,6 +105,7 @@ def make_settings(args: BenchArgs) -> Settings:
             batch_size=max(batch_sizes),
         ),
     )
+    _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
         raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
     return Settings(
@@ -127,6 +128,22 @@ def make_settings(args: BenchArgs) -> Settings:
         time_limit=time_limit,
         tokens_asked_for=args.new_tokens is not None,
     )
+
+
+def _check_split(args: BenchArgs, job: Job) -> None:
+    """UserError for what is measured on one device only."""
+    if job.tensor_parallel == 1:
+        return
+    for key, given in (
+        ("rivals", args.rivals),
+        ("controllers", args.controllers),
+        ("methods", "table" in (args.methods or "")),
+    ):
+        if given:
+            raise UserError(
+                f"{_option(key)}: rivals, and what rounds cost for table, are measured on one "
+                "device; leave it, or --tensor-parallel, out"
+            )
 
 
 def _check_combination(args: BenchArgs) -> None:

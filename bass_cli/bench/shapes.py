@@ -197,6 +197,9 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
     "llama-3.1-8b": partial(
         _llama, layers=32, width=4096, heads=32, kv_heads=8, inner=14336, rope=(5e5, 8.0)
     ),
+    "llama-3.1-70b": partial(
+        _llama, layers=80, width=8192, heads=64, kv_heads=8, inner=28672, rope=(5e5, 8.0)
+    ),
     "llama-3.2-1b": partial(
         _llama, layers=16, width=2048, heads=32, kv_heads=8, inner=8192, rope=(5e5, 32.0), tied=True
     ),

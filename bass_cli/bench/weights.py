@@ -7,11 +7,12 @@ holds some hundreds of ids, as in text, and not nearly the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from bass_cli.model.partition import Share, part_of
 from bass_cli.model.spec import Spec, parameters, stored_dtype
 
 LOGIT_SPREAD = 4.0  # standard deviation of the logits
@@ -24,9 +25,11 @@ def random_weights(
     device: torch.device,
     seed: int,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
     """All of `shapes` (`parameters(spec)`): normal matrices, norms of 1, biases of 0. A tied head
-    is the embedding itself."""
+    is the embedding itself. `whole`: the shapes of what these are a part of, whose sums with the
+    other parts are to be as large as if there were none."""
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in (shapes or parameters(spec)).items():
@@ -34,11 +37,34 @@ def random_weights(
             weights[name] = weights["embed.weight"]
         else:
             weights[name] = torch.empty(shape, dtype=stored_dtype(name, dtype), device=device)
-            _fill(weights[name], name, spec, generator)
+            _fill(weights[name], name, spec, generator, inputs=(whole or {}).get(name, shape)[-1])
     return weights
 
 
-def _fill(weight: Tensor, name: str, spec: Spec, generator: torch.Generator) -> None:
+def random_part(
+    spec: Spec,
+    seed: int,
+    scaled: tuple[int, float] | None,
+    share: Share,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[int], None] = lambda size: None,
+) -> tuple[Spec, dict[str, Tensor]]:
+    """follower.Source: a part of no other model than that of these parts together, of which
+    nothing is read. `scaled`: scale_layers' `first` and `scale`."""
+    part = part_of(spec, share.ranks)
+    weights = random_weights(
+        part, dtype=dtype, device=device, seed=seed + share.rank, whole=parameters(spec)
+    )
+    if scaled is not None:
+        scale_layers(weights, part, first=scaled[0], scale=scaled[1])
+    return part, weights
+
+
+def _fill(
+    weight: Tensor, name: str, spec: Spec, generator: torch.Generator, *, inputs: int
+) -> None:
     head = name == "head.weight" or (name == "embed.weight" and spec.tied)
     if name.endswith(".bias"):
         weight.zero_()
@@ -47,9 +73,7 @@ def _fill(weight: Tensor, name: str, spec: Spec, generator: torch.Generator) -> 
     elif name in ("embed.weight", "positions.weight") and not head:
         weight.normal_(0.0, 0.02, generator=generator)
     else:
-        weight.normal_(
-            0.0, (LOGIT_SPREAD if head else 1.0) / weight.shape[1] ** 0.5, generator=generator
-        )
+        weight.normal_(0.0, (LOGIT_SPREAD if head else 1.0) / inputs**0.5, generator=generator)
 
 
 def scale_layers(weights: dict[str, Tensor], spec: Spec, *, first: int, scale: float) -> None:

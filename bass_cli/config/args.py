@@ -150,6 +150,7 @@ class BenchArgs(LawArgs):
     time_limit: str | None = None
     rivals: str | None = None
     attention: str | None = None
+    tensor_parallel: int | None = None
     json_document: bool = False
     plot: str | None = None
     overwrite: bool = False

@@ -67,7 +67,7 @@ class Graphs:
     """
 
     def __init__(self, device: torch.device, *, wanted: bool = True, record: Capture = capture):
-        self.enabled, self._record = wanted and device.type == "cuda", record
+        self.enabled, self.record = wanted and device.type == "cuda", record
         self.captures = 0
         # A graph, its result, and where that is copied to on the host: in turn, since two
         # replays may be under way.
@@ -119,7 +119,7 @@ class Graphs:
         """Capture `function`, which must be warm (see `run`): compiling and loading cannot be
         captured."""
         found: list[Tensor | None] = []
-        graph = self._record(lambda: found.append(function()), self._pool)
+        graph = self.record(lambda: found.append(function()), self._pool)
         result = found[0]
         hosts = (
             []

@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model.partition import Share
@@ -28,13 +28,30 @@ if TYPE_CHECKING:
     from bass_cli.model.ranks import Ranks
     from bass_cli.model.runner import Runner
     from bass_cli.model.slabs import Pieces
+    from bass_cli.model.spec import Spec
+
+
+class Source(Protocol):
+    """Where the parts of a model come from; it is pickled, so it is made of functions that have a
+    name."""
+
+    def __call__(
+        self,
+        share: Share,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_read: Callable[[int], None],
+    ) -> tuple[Spec, dict[str, torch.Tensor]]:
+        """A part's spec (partition.part_of) and weights; `on_read` is told how many bytes are
+        read."""
 
 
 class Order(NamedTuple):
-    """Which part of which checkpoint a process holds. `vocab`: as a Decoder's; `needed`: bytes
+    """Which part of which model a process holds. `vocab`: as a Decoder's; `needed`: bytes
     that its device must have free; `port`: see Ranks.join."""
 
-    path: Path
+    source: Source
     share: Share
     dtype: torch.dtype
     device: torch.device
@@ -96,23 +113,18 @@ def _say(channel: BinaryIO, message: Ready | Fault) -> None:
 def _follow(order: Order, calls: BinaryIO, say: Callable[[Ready | Fault], None]) -> None:
     import torch
 
-    from bass_cli.model.checkpoint import open_checkpoint
     from bass_cli.model.decoder import Decoder
-    from bass_cli.model.partition import part_of
     from bass_cli.model.ranks import Ranks
-    from bass_cli.model.weights import load
 
     torch.set_num_threads(order.threads)
     if order.device.type == "cuda" and (free := free_memory(order.device)) < order.needed:
         raise MachineError(
             f"{gigabytes(order.needed)} of memory are needed and {gigabytes(free)} can be had there"
         )
-    checkpoint, read = open_checkpoint(order.path), list[int]()
-    weights = load(
-        checkpoint, dtype=order.dtype, device=order.device, share=order.share, on_read=read.append
+    read, ranks = list[int](), Ranks(order.share)
+    spec, weights = order.source(
+        order.share, dtype=order.dtype, device=order.device, on_read=read.append
     )
-    ranks = Ranks(order.share)
-    spec = part_of(checkpoint.spec, order.share.ranks)
     decoder = Decoder(spec, weights, vocab=order.vocab, ranks=ranks)
     say(Ready(sum(read)))
     pickle.load(calls)  # all are there
@@ -120,6 +132,24 @@ def _follow(order: Order, calls: BinaryIO, say: Callable[[Ready | Fault], None])
     ranks.can_capture(order.device)
     with torch.inference_mode():
         _take_part(decoder, ranks, calls)
+
+
+def read_part(
+    path: Path,
+    share: Share,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_read: Callable[[int], None],
+) -> tuple[Spec, dict[str, torch.Tensor]]:
+    """The Source of a checkpoint on this machine."""
+    from bass_cli.model.checkpoint import open_checkpoint
+    from bass_cli.model.partition import part_of
+    from bass_cli.model.weights import load
+
+    checkpoint = open_checkpoint(path)
+    weights = load(checkpoint, dtype=dtype, device=device, share=share, on_read=on_read)
+    return part_of(checkpoint.spec, share.ranks), weights
 
 
 def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:

@@ -8,6 +8,7 @@ the others do (follower.py), what is exchanged inside a pass (ranks.py).
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pickle
 import signal
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model.decoder import Decoder
-from bass_cli.model.follower import Fault, Order, Ready
+from bass_cli.model.follower import Fault, Order, Ready, Source
 from bass_cli.model.kv_cache import KVCache
 from bass_cli.model.led_graphs import LedGraphs
 from bass_cli.model.partition import Share
@@ -41,7 +41,7 @@ _CODE = "import sys; sys.path[:] = sys.argv[1:]; from bass_cli.model.follower im
 class Part(NamedTuple):
     """What of a model all of its processes are told: see follower.Order."""
 
-    path: Path
+    source: Source
     ranks: int
     dtype: torch.dtype
     device: torch.device
@@ -82,7 +82,7 @@ class Followers:
             start_new_session=True,  # Ctrl-C is the leader's
         )
         order = Order(
-            part.path,
+            part.source,
             Share(rank, part.ranks),
             part.dtype,
             torch.device(part.device.type),
@@ -256,6 +256,12 @@ class LedRunner:
     @property
     def version(self) -> int:
         return self._runner.version
+
+    def read_by_nobody(self) -> LedRunner:
+        """Runner.read_by_nobody: for the others it is the same one, for they have no reader."""
+        other = copy.copy(self)
+        other._runner = self._runner.read_by_nobody()
+        return other
 
     def prepare_prompts(self) -> None:
         """Nothing is captured that several processes take part in."""

@@ -37,7 +37,7 @@ from bass_cli.bench.parts import Parts, _for_all_rows, measure_parts
 from bass_cli.bench.settings import ATTENTION, make_settings
 from bass_cli.bench.shapes import SHAPES, count_parameters, spec_of
 from bass_cli.bench.texts import lengths_of, prompts_for, rows_for
-from bass_cli.bench.weights import LOGIT_SPREAD, random_weights, scale_layers
+from bass_cli.bench.weights import LOGIT_SPREAD, random_part, random_weights, scale_layers
 from bass_cli.cli.commands import app
 from bass_cli.config.args import BenchArgs
 from bass_cli.engine.contracts import Proposal
@@ -45,6 +45,7 @@ from bass_cli.errors import UserError
 from bass_cli.io import charts
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
+from bass_cli.model.partition import Share
 from bass_kernels.dispatch import schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
@@ -154,7 +155,7 @@ def test_the_floor_follows_the_rounds() -> None:
 PUBLISHED = {
     "qwen2.5-7b": 7.616e9, "qwen2.5-1.5b": 1.544e9, "qwen2.5-0.5b": 0.494e9, "llama-3.1-8b": 8.030e9,
     "llama-3.2-1b": 1.236e9, "opt-13b": 12.85e9, "opt-125m": 125.2e6, "codegen-16b": 16.03e9, "wide-310m": 0.5546e9,
-    "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9,
+    "pard-0.5b": 0.494e9, "qwen3-8b": 8.19e9, "llama-3.1-70b": 70.55e9,
 }  # fmt: skip
 
 
@@ -588,6 +589,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): it should be a whole "
                                             "number from 1"),
     (["--shape", "tiny", "--top-p", "2"], "--top-p (or BASS_TOP_P)"),
+    (["--shape", "tiny", "--tensor-parallel", "2", "--depth", "1", "--scale", "0", "--methods", "table"],
+     "--methods (or BASS_METHODS): rivals, and what rounds cost for table, are measured on one device"),
     (["--shape", "tiny", "--rivals", "transformers"], "rivals need files to load"),
     (["--pair", "smollm2", "--rivals", "vlm"], 'there is no "vlm"; did you mean "vllm"?'),
     (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did '
@@ -616,6 +619,53 @@ def test_what_the_machine_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) 
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "0.0 GB can be had here; the weights take 0.0 GB: use a smaller model" in result.stderr
+
+
+def test_a_target_that_cannot_be_split_is_found_before_anything_is_made() -> None:
+    result = bench("--shape", "tiny", "--device", "cpu", "--tensor-parallel", "4", *SMALL)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "tiny has attention heads 6, which 4 does not divide" in result.stderr
+
+
+def test_two_processes_are_measured_with_half_of_the_target_each() -> None:
+    """Greedy drafts of the first layers of a split target are plain decoding's tokens."""
+    words = (
+        "--shape",
+        "tiny",
+        "--depth",
+        "1",
+        "--scale",
+        "0",
+        "--device",
+        "cpu",
+        "--methods",
+        "plain,3",
+    )
+    one, two = (
+        json.loads(bench(*words, "--batch-sizes", "2", "--tensor-parallel", ranks, *SMALL).stdout)
+        for ranks in ("1", "2")
+    )
+    assert two["settings"]["tensor_parallel"] == 2
+    assert two["gate"]["rows_equal"] == two["gate"]["rows"] == 2
+    assert all(cell["acceptance_rate"] == 1 for cell in two["cells"] if cell["method"] == "3")
+    floors = [
+        [cell["floor_ms_per_token"]["mean"] for cell in found["cells"]] for found in (one, two)
+    ]
+    bandwidths = [found["machine"]["bandwidth_bytes_per_second"] for found in (one, two)]
+    for whole, half in zip(*floors, strict=True):
+        assert 0.4 < half * bandwidths[1] / (whole * bandwidths[0]) < 0.6
+
+
+def test_parts_of_random_weights_sum_to_what_a_whole_gives() -> None:
+    spec, device = spec_of("wide-310m", option="--shape", vocab=64), torch.device("cpu")
+    for ranks in (1, 4):
+        part, weights = random_part(
+            spec, 0, None, Share(1 % ranks, ranks), dtype=torch.bfloat16, device=device
+        )
+        down = weights["layers.0.down.weight"]
+        assert down.shape == (spec.width, spec.inner // ranks)
+        assert part.inner * ranks == spec.inner
+        assert down.float().std().item() == pytest.approx(spec.inner**-0.5, rel=0.01)
 
 
 def test_schedules_of_attention_are_the_triton_kernels() -> None:

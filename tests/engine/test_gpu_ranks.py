@@ -1,0 +1,134 @@
+"""A target split over two GPUs: captured and op by op, the tokens of one GPU; and its end when a
+process dies. Float32."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import write_pair
+
+from bass_cli.build import Models, build, load_draft, load_models
+from bass_cli.config.job import Job, Sampling, Speculation, load_pair
+from bass_cli.library import generate
+from bass_cli.plan import Plan, make_plan
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+PROMPTS = [f"the cat number {i} sat" for i in range(3)]
+# What kills the other process when the leader has told it of so many replays
+HOOK = """
+import os, sys
+from bass_cli.__main__ import main
+from bass_cli.model.leader import Followers
+tell, replays = Followers.tell, 0
+def counted(self, *message):
+    global replays
+    tell(self, *message)
+    replays += message[1:2] == ("replay",)
+    if replays == 30:
+        replays += 1
+        os.kill(self._processes[1].pid, 9)
+Followers.tell = counted
+main()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    write_pair(folder, prompts=3, num_hidden_layers=3)
+    config = json.loads((folder / "draft/config.json").read_text())
+    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": 300}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield folder
+
+
+def plan_of(draft: str, length: Any, ranks: int) -> Plan:
+    pair = load_pair("pair.yaml").model_copy(update={"draft": draft, "dtype": "fp32"})
+    job = Job(
+        pair=pair,
+        sampling=Sampling(max_new_tokens=100, temperature=1.5, top_p=0.9, seed=5),
+        speculation=Speculation(length=length),
+        n=4,
+        batch_size=4,
+        device="cuda",
+        dtype="fp32",
+        token_ids=True,
+        tensor_parallel=ranks,
+    )
+    return make_plan(job, prompts=len(PROMPTS))
+
+
+@pytest.fixture(scope="module")
+def halves() -> Iterator[Models]:
+    models = load_models(plan_of("draft", 4, 2))
+    yield models
+    models.close()
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize(
+    ("draft", "length"),
+    [
+        ("none", "auto"),
+        ("draft", 4),
+        ("draft", "auto"),
+        ("parallel:draft", 3),
+        ("skip:1", 3),
+        ("lookup", 4),
+    ],
+)
+def test_two_gpus_draw_the_tokens_of_one(
+    draft: str, length: Any, captured: bool, halves: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, followers = plan_of(draft, length, 2), halves.followers
+    assert followers is not None
+    assert followers.graphs.wanted, "exchanges cannot be captured on this machine"
+    monkeypatch.setattr(followers.graphs, "wanted", captured)
+    models, told, tell = halves, list[str](), followers.tell
+    if draft != "draft":
+        drafting, head = load_draft(plan, halves.target)
+        models = halves._replace(drafting=drafting, head=head)
+
+    def heard(*message: Any) -> None:
+        told.append(message[1])
+        tell(*message)
+
+    monkeypatch.setattr(followers, "tell", heard)
+    loop = build(plan, models)
+    found = {(one.id, one.sample): one.token_ids for one in generate(PROMPTS, plan, loop=loop)}
+    alone = plan_of(draft, length, 1)
+    assert found == {(one.id, one.sample): one.token_ids for one in generate(PROMPTS, alone)}
+    assert loop.graphs is not None
+    if captured:
+        assert loop.graphs.captures > 0
+        assert told.count("replay") > told.count("forward")
+    else:
+        assert "replay" not in told
+
+
+def test_a_process_that_is_killed_between_replays_ends_the_command(tmp_path: Path) -> None:
+    out, began = tmp_path / "o.jsonl", time.monotonic()
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-c", HOOK, "generate", "p.txt", "--pair", "pair.yaml"),
+            *("--draft", "none", "--n", "16", "--max-new-tokens", "100", "--dtype", "fp32"),
+            *("--batch-size", "4", "--device", "cuda", "--tensor-parallel", "2"),
+            *("--out", str(out)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "process 1 of 0 to 1: it was killed by SIGKILL" in ended.stderr
+    assert time.monotonic() - began < 120  # with all that comes before
