@@ -188,9 +188,9 @@ class _Member:
         call: tuple[Any, ...] = pickle.load(self._calls)
         return call
 
-    def version(self) -> tuple[tuple[int, int], ...]:
-        """Changes when what a captured pass reads has moved."""
-        return tuple((number, runner.version) for number, runner in self._runners.items())
+    def version(self, numbers: frozenset[int]) -> frozenset[tuple[int, int]]:
+        """Changes when what a captured pass of these runners reads has moved."""
+        return frozenset((number, self._runners[number].version) for number in numbers)
 
     def perform(self, call: tuple[Any, ...]) -> None:
         """Do what one of the leader's runners does."""

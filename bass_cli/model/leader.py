@@ -165,7 +165,7 @@ class Followers:
 
         leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
-        leaving.join(_GRACE)
+        leaving.join(_GRACE + _NOTICE)  # `_listen` comes before
         return not leaving.is_alive()
 
     def _fault(self) -> UserError:

@@ -87,16 +87,19 @@ class LedGraphs:
 
 
 class _Held(NamedTuple):
-    """What was captured (None: nothing), the calls that are in it, and what they read then."""
+    """What was captured (None: nothing), the calls that are in it, of which runners, and what
+    these read then."""
 
     graph: Graph | None
     calls: list[Call]
+    runners: frozenset[int]
     version: Hashable
 
 
 class FollowedGraphs:
     """A follower's parts. `listen` gives the next call that is told, `perform` does one; a graph
-    holds as long as `version` is what it was. On a CPU the calls of a graph are done one by one."""
+    holds as long as the `version` of the runners in its calls is what it was. On a CPU the calls of
+    a graph are done one by one."""
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class FollowedGraphs:
         *,
         listen: Callable[[], Call],
         perform: Callable[[Call], None],
-        version: Callable[[], Hashable],
+        version: Callable[[frozenset[int]], Hashable],
     ):
         self._listen, self._perform, self._version = listen, perform, version
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -130,13 +133,14 @@ class FollowedGraphs:
             graph = capture(pass_on, self._pool)
         # Not before: the memory that all share must not be without any (engine/graphs.py).
         self._held = {one: held for one, held in self._held.items() if one in live}
-        self._held[number] = _Held(graph, calls, self._version())
+        runners = frozenset(call[0] for call in calls)
+        self._held[number] = _Held(graph, calls, runners, self._version(runners))
 
     def replay(self, number: int) -> None:
         """Run a graph, or its calls, which meet those of the others in the same order: what it
         reads may have moved here and nowhere else, since devices may differ in what is free."""
-        graph, calls, version = self._held[number]
-        if graph is not None and version == self._version():
+        graph, calls, runners, version = self._held[number]
+        if graph is not None and version == self._version(runners):
             graph.replay()
             return
         for call in calls:

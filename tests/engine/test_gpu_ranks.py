@@ -110,7 +110,7 @@ def test_two_gpus_draw_the_tokens_of_one(
     assert loop.graphs is not None
     if captured:
         assert loop.graphs.captures > 0
-        assert told.count("replay") > told.count("forward")
+        assert told.count("replay") > 20  # of some 250 rounds, or fewer with drafts
     else:
         assert "replay" not in told
 

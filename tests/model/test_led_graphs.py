@@ -36,12 +36,12 @@ class Follower:
 
     def __init__(self, device: str, calls: list[Call]):
         self.done: list[Any] = []
-        self.version = 1
+        self.versions = {1: 1, 2: 1}
         self.graphs = FollowedGraphs(
             torch.device(device),
             listen=lambda: calls.pop(0),
             perform=self.done.append,
-            version=lambda: self.version,
+            version=lambda runners: frozenset((n, self.versions[n]) for n in runners),
         )
 
 
@@ -69,11 +69,13 @@ def test_a_graph_has_the_calls_up_to_its_end_and_the_next_one_those_behind_it(
 
 
 def test_what_has_moved_here_alone_is_done_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = follower(monkeypatch, "cuda", [FORWARD, FEED, END])
+    one = follower(monkeypatch, "cuda", [FORWARD, FEED, END, FORWARD, END])
     one.graphs.capture(1, ())
-    one.version = 2
+    one.graphs.capture(2, {1})
+    one.versions[2] = 2
     one.graphs.replay(1)
-    assert one.done == [FORWARD, FEED]
+    one.graphs.replay(2)  # which has nothing of what has moved
+    assert one.done == [FORWARD, FEED, ("replayed", FORWARD)]
 
 
 def test_a_cpu_does_the_calls_of_a_graph_when_it_is_replayed(
