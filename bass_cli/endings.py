@@ -1,6 +1,6 @@
 """What ends a sample, and the Completion that it becomes.
 
-Not here: stop strings (model/continuation.py), who looks when (scheduler.py).
+Not here: stop strings (model/continuation.py), who looks when (conductor.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A prompt on its way into a job: its tokens, its limit, its deadline, what follows it.
 
-Not here: files of prompts (io/prompts.py), rows and rounds (scheduler.py).
+Not here: files of prompts (io/prompts.py), rows and rounds (conductor.py).
 """
 
 from __future__ import annotations

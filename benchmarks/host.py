@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch
@@ -34,7 +35,6 @@ from bass_cli.model.kv_cache import Layers
 from bass_cli.model.runner import Runner
 from bass_cli.model.sources import locate
 from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.scheduler import Conductor
 
 PROMPT = "def add(a, b):\n    " + '"""Adds two numbers, a and b, and gives their sum."""\n' * 8
 TABLES = 64  # that are drawn before; they are used in turn

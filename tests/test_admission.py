@@ -6,12 +6,12 @@ from fakes import FakeGraphs
 from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
+from bass_cli.conductor import Conductor
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.scheduler import Conductor
 
 
 def captured(*, rows):

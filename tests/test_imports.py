@@ -18,7 +18,7 @@ engine
 drafting | lengths
 profiling
 footprint pair_files plan
-build intake endings unfinished scheduler library manifest
+build intake endings unfinished conductor scheduler library manifest
 cluster
 drawing generation ray
 bench | eval | distill

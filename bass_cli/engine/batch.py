@@ -2,7 +2,7 @@
 the host knows.
 
 Rows are dense: 0 to len(batch) - 1 are live; those that end are replaced by new ones or by the
-last ones. Not here: keys and values (model/kv_cache.py), when a row ends (scheduler.py).
+last ones. Not here: keys and values (model/kv_cache.py), when a row ends (conductor.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rows as they come and go, and all that follows them: batch, target, drafter, imposed acceptance.
 
-Not here: rounds (step.py), when a row comes or goes (scheduler.py).
+Not here: rounds (step.py), when a row comes or goes (conductor.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 between rounds.
 
 Not here: what the next round is to be (next_round.py), which rows there are, when they end and
-what becomes of them (scheduler.py).
+what becomes of them (conductor.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what
-ends a row (scheduler.py)."""
+ends a row (conductor.py)."""
 
 from __future__ import annotations
 
