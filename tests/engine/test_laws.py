@@ -168,7 +168,9 @@ def admit_all(loop, rows, keys):
     for index, row in enumerate(rows):
         row.place = -1  # as if it had never been live
         row.write_to(batch.ledger, index)
-    loop.drafter.follow(Change((), (), tuple(((i,), row.key) for i, row in enumerate(rows))))
+    places = (tuple(range(kind, len(rows), len(ROWS))) for kind in range(len(ROWS)))
+    begun = tuple((of_kind, row.key) for of_kind, row in zip(places, kinds, strict=True))
+    loop.drafter.follow(Change((), (), begun))
 
 
 CONTROLLERS = {
