@@ -1,10 +1,19 @@
-"""When to try again what did not pay, and what drafting may lose in all, tries and mistakes.
+"""When to try again what did not pay, what a first use may cost, and what drafting may lose in all.
 
 Not here: what is tried, and what it costs (goodput.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy
+
+from bass_cli.engine.contracts import Outlook
+from bass_cli.lengths.round_cost import Array
+
+_CAUTION = 2.0  # how many times what a length costs once must be saved: hopes may not come true
+_TRIAL = 0.02  # share of the time left that a first use may take while nobody knows what is kept
 _PATIENCE = (4, 512)  # rounds before the next try: at first, and at most, or a change is missed
 _SPARED = 0.005  # share of the time below which waiting longer saves nothing worth having
 _LOOKS = (4, 24)  # looks that what is thought at first counts as, and that are remembered
@@ -18,6 +27,24 @@ _PROMISING = 0.3  # win hoped for, in plain decoding's speed, from which on it m
 _FADE = 0.995
 _CREDIT = 6.0  # plain rounds that it may lose after it had won them
 _KEPT = 0.2  # share of all that it has won that it keeps in any case, and may lose the rest
+
+
+def trial(plain: float, rounds: float) -> float:
+    """Seconds that a first use may take on trial, of so many rounds of `plain` seconds."""
+    return _TRIAL * plain * rounds
+
+
+def first_use(lengths: Sequence[int], outlook: Outlook, plain: float, unsure: bool) -> Array:
+    """What these lengths cost once, in seconds a round left; no end: too dear to try.
+
+    `plain`: seconds of a plain round. `unsure`: nobody knows yet what rows keep of a draft.
+    """
+    once = numpy.array([outlook.entry(k) for k in lengths])
+    if unsure:
+        most = trial(plain, outlook.left)
+        once[[outlook.cold(k) > most for k in lengths]] = numpy.inf
+    found: Array = once * (_CAUTION / outlook.left)
+    return found
 
 
 class Tries:

@@ -12,14 +12,12 @@ import numpy
 
 from bass_cli.engine.contracts import NOTHING_KNOWN, Outlook, Round
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.backoff import Budget, Looks, Tries
+from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those of graphs, and two more
 _OPENING = 2  # drafts of the first rounds where nobody knows what they cost
 _PROBE = 4  # the longest probe, where one that is captured is better than a shorter one
-_CAUTION = 2.0  # how many times what a length costs once must be saved: hopes may not come true
-_TRIAL = 0.02  # share of the time left that a first use may take while nobody knows what is kept
 _STAY = 0.01  # by which another length must be better than the last one, or noise would choose
 _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 # A plain round is worth it where costs may be wrong by what drafting wins; these are the least
@@ -95,7 +93,7 @@ class Goodput:
         line = numpy.interp(range(most + 1), self._choices, choices)
         tokens, plain = self._acceptance.tokens(counts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
-        once = self._once(range(most + 1))
+        once = first_use(range(most + 1), outlook, plain, self._acceptance.unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
@@ -150,7 +148,7 @@ class Goodput:
         self._pace = float(paces.min())
         lead = self._plain / self._pace - 1
         self._budget.expect(lead)
-        paces += self._once(self._choices)
+        paces += first_use(self._choices, outlook, self._plain, self._acceptance.unsure)
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
@@ -167,21 +165,11 @@ class Goodput:
         """A short draft, if it is time for one and it can be afforded; otherwise none."""
         outlook, plain, tries = self._outlook, self._plain, self._probes
         loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
-        most = _TRIAL * plain * min(tries.idle, outlook.left)  # for what the length costs once
+        most = trial(plain, min(tries.idle, outlook.left))  # for what the length costs once
         due = length > 0 and tries.thinkable and tries.due(loss / plain)
         due = due and outlook.entry(length) - outlook.catch_up <= most
         due = due and self._affords(loss + (plain if outlook.catch_up else 0.0))
         return (length, True) if due else (0, False)
-
-    def _once(self, lengths: Sequence[int]) -> Array:
-        """What these lengths cost once, in seconds a token left; too dear to try: no end."""
-        outlook = self._outlook
-        once = numpy.array([outlook.entry(k) for k in lengths])
-        if self._acceptance.unsure:
-            most = _TRIAL * self._plain * outlook.left
-            once[[outlook.cold(k) > most for k in lengths]] = numpy.inf
-        found: Array = once * (_CAUTION / outlook.left)
-        return found
 
     def _affords(self, seconds: float) -> bool:
         return self._budget.affords(seconds, plain=self._plain, left=self._outlook.left)
