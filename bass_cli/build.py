@@ -7,6 +7,7 @@ Not here: what is checked before weights are loaded (plan.py), prompts and sampl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
@@ -75,7 +76,7 @@ def load_models(
         done += size
         on_bytes(done, whole)
 
-    try:
+    with contextlib.nullcontext() if followers is None else followers.loading():
         spec, ranks = files.target.spec, None
         if followers is not None and share is not None:
             spec, ranks = part_of(spec, share.ranks), followers.ranks
@@ -85,12 +86,6 @@ def load_models(
         )
         target = Decoder(spec, weights, vocab=vocab, ranks=ranks)
         drafting, head = load_draft(plan, target, on_read)
-        if followers is not None:
-            followers.join()
-    except BaseException:
-        if followers is not None:
-            followers.close()
-        raise
     return Models(target, drafting, head, followers)
 
 

@@ -3,10 +3,10 @@ those of a store that is large enough."""
 
 import dataclasses
 import functools
-import json
 
 import pytest
 from chains import write_chain
+from checkpoints import write_mask
 from fakes import FakeGraphs
 from heads import write_head
 from test_parallel import bass, lines
@@ -28,8 +28,7 @@ PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 def place(pair_folder, monkeypatch):
     monkeypatch.setattr("bass_cli.plan._PIECE", 14)
     folder = pair_folder(prompts=3, max_position_embeddings=256, num_hidden_layers=3)
-    config = json.loads((folder / "draft/config.json").read_text())
-    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": MASK}))
+    write_mask(folder / "draft", MASK)
     write_head(folder / "head", "dspark")
     write_chain(folder / "chain", "authors")
     return folder

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import write_mask
 from test_kv_cache import store
 from typer.testing import CliRunner
 
@@ -185,8 +186,7 @@ def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> 
     """What rows and tokens add to the plan is what they add to the tensors, but for the work
     space."""
     (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
-    config = place / "draft" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": 300}))
+    write_mask(place / "draft", 300)
 
     def both(rows: int, tokens: int) -> tuple[int, int]:
         wish = job(batch_size=rows, max_new_tokens=tokens)

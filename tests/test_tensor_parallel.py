@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 from chains import write_chain
-from checkpoints import write_pair
+from checkpoints import write_mask, write_pair
 from fakes import FakeGraphs
 from heads import write_head
+from killed import kill_in_two_parts
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -38,32 +38,13 @@ from bass_cli.plan import Plan, make_plan
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 OPTIONS = ["--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "20", "--temperature", "1.5",
            "--token-ids", "--batch-size", "2", "--device", "cpu"]  # fmt: skip
-# What ends somebody when the leader has told the others of so many passes
-HOOK = """
-import os, sys
-from bass_cli.__main__ import main
-from bass_cli.model.leader import Followers
-tell, passes = Followers.tell, 0
-def counted(self, *message):
-    global passes
-    tell(self, *message)
-    passes += message[1:2] == ("forward",)
-    if passes == 30:
-        passes += 1
-        follower = self._processes[1].pid
-        print("follower", follower, file=sys.stderr, flush=True)
-        os.kill(%s, 9)
-Followers.tell = counted
-main()
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("pair")
     write_pair(folder, prompts=3, num_hidden_layers=3)
-    config = json.loads((folder / "draft/config.json").read_text())
-    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": 300}))
+    write_mask(folder / "draft", 300)
     write_head(folder / "head", "dspark")
     write_chain(folder / "chain", "authors")
     with pytest.MonkeyPatch.context() as patch:
@@ -293,11 +274,7 @@ def test_a_second_group_is_refused(halves: tuple[Models, int]) -> None:
 
 
 def bass(whom: str, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", HOOK % whom, "generate", "p.txt", *OPTIONS]
-    return subprocess.run(
-        [*command, "--tensor-parallel", "2", "--out", str(out)],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return kill_in_two_parts(whom, *OPTIONS, call="forward", out=out, timeout=120)
 
 
 def tokens_in(out: Path) -> dict[tuple[str, int], list[int]]:

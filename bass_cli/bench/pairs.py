@@ -7,6 +7,7 @@ Not here: prompts (texts.py), what is run (grid.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -122,15 +123,8 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
     if plan is not None:
         return _real_models(plan)
     followers = _followers(settings)
-    try:
-        models = _random_models(settings, followers)
-        if followers is not None:
-            followers.join()
-    except BaseException:
-        if followers is not None:
-            followers.close()
-        raise
-    return models
+    with contextlib.nullcontext() if followers is None else followers.loading():
+        return _random_models(settings, followers)
 
 
 def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:

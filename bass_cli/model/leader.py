@@ -120,6 +120,17 @@ class Followers:
             process.stdin.flush()
 
     @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around loading the leader's part: behind it the others have theirs; after an error here
+        they have ended. Errors: see join."""
+        try:
+            yield
+            self.join()
+        except BaseException:
+            self.close()
+            raise
+
+    @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
         """Around what all do together. After an error here, of whatever kind, they no longer stand
         at the same place, and can do nothing together any more. MachineError where one has

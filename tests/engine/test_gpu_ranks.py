@@ -3,9 +3,6 @@ process dies. Float32."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import write_pair
+from checkpoints import write_mask, write_pair
+from killed import kill_in_two_parts
 
 from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
@@ -22,30 +20,13 @@ from bass_cli.plan import Plan, make_plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
-# What kills the other process when the leader has told it of so many replays
-HOOK = """
-import os, sys
-from bass_cli.__main__ import main
-from bass_cli.model.leader import Followers
-tell, replays = Followers.tell, 0
-def counted(self, *message):
-    global replays
-    tell(self, *message)
-    replays += message[1:2] == ("replay",)
-    if replays == 30:
-        replays += 1
-        os.kill(self._processes[1].pid, 9)
-Followers.tell = counted
-main()
-"""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("pair")
     write_pair(folder, prompts=3, num_hidden_layers=3)
-    config = json.loads((folder / "draft/config.json").read_text())
-    (folder / "draft/config.json").write_text(json.dumps(config | {"pard_token": 300}))
+    write_mask(folder / "draft", 300)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield folder
@@ -117,17 +98,13 @@ def test_two_gpus_draw_the_tokens_of_one(
 
 def test_a_process_that_is_killed_between_replays_ends_the_command(tmp_path: Path) -> None:
     out, began = tmp_path / "o.jsonl", time.monotonic()
-    ended = subprocess.run(
-        [
-            *(sys.executable, "-c", HOOK, "generate", "p.txt", "--pair", "pair.yaml"),
-            *("--draft", "none", "--n", "16", "--max-new-tokens", "100", "--dtype", "fp32"),
-            *("--batch-size", "4", "--device", "cuda", "--tensor-parallel", "2"),
-            *("--out", str(out)),
-        ],
-        capture_output=True,
-        text=True,
+    ended = kill_in_two_parts(
+        "follower",
+        *("--pair", "pair.yaml", "--draft", "none", "--n", "16", "--max-new-tokens", "100"),
+        *("--dtype", "fp32", "--batch-size", "4", "--device", "cuda"),
+        call="replay",
+        out=out,
         timeout=180,
-        check=False,
     )
     assert ended.returncode == 3, ended.stderr
     assert "process 1 of 0 to 1: it was killed by SIGKILL" in ended.stderr

@@ -161,6 +161,12 @@ def write_pair(folder: Path, *, prompts: int, **overrides: Any) -> None:
     )
 
 
+def write_mask(folder: Path, token: int) -> None:
+    """Let a checkpoint's configuration say that it drafts in one pass, with this id as mask."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pard_token": token}))
+
+
 def write_sentencepiece(folder: Path) -> None:
     """Save a tokenizer in the form of Llama 2's tokenizer.json: "▁" for spaces and one before
     the text, bytes for what has no piece (a newline too), <s> before a prompt, and a decoder
