@@ -24,6 +24,7 @@ _ALIGNED = 64  # ids: a product whose rows are no multiple of 16 bytes takes sev
 # share (arXiv 2607.05147), and the best of 0, 0.5 and 0.9 in docs/LOG.md.
 APART = 0.9
 LEAST = 0.3  # of a guess's weight, where drafts before it hardly stand: else it would never learn
+STANDS = 0.8  # the chance of a draft behind one that stands, as held-out ones have it once trained
 
 
 class Head(NamedTuple):
@@ -55,13 +56,15 @@ class Guesses(NamedTuple):
     """N guesses in the order of the M laws that they are compared with: `of` [N] says with which,
     `begins` [M + 1] (on the host) where those of each law begin. `before` [N]: the guess one place
     earlier in the same draft, itself at place 0; its law's number is smaller. `tokens` [N]: what
-    came there; `scarcity` [N]: of how many such guesses one was made. `longest`: a draft's most."""
+    came there; `scarcity` [N]: of how many such guesses one was made; `worth` [N]: how many drafts
+    more stand on average if it does (`worths`). `longest`: a draft's most."""
 
     begins: numpy.ndarray
     of: Tensor
     before: Tensor
     tokens: Tensor
     scarcity: Tensor
+    worth: Tensor
     longest: int
 
     def parts(self, most: int) -> list[tuple[slice, slice]]:
@@ -75,6 +78,13 @@ class Guesses(NamedTuple):
         return found
 
 
+def worths(places: int) -> list[float]:
+    """By place in a draft: what stands of the rest of it, itself included, if one there stands. The
+    first ones carry all that follow: without it their share of the loss is that of the last, and
+    the first, which was right before any mask was learnt, gets worse."""
+    return [sum(STANDS**later for later in range(places - place)) for place in range(places)]
+
+
 def divergence(
     student: Tensor, head: Head, target: Tensor, target_head: Head, guesses: Guesses
 ) -> Tensor:
@@ -82,9 +92,10 @@ def divergence(
     (2 - 2 * overlap)). student [N, width], target [M, its width]: final norms' outputs. Gradients
     reach `student` and `head`.
 
-    A guess only matters where the drafts before it stand, so its weight is LEAST, and for the rest
-    their chance: the product of min(1, q / p) at what came. Tested one by one it is just
-    that, under both couplings near it. Those that are rarely made count for those that are not."""
+    The weight is how much more of a draft stands if one there does. It only matters where the
+    drafts before it stand, so it is LEAST, and for the rest their chance: the product of
+    min(1, q / p) at what came; tested one by one it is just that, under both couplings near it.
+    Times its worth, for those behind it. Those rarely made count for those that are not."""
     found: Tensor = _Divergence.apply(student, head.weight, head.bias, target, target_head, guesses)
     return found
 
@@ -147,7 +158,7 @@ def _weights(guesses: Guesses, part: slice, stand: Tensor, ratio: Tensor) -> Ten
     for _ in range(guesses.longest):
         ahead = torch.where(alone, 1.0, stand[before])
         stand[part] = ahead * own
-    return torch.where(alone, 1.0, LEAST + (1.0 - LEAST) * ahead * scarcity)
+    return torch.where(alone, 1.0, LEAST + (1.0 - LEAST) * ahead * scarcity) * guesses.worth[part]
 
 
 class Agreement(NamedTuple):

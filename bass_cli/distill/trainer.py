@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bass_cli.distill.corpus import Batches
 from bass_cli.distill.layout import Windows
-from bass_cli.distill.loss import Guesses, divergence
+from bass_cli.distill.loss import Guesses, divergence, worths
 from bass_cli.distill.network import cast, run
 from bass_cli.distill.student import head_of, trainable
 from bass_cli.errors import MachineError
@@ -203,11 +203,13 @@ def guesses_of(part: Windows, vocab: int) -> Guesses:
     layout = part.layout
     shares = [1.0, *(layout.groups * count / layout.window for count in layout.counts)]
     scarcity = part.tokens.new_tensor([1.0 / share for share in shares], dtype=torch.float32)
+    worth = part.tokens.new_tensor(worths(len(shares)), dtype=torch.float32)
     return Guesses(
         part.begins,
         part.of,
         part.before,
         part.tokens.flatten()[part.target + 1].clamp(max=vocab - 1),
         scarcity[part.place],
+        worth[part.place],
         len(shares),
     )

@@ -26,7 +26,8 @@ def chained(laws, longest, vocab):
     begins = numpy.searchsorted(of.numpy(), numpy.arange(laws + 1))
     tokens = torch.randint(vocab, (laws,))[of]
     scarcity = torch.tensor([1.0 + number for _, number, _ in rows])
-    return Guesses(begins, of, torch.tensor(before), tokens, scarcity, longest)
+    worth = torch.tensor([float(longest - number) for _, number, _ in rows])
+    return Guesses(begins, of, torch.tensor(before), tokens, scarcity, worth, longest)
 
 
 def plain_loss(student, head, target, law, guesses, least, share):
@@ -40,6 +41,7 @@ def plain_loss(student, head, target, law, guesses, least, share):
         ahead = 1.0 if before == i else stand[before]
         stand.append(ahead * min(1.0, float((q - p)[token].detach().exp())))
         weight = 1.0 if before == i else least + (1 - least) * ahead * float(guesses.scarcity[i])
+        weight *= float(guesses.worth[i])
         apart = (q.exp() - p.exp()).abs().sum()
         kl = functional.kl_div(q, p, log_target=True, reduction="sum")
         total = total + weight * ((1 - share) * kl + share * apart)
@@ -69,6 +71,15 @@ def test_the_loss_is_the_distance_of_whole_laws(monkeypatch, elements, biased):
         torch.testing.assert_close(one.grad, gradient, atol=5e-5, rtol=1e-4)
     assert target.grad is None
     assert law.weight.grad is None
+
+
+def test_a_guess_is_worth_what_stands_if_it_does():
+    """The slope of the mean number of drafts that stand, by the chance at each place."""
+    chances = torch.full((8,), loss.STANDS, dtype=torch.float64, requires_grad=True)
+    chances.cumprod(0).sum().backward()
+    reached = loss.STANDS ** torch.arange(8, dtype=torch.float64)
+    due = torch.tensor(loss.worths(8), dtype=torch.float64) * reached
+    torch.testing.assert_close(chances.grad, due)
 
 
 def test_the_loss_of_the_same_law_is_nothing():
