@@ -2,9 +2,12 @@
 
     python benchmarks/python_prompts.py > prompts.jsonl              # the standard library
     python benchmarks/python_prompts.py torch numpy > prompts.jsonl  # and these
+    python benchmarks/python_prompts.py --exercises > prompts.jsonl  # and beginnings of exercises
     bass distill --pair qwen-coder.yaml --prompts prompts.jsonl --out drafts
 
-Every second one asks a chat model for the function instead. The order is fixed by the texts.
+Every second one asks a chat model for the function instead. An exercise is a function's name up to
+its bracket: the model makes up what it is to do, with examples, and solves it. The order is fixed
+by the texts.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import ast
 import hashlib
 import importlib.util
+import itertools
 import json
 import sys
 import sysconfig
@@ -23,6 +27,20 @@ from pathlib import Path
 
 _DOCSTRING = range(60, 1500)  # characters: says something, and leaves room for an answer
 _LONGEST = 2000  # characters of a prompt
+_VERBS = """
+all any apply balance check clean compare compress count decode encode evaluate filter find first
+flatten generate group is_valid join largest last longest match merge minimum move next pairs parse
+partition product rank remove replace reverse rotate round select shortest smallest sort split sum
+swap total unique validate
+"""
+_NOUNS = """
+anagrams areas binary brackets characters common_elements consonants cubes dates dictionary digits
+distances divisors duplicates even_numbers factors fractions grades graph grid hours indices
+integers intervals letters lines list matrix median numbers odd_numbers palindromes path points
+polynomial powers prefixes primes queue range records rows scores sentence sequence squares stack
+string strings sublists substring suffixes temperatures tree triangle tuples vowels words
+"""
+_BEGINNINGS = ("def {}(", "from typing import List\n\n\ndef {}(", "\n\ndef {}(")
 _SKIPPED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -52,27 +70,41 @@ def files_of(packages: list[str]) -> Iterator[Path]:
                 yield path
 
 
+def exercises() -> Iterator[str]:
+    for number, words in enumerate(itertools.product(_VERBS.split(), _NOUNS.split())):
+        yield _BEGINNINGS[number % len(_BEGINNINGS)].format("_".join(words))
+
+
+def named(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", nargs="*")
+    parser.add_argument("--exercises", action="store_true")
+    args = parser.parse_args()
     found: dict[str, tuple[str, str]] = {}
     warnings.simplefilter("ignore")  # old escapes in strings
-    for path in files_of(parser.parse_args().packages):
+    for path in files_of(args.packages):
         try:
             text = path.read_text(encoding="utf-8")
             for head, said in functions_of(text):
-                found.setdefault(hashlib.sha256(head.encode()).hexdigest(), (head, said))
+                found.setdefault(named(head), (head, said))
         except (OSError, SyntaxError, ValueError):
             continue  # broken on purpose, or not for this Python
+    lines = {}
     for number, (id_, (head, said)) in enumerate(sorted(found.items())):
-        name = id_[:16]
         if number % 2:
             asked = f"Write a Python function that does this:\n\n{said}"
-            line = {"id": name, "messages": [{"role": "user", "content": asked}]}
+            lines[id_] = {"messages": [{"role": "user", "content": asked}]}
         else:
-            line = {"id": name, "prompt": head}
-        print(json.dumps(line))
-    print(f"{len(found)} prompts", file=sys.stderr)
+            lines[id_] = {"prompt": head}
+    if args.exercises:
+        lines |= {named(text): {"prompt": text} for text in exercises()}
+    for id_, line in sorted(lines.items()):
+        print(json.dumps({"id": id_[:16], **line}))
+    print(f"{len(lines)} prompts", file=sys.stderr)
 
 
 if __name__ == "__main__":
