@@ -76,7 +76,8 @@ def _to_end(ids: list[int], ends: set[int], pad: int) -> list[int]:
 
 
 def vllm(order: Order) -> Run:
-    """vLLM's own engine as it comes, with all prompts at once."""
+    """vLLM's own engine as it comes, with all prompts at once. Only the engine has a seed: one for
+    each request would make it draw request by request."""
     import vllm
 
     engine = vllm.LLM(
@@ -94,7 +95,6 @@ def vllm(order: Order) -> Run:
         top_k=order["top_k"] or -1,
         max_tokens=order["max_new_tokens"],
         stop=order["stop"] or None,
-        seed=order["seed"],
     )
 
     def run() -> list[list[int]]:
