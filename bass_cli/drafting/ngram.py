@@ -20,7 +20,11 @@ from bass_cli.config.draft_spec import SOURCES
 from bass_cli.drafting.ngram_index import SIZES, Index, follow
 from bass_cli.drafting.ngram_trust import Trust
 from bass_cli.engine.batch import Batch, Change, Row
-from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.engine.contracts import Foregone, InTime, Proposal
+
+# Rounds after which it is seen what a draft would have been worth that nobody verified: each has
+# brought a token, and all of a look are told of together, or those that failed would come first.
+_HINDSIGHT = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,14 @@ class Guess:
     tokens: list[int] = field(default_factory=list)
     matched: list[int] = field(default_factory=list)
     count: int = 0
+
+    def judged(self, row: Row) -> tuple[int, int]:
+        """How many of its tokens the row has in their places before the first that it has not;
+        of how many, of those that count, anything is known."""
+        new = row.tokens[self.start : self.start + self.count]
+        pairs = zip(self.tokens, new, strict=False)
+        wrong = next((place for place, (token, due) in enumerate(pairs) if token != due), len(new))
+        return wrong, len(new)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +77,9 @@ class LookupDrafter:
         self._prompts: dict[str, Index] = {}
         self._samples: dict[int, _Sample] = {}  # by row
         self._trust = Trust()
+        self._found: list[tuple[Row, Guess]] = []  # by the last look, where it counts
+        self._forgone: list[tuple[Row, Guess]] = []  # by one whose drafts were not verified
+        self._since = 0  # rounds since then
 
     def open(
         self,
@@ -112,12 +127,10 @@ class LookupDrafter:
             filled += guess.tokens
             filled += row.tokens[-1:] * (length - len(guess.tokens))
         tokens = torch.from_numpy(numpy.array(filled, dtype=numpy.int64)).view(len(batch), length)
-        if batch.device.type == "cuda":
-            tokens = tokens.pin_memory().to(batch.device, non_blocking=True)
         return Proposal(tokens, None, counts)
 
     def forget(self) -> None:
-        self._trust = Trust()
+        self._trust, self._forgone = Trust(), []
 
     def learn(self, batch: Batch) -> None:
         """Of all rows, before any of them is looked up: samples see each other's."""
@@ -125,6 +138,18 @@ class LookupDrafter:
             sample = self._samples[place]
             self._judge(sample.guesses, row)
             sample.catch_up(row)
+
+    def forgo(self) -> None:
+        if not self._forgone:
+            self._forgone, self._since = self._found, 0
+
+    def recall(self) -> Foregone | None:
+        self._since += 1
+        if not self._forgone or self._since < _HINDSIGHT:
+            return None
+        told, self._forgone = self._forgone, []
+        judged = [guess.judged(row) for row, guess in told]
+        return Foregone(*zip(*judged, strict=True))
 
     def look_up(self, batch: Batch, length: int) -> list[Guess]:
         """A guess for every live row, in what was learnt so far."""
@@ -137,6 +162,8 @@ class LookupDrafter:
             if tokens:
                 sample.guesses.append(guess)
             found.append(guess)
+        rows = zip(batch.hosts, found, strict=True)
+        self._found = [(row, guess) for row, guess in rows if guess.count]
         return found
 
     def _enough(self, matched: list[int]) -> bool:

@@ -39,6 +39,11 @@ class Flight(NamedTuple):
     capturing: float
     steady: bool
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a row of it is still live."""
+        return any(row.place >= 0 for row in self.rows)
+
     def live(self, table: Integers, changes: int) -> tuple[Flight, Integers, Integers]:
         """The same with only those of its rows that are live after so many changes; the places
         where they are now, and their lines of the table that it brought."""
@@ -63,7 +68,8 @@ class Worth:
         self._ended = 0
 
     def waited(self, seconds: float) -> None:
-        """The device had nothing to do for so long between two rounds."""
+        """The device had nothing to do for so long between two rounds that might have been
+        launched ahead, looks for drafts apart."""
         self._gaps.append(seconds)
 
     def rows_ended(self, count: int) -> None:
@@ -77,6 +83,9 @@ class Worth:
     def pays(self, *, waiting: bool) -> bool:
         """`waiting`: whether samples wait for rows; otherwise nobody misses what an ended row
         takes."""
-        return bool(self._gaps) and min(self._gaps) > (
-            self._ending * self._seconds if waiting else 0.0
-        )
+        return self.saves(waiting=waiting) > 0
+
+    def saves(self, *, waiting: bool) -> float:
+        """Seconds that it saves a round; 0 where it does not pay."""
+        lost = self._ending * self._seconds if waiting else 0.0
+        return max(min(self._gaps, default=0.0) - lost, 0.0)

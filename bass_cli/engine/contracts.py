@@ -47,7 +47,8 @@ class Round(NamedTuple):
     of wall clock, without what capturing took. `steady`: the time is what later rounds of that
     width will take too. `drafted`: how many of a row's drafts were meant, where they came from
     the host; the others only filled its place up. None: all. `asking`: the part of the seconds
-    in which the host looked for drafts, whether it found any or not. `rows`: those that
+    in which the host looked for drafts, whether it found any or not, and the device waited for it,
+    though it would not have waited for a round without a look. `rows`: those that
     `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
     took, beside the seconds. `capacity`: rows that the batch has (0: whoever asks knows)."""
 
@@ -72,6 +73,15 @@ class Round(NamedTuple):
         return sum(map(min, self.accepted, self.meant)) > sum(self.meant) / 2
 
 
+class Foregone(NamedTuple):
+    """What has become of drafts of the host's that nobody verified: by draft, how many of its
+    tokens the row went on to have (`accepted`) before the first that it did not, of how many
+    (`meant`)."""
+
+    accepted: tuple[int, ...]
+    meant: tuple[int, ...]
+
+
 class Backlog(NamedTuple):
     """What a scheduler knows of the rest of its job: `tokens` of samples that wait for a row;
     how many a sample is likely to have (`typical`)."""
@@ -92,7 +102,8 @@ class Outlook(NamedTuple):
     still get; `colds`: the part of the entries that comes before anything is learnt of a length;
     `stops`: the drafting will be ended where it is no longer worth it, so a length is only the
     most there can be; `free`: no draft is made in the round, the host only looks for some, and
-    `trim` has the last word on the length."""
+    `trim` has the last word on the length; `foregone`: what is known since the last outlook of
+    drafts that were not verified."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -103,6 +114,7 @@ class Outlook(NamedTuple):
     colds: tuple[float, ...] = ()
     stops: bool = False
     free: bool = False
+    foregone: Foregone | None = None
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
@@ -182,8 +194,9 @@ class Drafter(FollowsRows, Protocol):
         """No further row will attach to this prompt."""
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every row of the batch; from the host for every live row,
-        with counts, called before each round that may draft, and past tokens decide."""
+        """Up to `length` tokens for every row of the batch; from the host, in its memory, for
+        every live row, with counts, called before each round that may draft, and past tokens
+        decide."""
 
 
 @runtime_checkable
@@ -225,6 +238,18 @@ class Learns(Protocol):
 
     def forget(self) -> None:
         """Nothing is known any more of how well drafts stand."""
+
+
+@runtime_checkable
+class Recalls(Protocol):
+    """A drafter on the host that finds out what drafts would have been worth that nobody
+    verified."""
+
+    def forgo(self) -> None:
+        """What was proposed last is not verified."""
+
+    def recall(self) -> Foregone | None:
+        """What has become of it, once that is known; each draft is told of once."""
 
 
 @runtime_checkable

@@ -135,6 +135,7 @@ class NextRound:
             captured.colds() if captured and any(entries) else (),
             stops=self._stops,
             free=not self._drafter.on_device,
+            foregone=self.offers.recall(),
         )
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.contracts import Drafter, Learns, Lengths, Proposal, Trims
+from bass_cli.engine.contracts import Drafter, Foregone, Learns, Lengths, Proposal, Recalls, Trims
 from bass_cli.engine.graphs import LONGEST
 
 
@@ -31,6 +31,7 @@ class Offers:
     def __init__(self, batch: Batch, drafter: Drafter, *, learns_before: bool):
         self._batch, self._drafter, self._learns_before = batch, drafter, learns_before
         self._learner = drafter if isinstance(drafter, Learns) else None
+        self._recalls = drafter if isinstance(drafter, Recalls) else None
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: Lengths) -> Proposal | None:
@@ -45,9 +46,14 @@ class Offers:
         best = max(offered.counts)
         if best and isinstance(lengths, Trims):
             best = min(lengths.trim(offered.counts), best)
-        return Proposal(
-            offered.tokens[:, :best], None, tuple(min(count, best) for count in offered.counts)
-        )
+            if best == 0 and self._recalls is not None:
+                self._recalls.forgo()
+        if not best:
+            return _nothing(self._batch)
+        tokens = offered.tokens[:, :best]
+        if self._batch.device.type == "cuda":
+            tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
+        return Proposal(tokens, None, tuple(min(count, best) for count in offered.counts))
 
     def learn(self) -> None:
         """Let the drafter take in what the rows have become: some work, which need not keep a
@@ -59,6 +65,10 @@ class Offers:
         """Let it forget how well drafts stand."""
         if self._learner is not None:
             self._learner.forget()
+
+    def recall(self) -> Foregone | None:
+        """What has become of drafts that `lengths` had no use for."""
+        return self._recalls.recall() if self._recalls is not None else None
 
     def put(self, offered: Proposal) -> None:
         """From now on `placed` has these drafts; beyond their length stands what stood there."""

@@ -88,7 +88,7 @@ class Loop:
             stops=stoppable,
         )
         self._flight: Flight | None = None  # launched, and not yet returned by any call
-        self._worth = Worth()
+        self._worth, self._ahead = Worth(), False  # whether rounds may be launched ahead at all
         self._landed: float | None = None  # when the last one was over
 
     @property
@@ -163,7 +163,8 @@ class Loop:
         `round` takes the device no time. Rounds that are not captured leave the host no such
         time, and begin when they are asked for."""
         self._next.backlog = backlog
-        if self._captured is not None and not self._under_way:
+        waits = self._flight is not None and self._flight.under_way
+        if self._captured is not None and not waits:
             self._flight = self._begin(None)
 
     @torch.inference_mode()
@@ -178,13 +179,14 @@ class Loop:
         round too, which may begin before this one's tokens are known, with the rows of now:
         others miss it. What is returned is still the oldest."""
         self._next.backlog = backlog
+        self._ahead = ahead and deadline is None and self._captured is not None
         flight, late = self._flight, False
-        if flight is not None and self._under_way:
+        if flight is not None and flight.under_way:
             late = flight.running.over()  # then it is the host that took so long
         else:
             flight = self._begin(deadline)
         self._flight = None
-        if not (ahead and deadline is None and self._may_go_on(flight)):
+        if not self._may_go_on(flight):
             return self._land(flight, late=late)
         assert self._captured is not None
         self._captured.renew(self._members.version)
@@ -200,25 +202,21 @@ class Loop:
         self._next.reflect()
         return done
 
-    @property
-    def _under_way(self) -> bool:
-        """Whether a round is that has a row which is still live."""
-        return self._flight is not None and any(row.place >= 0 for row in self._flight.rows)
-
     def _begin(self, deadline: float | None) -> Flight:
         """Launch a round with nothing before it."""
         if self._captured is not None:
             self._captured.renew(self._members.version)
-        flight = self._launch(self._next.take(deadline), deadline)
-        if self._landed is not None:
-            self._worth.waited(flight.began - self._landed)
+        asked = self._next.take(deadline)
+        flight = self._launch(asked, deadline)
+        if self._landed is not None and self._ahead:
+            self._worth.waited(flight.began - self._landed - asked.asking)
         self._next.reflect()
         return flight
 
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may, and should, begin before it is over."""
         return (
-            self._captured is not None
+            self._ahead
             and flight.steady
             and self._next.foreseeable(flight.width)
             and self._worth.pays(waiting=self._next.backlog.tokens > 0)
@@ -240,6 +238,9 @@ class Loop:
             self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
+        waits = 0.0  # of the device, for a look: another round would have been launched ahead
+        if asked.looked and self._ahead:
+            waits = self._worth.saves(waiting=self._next.backlog.tokens > 0)
         width, meant = min(places, self._verifier.most), None
         if offered is not None:
             meant = tuple(min(count, width) for count in offered.counts or ())
@@ -251,7 +252,7 @@ class Loop:
             meant,
             running,
             began,
-            asked.asking,
+            asked.asking + waits,
             asked.looked,
             captured.capturing if captured else 0.0,
             captured is None or captured.steady,

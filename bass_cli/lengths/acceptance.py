@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.engine.contracts import Foregone
+
 Array = NDArray[numpy.float64]
 
 _UNKNOWN = (0.7, 3.0)  # the rate before any round, and the trials that this counts as
@@ -34,6 +36,7 @@ class Acceptance:
         if known is not None:
             self._guess, self._strength = min(max(known, _LEAST), _MOST), _STRENGTH
         self._pool = self._quick = (0.0, 0.0)  # kept, trials
+        self._recalled = False  # whether drafts tell that nobody verified
         self._samples: Sequence[Hashable] = ()
         self._rows = numpy.zeros((2, 0))  # by row: kept, trials
         # By place: kept beyond what the rows' rates say; trials.
@@ -65,10 +68,19 @@ class Acceptance:
         self._rows = numpy.append(self._rows, numpy.zeros((2, 1)), 1)[:, places]
         self._samples = samples
 
-    def observe(self, accepted: Sequence[int], meant: Sequence[int]) -> None:
+    def recall(self, foregone: Foregone | None) -> None:
+        """What has become of drafts that nobody verified.
+
+        Where plain rounds tell of such drafts, what is known does not grow old in them.
+        """
+        if foregone is not None:
+            self._recalled = True
+            self.observe(*foregone, live=False)
+
+    def observe(self, accepted: Sequence[int], meant: Sequence[int], *, live: bool = True) -> None:
         """A round in which rows kept so many of that many drafts (some row had one).
 
-        Those beyond tell nothing.
+        Those beyond tell nothing. `live`: they are the rows that are followed, in order.
         """
         drafts = numpy.array(meant, dtype=numpy.float64)
         kept = numpy.minimum(accepted, drafts)
@@ -76,7 +88,7 @@ class Acceptance:
         now = float(kept.sum()), float(trials.sum())
         self._pool = _faded(self._pool, _MEMORY, now)
         self._quick = _faded(self._quick, _QUICK, now)
-        if len(kept) == self._rows.shape[1]:
+        if live and len(kept) == self._rows.shape[1]:
             self._rows = _MEMORY * self._rows + numpy.stack((kept, trials))
         if self._has_changed():
             self._pool = self._quick
@@ -89,6 +101,8 @@ class Acceptance:
 
     def idle(self) -> None:
         """A round without drafts: what is known grows old."""
+        if self._recalled:
+            return
         fade = max(_MEMORY, _STALE / max(self.trials, _STALE))
         self._pool = _faded(self._pool, fade)
         self._rows, self._places = fade * self._rows, fade * self._places

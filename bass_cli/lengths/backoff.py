@@ -85,6 +85,10 @@ class Looks:
         """Whether this is a round to look in: it wins, or there was none for long enough."""
         return self._gain >= 0 or self._tries.due(self.cost)
 
+    def begin(self) -> None:
+        """One is under way: what it brings will not be known when the next round is decided."""
+        self._tries.idle = 0
+
     def find(self, win: float) -> float:
         """What looks are likely to win once all is captured; these drafts may win so much then."""
         self._found = win

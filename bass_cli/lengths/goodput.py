@@ -62,20 +62,22 @@ class Goodput:
         return not self._decided or self._next[0] > 0
 
     def needs(self, width: int) -> bool:
-        """At first, after a probe, a look or catching up; a plain round tells of no drafts."""
+        """At first, after a probe or catching up; a plain round tells of no drafts."""
         tells = self._now[1] or self._outlook.catch_up or self._acceptance.unsure
-        looks = self._outlook.free and self._now[0] > 0
-        return bool(self._frozen or not self._costs.known or looks or (width and tells))
+        return bool(self._frozen or not self._costs.known or (width and tells))
 
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         before, self._outlook = self._outlook, outlook
         if self._frozen:
             self._outlook = outlook._replace(entries=(), colds=(), catch_up=0.0)
+        self._acceptance.recall(outlook.foregone)
         same = rows == self._rows and before.catch_up == self._outlook.catch_up
         self._rows = rows
         if not (self._decided and same):
             self._decide()
         self._now, self._decided = self._next, False
+        if outlook.free and self._now[0]:
+            self._looks.begin()
         return self._now[0]
 
     def reflect(self) -> None:

@@ -199,6 +199,30 @@ def test_learning_looks_at_what_rows_became_whether_it_was_drafted_or_not():
     assert desk.drafter._trust.chance(3) < Trust().chance(3)
 
 
+def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
+    """Three rows copy the prompt: one for two tokens, one for all, one ends after its first."""
+    desk = Desk(prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2), rows=3)
+    desk.drafter.learn(desk.batch)
+    assert desk.drafter.propose(desk.batch, 4).counts == (3, 3, 3)
+    desk.drafter.forgo()
+    told = []
+    for token in range(3, 11):
+        for row in desk.live[: 2 if token > 3 else 3]:
+            row.tokens.append(99 if row is desk.live[0] and token > 4 else token)
+        if token == 3:
+            desk.retire(2)
+        desk.drafter.learn(desk.batch)
+        desk.drafter.propose(desk.batch, 4)
+        desk.drafter.forgo()  # while the first is waited for
+        told.append(desk.drafter.recall())
+    assert told[7] == ((2, 3, 1), (3, 3, 1))
+    assert told[:7] == [None] * 7, "those that fail would be told of before those that stand"
+    desk.drafter.propose(desk.batch, 4)
+    desk.drafter.forgo()
+    desk.drafter.forget()
+    assert [desk.drafter.recall() for _ in range(10)] == [None] * 10
+
+
 def test_rows_stop_drafting_at_different_places_of_one_round():
     """Row 0 has a long match, row 1 a short one, row 2 none; a row with no room drafts nothing."""
     desk = Desk(["own"], prompt=(1, 2), rows=4)

@@ -246,6 +246,27 @@ def test_looking_for_drafts_in_vain_costs_next_to_nothing(found):
     assert looking <= 1.03 * seconds(Fixed(0), Ticks(), NoDrafter())
 
 
+def test_a_look_takes_what_the_device_waits_for_it():
+    """The host takes half a millisecond between two rounds, which launching ahead hides, and a
+    look 0.1 ms. Only the round that is looked for waits; the one after it is launched ahead."""
+    ticks, told = Ticks(), []
+    finder = Finder(0.0, asking=0.0001, ticks=ticks)
+    loop = Simulated(Goodput(limit=8), 0.0, rows=8, drafter=finder, graphs=FakeGraphs(ticks))
+    flights = Flights(loop)
+    loop.admit(*(Row("0", s, 0, [1], 500) for s in range(8)))
+    for number in range(490):
+        if number == 50:  # by then it is known what looks bring
+            looks, began, flown = finder.looks, ticks.seconds, flights.behind
+        told.append(loop.round(ahead=True))
+        ticks.seconds += 0.0005
+    looks = finder.looks - looks
+    assert looks > 3
+    assert {round(done.asking, 9) for done in told[50:]} == {0.0, 0.0006}
+    assert flights.behind - flown == pytest.approx(440 - looks, abs=1)
+    plain = 440 * 0.0021
+    assert ticks.seconds - began == pytest.approx(plain + looks * 0.0006, rel=0.002)
+
+
 @pytest.mark.parametrize("lengths", [lambda: Fixed(0), lambda: Fixed(3), lambda: Goodput(limit=6)])
 def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
     loop = captured(pair[0], "lookup", batch=5, lengths=lengths())

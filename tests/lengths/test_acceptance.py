@@ -2,6 +2,7 @@
 
 import pytest
 
+from bass_cli.engine.contracts import Foregone
 from bass_cli.lengths.acceptance import Acceptance
 
 
@@ -35,6 +36,27 @@ def test_unlike_rows_are_told_apart_and_shape_the_choice():
     assert slow[8] > 0.6 > both[8]
     keeping.follow((1, 3, "new"))
     assert keeping.rounds(3)[8] < slow[8], "a new row begins as the pool"
+
+
+def test_drafts_that_nobody_verified_tell_of_the_pool_and_of_no_row():
+    """Nor do they grow old in plain rounds, in which others like them come."""
+    keeping = acceptance(4)
+    keeping.recall(None)
+    assert (keeping.trials, keeping.unsure) == (0, True)
+    keeping.recall(Foregone((4, 0, 4, 0), (4, 4, 4, 4)))
+    keeping.recall(Foregone((4, 0), (4, 4)))
+    assert not keeping.unsure
+    assert len(set(keeping.rates(4))) == 1
+    assert keeping.rate == pytest.approx(0.75, abs=0.07)
+    known = keeping.trials
+    for _ in range(200):
+        keeping.idle()
+    assert keeping.trials == known
+    verified = acceptance(4)
+    verified.observe((4, 0, 4, 0), (4,) * 4)
+    for _ in range(200):
+        verified.idle()
+    assert verified.unsure
 
 
 def test_a_change_weighs_more_than_all_that_was_before_it():

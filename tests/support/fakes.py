@@ -48,13 +48,7 @@ class FakeGraphs(Graphs):
     def launch(self, key):
         """The device does it at once, behind what it was given before; the host hears of it when
         the time has come."""
-        took = {
-            "round": 0.0021 + 0.00045 * key.width,
-            "block": 0.0021 + 0.00045,
-            "given": 0.0021 + 0.000009 * key.rows * key.width,
-            "catch up": 0.00045,
-        }[key.kind]
-        over = self._free = max(self._free, self.ticks.seconds) + took
+        over = self._free = max(self._free, self.ticks.seconds) + self.pass_seconds(key)
         self.done.append(("replay", key))
         found = self._held[key]()
 
@@ -63,6 +57,14 @@ class FakeGraphs(Graphs):
             return found
 
         return Running(lambda: self.ticks.seconds >= over, wait)
+
+    def pass_seconds(self, key):
+        return {
+            "round": 0.0021 + 0.00045 * key.width,
+            "block": 0.0021 + 0.00045,
+            "given": 0.0021 + 0.000009 * key.rows * key.width,
+            "catch up": 0.00045,
+        }[key.kind]
 
     def count(self, how, kind=None):
         return sum(done == how and kind in (None, key.kind) for done, key in self.done)
