@@ -1,5 +1,5 @@
-"""A whole job, as `bass generate` runs it, beside other engines on the same prompts: each a fresh
-process, in turn, timed from its start to its end.
+"""A whole job, as `bass generate` runs it, beside the same on Ray and other engines on the same
+prompts: each a fresh process, in turn, timed from its start to its end.
 
 Not here: rounds without their surroundings (grid.py), what another engine does (rival_job.py).
 """
@@ -26,21 +26,25 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.plan import Plan
 
 _POLL = 0.2  # seconds between two looks at a GPU's memory
-_OURS = "bass"
-_COLUMNS = ("engine", "wall s", "least-most", "generating s", "tokens", "tokens/s", "host GB",
-            "GPU GB")  # fmt: skip
+_OURS, _ON_RAY = "bass", "bass --ray"
+_COLUMNS = ("engine", "wall s", "least-most", "start s", "decoding s", "tokens/s", "rows busy",
+            "host GB", "GPU GB")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     """A process that ended well. `seconds`: wall clock from start to end; `generating`: of these
-    after loading, as it says itself; `host`, `gpu`: peak bytes, None where nobody knows."""
+    after loading, as it says itself; `starting`: outside of its job, which is Python, imports, a
+    look at the models, Ray and its actors, and the end; a rival's loading too. `busy`: the share
+    of rows, in the mean of rounds; `host`, `gpu`: peak bytes. None where nobody knows."""
 
     seconds: float
     generating: float
+    starting: float
     tokens: int
     samples: int
-    host: int
+    busy: float | None
+    host: int | None
     gpu: int | None
 
 
@@ -49,15 +53,18 @@ def measure(
     prompts: Sequence[Prompt],
     command: Sequence[str],
     *,
+    on_ray: Sequence[str] = (),
     rivals: Sequence[str],
     repeats: int,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The document. `command`: our own job, but for its output; `rivals`: those installed. Each
-    repeat runs every engine once. MachineError where a process fails, with its last words."""
+    """The document. `command`: our own job, but for its output; `on_ray`: what it is given besides
+    to be drawn by actors, none if it is not to be; `rivals`: those installed. Each repeat runs
+    every engine once. MachineError where a process fails, with its last words."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        commands = {_OURS: [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]}
+        ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
+        commands = {_OURS: ours} | ({_ON_RAY: [*ours, *on_ray]} if on_ray else {})
         for rival in rivals:
             order = folder / f"{rival}.json"
             order.write_text(json.dumps(_order(plan, prompts, rival)), encoding="utf-8")
@@ -67,7 +74,8 @@ def measure(
         for repeat in range(repeats):
             for engine, words in commands.items():
                 note(f"run {repeat + 1} of {repeats}: {engine}")
-                out = [] if engine != _OURS else ["--out", str(folder / f"{repeat}.jsonl")]
+                file = folder / f"{repeat}{'-ray' * (engine == _ON_RAY)}.jsonl"
+                out = ["--out", str(file)] if engine in (_OURS, _ON_RAY) else []
                 runs[engine].append(_run(engine, [*words, *out], plan.device.type == "cuda"))
     return {
         "job": {
@@ -79,6 +87,7 @@ def measure(
             "device": plan.device.type,
             "dtype": str(plan.dtype).removeprefix("torch."),
             "command": list(command),
+            "on_ray": list(on_ray),
         },
         "engines": {engine: _figures(found) for engine, found in runs.items()},
     }
@@ -108,9 +117,10 @@ def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
             engine,
             f"{one['seconds']['median']:.1f}",
             f"{one['seconds']['least']:.1f}-{one['seconds']['most']:.1f}",
+            f"{one['starting_seconds']:.1f}",
             f"{one['generating_seconds']:.1f}",
-            f"{one['tokens']:.0f}",
             f"{one['tokens_per_second']:.1f}",
+            "-" if one["rows_busy"] is None else f"{one['rows_busy']:.0%}",
             size(one["host_bytes"]),
             size(one["gpu_bytes"]),
         ]
@@ -120,6 +130,8 @@ def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
 
 def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
     seconds = [run.seconds for run in runs]
+    busy = [run.busy for run in runs if run.busy is not None]
+    host = [run.host for run in runs if run.host is not None]
     gpu = [run.gpu for run in runs if run.gpu is not None]
     return {
         "seconds": {
@@ -127,11 +139,13 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
             "least": min(seconds),
             "most": max(seconds),
         },
+        "starting_seconds": statistics.median(run.starting for run in runs),
         "generating_seconds": statistics.median(run.generating for run in runs),
         "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
         "tokens": statistics.median(run.tokens for run in runs),
         "samples": runs[0].samples,
-        "host_bytes": max(run.host for run in runs),
+        "rows_busy": statistics.median(busy) if busy else None,
+        "host_bytes": max(host, default=None),
         "gpu_bytes": max(gpu, default=None),
         "runs": [run.seconds for run in runs],
     }
@@ -202,12 +216,17 @@ def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
         last = words[-1] if words else f"exit code {process.returncode}"
         raise MachineError(f"{engine}: the job could not be run: {last}")
     done = json.loads(lines[-1])
+    ours = engine in (_OURS, _ON_RAY)
+    generating = done["decoding_seconds" if ours else "generating_seconds"]
+    most = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Ran(
         seconds,
-        done["decoding_seconds" if engine == _OURS else "generating_seconds"],
+        generating,
+        seconds - (done["seconds"] if ours else generating),
         done["tokens"],
         done["samples"],
-        used.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        done["usage"]["rows_busy"] if ours else None,
+        most if engine != _ON_RAY else None,  # the driver's alone, and actors are what is large
         peak[0],
     )
 

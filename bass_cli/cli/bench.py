@@ -4,10 +4,12 @@ Nothing heavy before the checks."""
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from dataclasses import fields
 
 from bass_cli.bench import plot, report
-from bass_cli.cli.options import OF_A_JOB, OPTIONS
+from bass_cli.cli.options import OF_A_JOB, ON_RAY, OPTIONS
+from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import BenchArgs, LawArgs, job_args
 from bass_cli.errors import UserError
 from bass_cli.generation import files_read, read_job
@@ -88,7 +90,9 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
             )
     if file == "-":
         raise UserError("--job (or BASS_JOB): a file is needed, which can be read more than once")
-    job = read_job(job_args(args))
+    asked = job_args(args)
+    job = read_job(asked)
+    read_request(asked, job, out="a file beside")  # whatever makes no sense on Ray
     source = open_source(file)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
 
@@ -104,7 +108,8 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     document = jobs.measure(
         plan,
         list(read_prompts(source, column=job.prompt_column, limit=job.limit)),
-        ["generate", file, *_command_line(args)],
+        ["generate", file, *_command_line(args, besides=ON_RAY)],
+        on_ray=_options(args, ON_RAY),
         rivals=jobs.installed(rivals, cuda=plan.device.type == "cuda", note=screen.note),
         repeats=repeats,
         note=screen.note,
@@ -116,10 +121,15 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         screen.table(*jobs.table(document))
 
 
-def _command_line(args: BenchArgs) -> list[str]:
+def _command_line(args: BenchArgs, *, besides: Collection[str]) -> list[str]:
     """The options of `bass generate` that say the same; none for what was not given."""
+    every = (*(one.name for one in fields(LawArgs)), *OF_A_JOB)
+    return _options(args, [name for name in every if name not in besides])
+
+
+def _options(args: BenchArgs, names: Iterable[str]) -> list[str]:
     words = []
-    for name in [*(one.name for one in fields(LawArgs)), *OF_A_JOB]:
+    for name in names:
         value = getattr(args, name)
         if isinstance(value, bool):  # --chat/--no-chat
             words.append(_flag(name).split("/")[not value])

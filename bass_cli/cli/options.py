@@ -253,9 +253,10 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "json_table": Flag("JSON instead of the table", OUTPUT, flag="--json"),
 }
 
-# what bench takes of generate, for a --job
+# what bench takes of generate, for a --job; and what draws that a second time
+ON_RAY = ("ray", "actors")
 OF_A_JOB = ("n", "max_new_tokens", "stop", "chat", "draft_length", "batch_size", "limit",
-            "prompt_column")  # fmt: skip
+            "prompt_column", *ON_RAY)  # fmt: skip
 # what a command says otherwise of a field that others have too
 OWN: dict[type, dict[str, Flag]] = {
     EvaluateArgs: {
@@ -270,6 +271,10 @@ OWN: dict[type, dict[str, Flag]] = {
     },
     BenchArgs: {
         **{name: OPTIONS[name]._replace(group=JOB, variable=False) for name in OF_A_JOB},
+        "ray": OPTIONS["ray"]._replace(
+            text="Run it once more with actors on Ray, beside it: of this machine (local), or of "
+            "a cluster (auto, or HOST:PORT)", group=JOB, variable=False,
+        ),
         "prompts": Flag("Prompts to use as they are", MEASURED, "FILE", "built-in ones"),
         "overwrite": Flag("Let --plot replace a file that is no chart of bass", OUTPUT),
     },

@@ -134,6 +134,8 @@ class BenchArgs(LawArgs):
     batch_size: str | None = None
     limit: int | None = None
     prompt_column: str | None = None
+    ray: str | None = None
+    actors: str | None = None
     shape: str | None = None
     draft_shape: str | None = None
     acceptance: list[str] | None = None

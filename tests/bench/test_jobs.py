@@ -50,6 +50,7 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
         assert one["samples"] == 6
         assert 6 <= one["tokens"] <= 36
         assert 0 < one["generating_seconds"] < one["seconds"]["median"]
+        assert 0 < one["starting_seconds"] < one["seconds"]["median"]
         assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["runs"][0])
         assert one["host_bytes"] > 1e8
         assert one["gpu_bytes"] is None
@@ -66,6 +67,9 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
     ("arguments", "says"),
     [
         (("--n", "4"), "--n: it needs --job FILE too"),
+        (("--ray", "local"), "--ray: it needs --job FILE too"),
+        (("--job", "p.jsonl", "--actors", "2"), "--actors (or BASS_ACTORS) has no meaning"),
+        (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
         (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
         (("--job", "-"), "--job (or BASS_JOB): a file is needed"),

@@ -160,6 +160,26 @@ def test_a_part_is_one_and_what_a_node_lacks_is_said_with_its_name(
     assert not (place / "o.jsonl").exists()
 
 
+def test_a_bench_has_the_job_once_by_one_process_and_once_by_actors(
+    cluster: Any, pair_folder: Any
+) -> None:
+    pair_folder(prompts=2)
+    flags = ("--n", "2", "--max-new-tokens", "4", "--pair", "pair.yaml", "--device", "cpu")
+    given = ("--threads", "1", "--ray", cluster.address, "--actors", "1", "--repeats", "1")
+    found = CliRunner().invoke(app, ["bench", "--job", "p.txt", *flags, *given, "--json"])
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["job"]["on_ray"] == [f"--ray={cluster.address}", "--actors=1"]
+    one, ours = (document["engines"][name] for name in ("bass", "bass --ray"))
+    assert (one["samples"], one["tokens"]) == (ours["samples"], ours["tokens"]) == (4, 16)
+    assert one["host_bytes"] > 1e8
+    assert ours["host_bytes"] is None  # the driver's says nothing
+    for engine in (one, ours):
+        assert 0 < engine["rows_busy"] <= 1
+        # Ray's start, and what is in the actors a second time
+        assert 0 < engine["starting_seconds"] < engine["seconds"]["median"]
+
+
 @pytest.mark.slow  # a third of a minute; one more way to the same actors
 def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
     """The same samples by `eval --ray`, and by a map over Ray Data."""
