@@ -194,6 +194,28 @@ def test_most_of_what_drafting_has_won_may_be_lost_again():
         budget.spend(0.0, won=-10.0, plain=1.0)
 
 
+def distilled(rows, width):
+    """Seconds of a round of the same with its 0.5B made to draft in one pass."""
+    drafting = 1.15 + 0.02 * rows * width if width else 0.0
+    return (1.46 + 0.02 * rows + 0.03 * rows * width + drafting) / 1e3
+
+
+@pytest.mark.parametrize(
+    ("rate", "known", "due"), [(0.0, 0.95, 0.98), (0.3, 0.95, 0.98), (0.77, 0.85, 1.6)]
+)
+def test_the_rate_of_an_earlier_job_helps_a_row_and_a_wrong_one_costs_little(rate, known, due):
+    """One row of 256 tokens, too few to find out much, and drafts that take as long as the pass
+    that verifies them, and as long again to catch up: the mean of 24 jobs."""
+    options = {"tokens": 256, "feeding": 1e-3, "seeds": 24}
+    surface = surface_of(distilled, acceptance=known)
+
+    def make():
+        return Goodput(limit=8, surface=surface, at_once=True)
+
+    plain = seconds(lambda: Fixed(0), distilled, [rate], **options)
+    assert plain / seconds(make, distilled, [rate], **options) > due
+
+
 def dear(rows, width):
     """Seconds of a round of Qwen2.5-Coder 1.5B with the 0.5B as draft on an H200: a step of it
     takes half a plain round."""
