@@ -194,9 +194,9 @@ class Drafter(FollowsRows, Protocol):
         """No further row will attach to this prompt."""
 
     def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every row of the batch; from the host, in its memory, for
-        every live row, with counts, called before each round that may draft, and past tokens
-        decide."""
+        """Up to `length` tokens for every row of the batch; from the host for every live row,
+        with counts, in its memory or the device's, called before each round that may draft, and
+        past tokens decide."""
 
 
 @runtime_checkable

@@ -51,7 +51,7 @@ class Offers:
         if not best:
             return _nothing(self._batch)
         tokens = offered.tokens[:, :best]
-        if self._batch.device.type == "cuda":
+        if tokens.device != self._batch.device:
             tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
         return Proposal(tokens, None, tuple(min(count, best) for count in offered.counts))
 

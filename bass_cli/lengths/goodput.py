@@ -76,13 +76,13 @@ class Goodput:
         if not (self._decided and same):
             self._decide()
         self._now, self._decided = self._next, False
-        if outlook.free and self._now[0]:
-            self._looks.begin()
         return self._now[0]
 
     def reflect(self) -> None:
         self._learn()
         if not self._frozen:
+            if self._outlook.free and self._next[0]:
+                self._looks.begin()
             self._decide()
             self._decided = True
 

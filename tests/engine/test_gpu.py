@@ -16,9 +16,12 @@ from toys import SPAN, AtOnce, Reactive, drafter_for, drive
 
 import bass_kernels as ops
 from bass_cli.config.job import Job, Sampling, load_pair
+from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.offers import Offers
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.library import generate
@@ -559,3 +562,20 @@ def test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines(
     assert lines(notes.append) == due
     assert thief.refused == len(notes) == 2
     assert ["with 30 rows" in notes[0], "with 15 rows" in notes[1]] == [True, True]
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_drafts_of_the_host_reach_the_device_wherever_they_were_made(place):
+    """Of a host's drafter in the host's memory (lookup), or on the device (bass profile's)."""
+
+    class Found(NoDrafter):
+        on_device = False
+
+        def propose(self, batch, length):
+            tokens = torch.arange(2 * length, device=place).view(2, length)
+            return Proposal(tokens, None, (3, 2))
+
+    batch = Batch(rows=2, context=64, device=torch.device("cuda"))
+    found = Offers(batch, Found(), learns_before=False).ask(5, Fixed(5))
+    assert found.tokens.is_cuda
+    assert found.tokens.tolist() == [[0, 1, 2], [5, 6, 7]]

@@ -2,6 +2,7 @@
 against plain decoding, with sudden changes, unlike rows, wrong profiles and one-off costs;
 tables; and what may not depend on time."""
 
+import itertools
 import random
 import statistics
 
@@ -314,6 +315,22 @@ def test_looking_for_drafts_that_are_not_there_costs_little():
             assert seconds < 1.02 * plain
     assert widths[-1] == 4
     assert seconds < 0.5 * plain
+
+
+def test_a_look_that_is_asked_for_twice_is_one_look():
+    """As where rows change between asking and launching. Nor is there another one right behind it,
+    which would be decided before it is known what the first has brought."""
+    goodput, cost, looks = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), []
+    for number in range(200):
+        outlook = Outlook(300.0, samples=tuple(range(8)), rooms=(300,) * 8, free=True)
+        first, asked = goodput.next(8, outlook), goodput.next(7 + number % 2, outlook)
+        assert asked >= first, "a look is not lost"
+        goodput.reflect()
+        asking = 0.1 * cost(8, 0) if asked else 0.0
+        goodput.observe(Round(0, (0,) * 8, asking + cost(8, 0), asking=asking))
+        looks += [number] if asked else []
+    assert 5 < len(looks) < 20
+    assert 1 not in {after - before for before, after in itertools.pairwise(looks[5:])}
 
 
 def test_drafting_that_does_not_pay_is_stopped_though_the_profile_promised_it():
