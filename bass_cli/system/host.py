@@ -117,11 +117,13 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def wake(device: torch.device) -> None:
-    """Begin to make a CUDA device's context, which takes some tenths of a second in which Python
-    is free for other work. What goes wrong does so again, and is said, where the device is
-    needed. No daemon: one that a process's end meets in CUDA's libraries would abort it."""
+    """Begin to make a CUDA device's context, and Triton's digest of itself, without which it loads
+    no kernel: some tenths of a second each, in which Python is free for other work. What goes
+    wrong does so again, and is said, where the device is needed. The first is no daemon: one
+    that a process's end meets in CUDA's libraries would abort it."""
     if device.type == "cuda":
         threading.Thread(target=_make_context, args=(device,), name="waking").start()
+        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
 
 def _make_context(device: torch.device) -> None:
@@ -129,6 +131,12 @@ def _make_context(device: torch.device) -> None:
 
     with contextlib.suppress(Exception):
         torch.cuda.mem_get_info(device)
+
+
+def _digest_triton() -> None:
+    """It reads some hundred megabytes of its own library once a process, and keeps the digest."""
+    with contextlib.suppress(Exception):
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def free_memory(device: torch.device) -> int:

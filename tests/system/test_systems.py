@@ -185,17 +185,27 @@ def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
             raise RuntimeError("CUDA error: unknown")
         return 5, 7
 
+    def digest() -> str:
+        digested.append(threading.current_thread())
+        if broken:
+            raise FileNotFoundError("libtriton.so")
+        return "digest"
+
+    digested: list[threading.Thread] = []
     unseen: list[object] = []  # what a thread ends with
     monkeypatch.setattr(threading, "excepthook", unseen.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", ask)
+    monkeypatch.setattr("triton.runtime.cache.triton_key", digest)
     host.wake(torch.device("cpu"))
-    assert asked == []
+    assert asked == digested == []
     cuda = torch.device("cuda")
     host.wake(cuda)
-    while not asked:
+    while not (asked and digested):
         time.sleep(0.001)
     ((device, thread),) = asked
-    thread.join(60)
+    for one in (thread, *digested):
+        one.join(60)
+        assert not one.is_alive()
     assert (device, thread.daemon) == (cuda, False)
     assert thread is not threading.main_thread()
     assert unseen == []
