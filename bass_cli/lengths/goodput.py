@@ -21,7 +21,7 @@ _PROBE = 4  # the longest probe, where one that is captured is better than a sho
 _STAY = 0.01  # by which another length must be better than the last one, or noise would choose
 _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 # A plain round is worth it where costs may be wrong by what drafting wins; these are the least
-_UNSURE = 0.04, 0.15  # (costs drift, and plain rounds cost) and the most that may not be known
+_UNSURE = 0.04, 0.25  # (costs drift, and plain rounds cost) and the most that may not be known
 
 
 class Goodput:

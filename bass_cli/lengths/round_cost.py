@@ -242,7 +242,7 @@ class RoundCost:
             self._doubt += _ANYTHING
         # By rows: at the surface's context; what a token more takes.
         self._parts: dict[int, tuple[Array, Array]] = {}
-        self._inferred = 0.0  # by how much plain moved since it was seen last (log)
+        self._inferred = 0.0  # what plain is taken for, over what it was when seen last (log)
         self._met: Counter[int] = Counter()  # rounds by rows
         # A first round is slower than any other (caches, libraries): a guess is not to follow it.
         self._first = not self._surface.measured
@@ -268,8 +268,8 @@ class RoundCost:
         parts = self._scaled(rows, context, free)[:, place]
         due = float(parts.sum())
         # A clock may stand still.
-        off, noise, shares = math.log(max(seconds, 1e-9) / due), _NOISE**2, parts / due
-        seen = self._doubt @ shares
+        told, noise, shares = math.log(max(seconds, 1e-9) / due), _NOISE**2, parts / due
+        off, seen = told, self._doubt @ shares
         if self.known:
             off = min(max(off, -_STUMBLE), _STUMBLE)
             if off * off > _SURPRISE**2 * (shares @ seen + noise):
@@ -278,15 +278,15 @@ class RoundCost:
                 seen = self._doubt @ shares
         gain = seen / (shares @ seen + noise)
         self._factors = self._factors * numpy.exp(gain * off)
-        self._inferred = self._inferred + float(gain[0]) * off if width else 0.0
+        self._inferred = float(gain[0]) * off + (self._inferred if width else -told)
         self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
 
     def tells(self, rows: int, place: int, context: float | None = None) -> float:
         """How much a plain round would tell of what a round of this choice takes in plain ones.
 
-        As a share: a standard deviation, or what drafting rounds alone have made of plain ones. 0
-        where nothing may be learnt.
+        As a share: a standard deviation, or how far plain ones are taken to be from the last that
+        was seen. 0 where nothing may be learnt.
         """
         if self._frozen:
             return 0.0

@@ -2,6 +2,7 @@
 it follows a device."""
 
 import json
+import math
 
 import pytest
 from devices import device, surface_of
@@ -142,3 +143,19 @@ def test_what_was_learnt_before_is_corrected_by_what_is_seen():
         for width in (0, 4):
             costs.learn(8, width, cost(8, width), None)
     assert costs.line(8)[0] == pytest.approx(cost(8, 0), rel=0.1)
+
+
+def test_what_is_not_believed_of_a_plain_round_asks_for_another():
+    """A plain round takes half of what was expected, which is not believed at once: as long as
+    what is taken for it is far from what was seen, another one would tell much."""
+    surface = surface_of(device(HALF))
+    costs = RoundCost((0, 2, 4), surface)
+    for _ in range(20):
+        costs.learn(8, 4, surface.seconds(8, 4), None)
+        costs.learn(8, 0, surface.seconds(8, 0), None)
+    assert costs.tells(8, 2) < 0.05
+    for _ in range(30):
+        costs.learn(8, 0, surface.seconds(8, 0) / 2, None)
+        apart = costs.line(8)[0] / (surface.seconds(8, 0) / 2)
+        assert costs.tells(8, 2) >= 0.99 * math.log(apart)
+    assert apart == pytest.approx(1.0, abs=0.05)
