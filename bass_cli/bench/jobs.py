@@ -27,8 +27,8 @@ from bass_cli.plan import Plan
 
 _POLL = 0.2  # seconds between two looks at a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
-_COLUMNS = ("engine", "wall s", "least-most", "start s", "decoding s", "tokens/s", "rows busy",
-            "host GB", "GPU GB")  # fmt: skip
+_COLUMNS = ("engine", "wall s", "least-most", "start", "decode", "tokens/s", "busy", "host GB",
+            "GPU GB")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,8 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
     ]  # fmt: skip
     columns, rows = jobs.table(document)
     assert {len(row) for row in rows} == {len(columns)}
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    assert sum(widths) + 2 * (len(widths) - 1) <= 80
 
 
 @pytest.mark.parametrize(
