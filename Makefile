@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 FAST := scheduler saving same_files places prompts text_length template continuation doctor stopping \
 	lengths families job library damaged_models ignored_options metrics results resume help tasks progress sampling kv_cache graph_policy \
