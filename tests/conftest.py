@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 # Files whose few tests take longest, 9 to 37 s each: begun first, or one process is left with them
 # when all others have nothing to do.
-_DEAR = (
+DEAR = (
     "test_rays", "test_tensor_parallel", "test_triton", "test_sandbox_parts", "test_laws",
     "test_sandbox", "test_bench", "test_pieces", "test_weights", "test_memory", "test_crashes",
     "test_growth", "test_feature_heads", "test_systems", "test_chain_heads",
@@ -26,8 +26,8 @@ _DEAR = (
 
 
 def pytest_collection_modifyitems(items):
-    place = {name: number for number, name in enumerate(_DEAR)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(_DEAR)))
+    place = {name: number for number, name in enumerate(DEAR)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(DEAR)))
 
 
 def pytest_collection_finish():

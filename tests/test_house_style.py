@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import DEAR
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(
@@ -89,6 +90,12 @@ def at_import(tree):
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.split(".")[0]
         waiting.extend(ast.iter_child_nodes(node))
+
+
+def test_files_that_begin_first_are_there():
+    """One that got another name would begin last, and nobody would notice."""
+    files = [path.stem for path in (ROOT / "tests").rglob("test_*.py")]
+    assert [files.count(name) for name in DEAR] == [1] * len(DEAR)
 
 
 def test_the_checks_see_what_they_should():
