@@ -70,8 +70,8 @@ class Conductor:
         Prompts are taken as rows become free; a None among them says that there is none now, and
         they are asked again after the next round. One that cannot be used yields a Completion with
         finish_reason "error". Lines of samples that are over are made, and the caller writes them,
-        while the device runs the next round; with a budget before it, which then begins when it
-        can be waited for. What breaks a job off, an interruption too, is raised after them.
+        while the device runs the next round. What breaks a job off, an interruption too, is
+        raised after them.
         """
         try:
             while not self._ended or self._queue or self._live:
@@ -80,8 +80,8 @@ class Conductor:
                 self._exchange()
                 self._expire()
                 self._grow()
-                if self._live and self._job.budget is None:
-                    self._loop.launch(backlog=self._backlog())
+                if self._live:
+                    self._loop.launch(self._soonest(), backlog=self._backlog())
                 yield from self._finished()
                 if self._live:
                     self._round()
@@ -183,24 +183,25 @@ class Conductor:
         return Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
 
     def _round(self) -> None:
-        soonest = min(self._deadlines(), default=None)
-        done = self._loop.round(soonest, backlog=self._backlog(), ahead=True)
+        done = self._loop.round(self._soonest(), backlog=self._backlog(), ahead=True)
+        if self._job.budget is not None and not all(task.started for task in self._tasks):
+            for row, sample in self._live.items():
+                sample.task.started |= row.rounds > 0
         if self._on_round is not None:
             self._on_round(done._replace(capacity=self._loop.batch.capacity))
 
-    def _deadlines(self) -> list[float]:
-        if self._job.budget is None:
-            return []
-        for task in self._tasks:
-            task.started |= task.live > 0
-        return [task.deadline for task in self._tasks if task.deadline is not None]
+    def _soonest(self) -> float | None:
+        """The deadline that comes first, by which the next round is to end."""
+        deadlines = (task.deadline for task in self._tasks if task.deadline is not None)
+        return min(deadlines, default=None)
 
     def _expire(self) -> None:
         """End all samples of prompts whose deadline has come, or would pass within even the
         shortest round; but the first round is not left out because of a prediction, for no other
-        one might ever correct it."""
+        one might ever correct it. A round that is under way is taken in before: it was launched
+        to be over in time."""
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
-        if not deadlines:
+        if not deadlines or self._loop.under_way:
             return
         now, hosts = self._loop.clock.now(), self._loop.batch.hosts
         soonest = now + (self._loop.shortest(min(deadlines)) if self._live else 0.0)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy
 
+from bass_cli.engine.contracts import Round
+from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Running
 from bass_cli.engine.ledger import Integers, Row
 
@@ -57,28 +59,60 @@ class Flight(NamedTuple):
         (lines,) = alive.nonzero()
         return self._replace(rows=rows, meant=meant), places[lines], table[lines]
 
+    def landed(self, kept: tuple[int, ...], seconds: float, *, late: bool) -> Round:
+        """What it did: each row kept so many drafts, and it took so long. `late`: it has been
+        over for a while, so nobody knows what it took."""
+        return Round(
+            self.width,
+            kept,
+            seconds,
+            self.steady and not late,
+            self.meant,
+            self.asking if self.looked else 0.0,
+            self.rows,
+            self.capturing,
+        )
+
 
 class Worth:
     """Whether launching ahead pays: it hides what the host does between two rounds, and a row
-    that ends takes part in one more round for nothing."""
+    that ends takes part in one more round for nothing. All times are the loop's clock's."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=_RECENT)
         self._ending = self._seconds = 0.0
         self._ended = 0
+        self._landed: float | None = None  # when the last round was over
 
-    def waited(self, seconds: float) -> None:
-        """The device had nothing to do for so long between two rounds that might have been
-        launched ahead, looks for drafts apart."""
-        self._gaps.append(seconds)
+    def idle(self) -> None:
+        """No row was live: whatever the device did, no round could have been launched."""
+        self._landed = None
+
+    def begins(self, now: float) -> None:
+        """A round begins behind nothing, which might have been launched ahead; looks for drafts
+        are not counted as waiting."""
+        if self._landed is not None:
+            self._gaps.append(now - self._landed)
+
+    def start(self, flight: Flight) -> float:
+        """When the device began with it: not before it was done with the last one."""
+        return flight.began if self._landed is None else max(flight.began, self._landed)
+
+    def until(self, deadline: float | None, flight: Flight, clock: Clock) -> float | None:
+        """What a deadline is to the round behind this one, which waits until that is over, if
+        it is asked for now."""
+        if deadline is None:
+            return None
+        over = self.start(flight) + clock.predict(flight.places)
+        return deadline - max(over - clock.now(), 0.0)
 
     def rows_ended(self, count: int) -> None:
         self._ended += count
 
-    def landed(self, seconds: float, rows: int) -> None:
-        """A round of so many rows took so long."""
+    def landed(self, now: float, seconds: float, rows: int) -> None:
+        """A round of so many rows is over, and took so long."""
         self._ending += _WEIGHT * (self._ended / rows - self._ending)
-        self._ended, self._seconds = 0, seconds
+        self._ended, self._seconds, self._landed = 0, seconds, now
 
     def pays(self, *, waiting: bool) -> bool:
         """`waiting`: whether samples wait for rows; otherwise nobody misses what an ended row

@@ -63,6 +63,10 @@ class NextRound:
         asked, self._due = self._due or self._ask(deadline), None
         return asked
 
+    def in_time(self, deadline: float | None) -> bool:
+        """Whether the shortest round there is should end by `deadline`, if it began now."""
+        return deadline is None or self._clock.now() + self._clock.predict(0) <= deadline
+
     def foreseeable(self, width: int) -> bool:
         """Whether the round after one of `width` drafts can be asked for before that is over.
         Under maximal coupling it must not: there a draft length decided earlier would be another

@@ -89,7 +89,6 @@ class Loop:
         )
         self._flight: Flight | None = None  # launched, and not yet returned by any call
         self._worth, self._ahead = Worth(), False  # whether rounds may be launched ahead at all
-        self._landed: float | None = None  # when the last one was over
 
     @property
     def lengths(self) -> Lengths:
@@ -135,6 +134,8 @@ class Loop:
     def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> None:
         """End the rows at `ended` and make `rows`, of open prompts, live. Cheapest if a prompt's
         rows come together, and all that changes between two rounds at once."""
+        if not len(self.batch):
+            self._worth.idle()
         self._members.exchange(ended, rows)
         self._next.changed()
         self._worth.rows_ended(len(ended))
@@ -157,15 +158,19 @@ class Loop:
         """End the rows at these places; the last rows take them."""
         self.exchange(ended, ())
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a round was launched that `round` has not returned, and has live rows."""
+        return self._flight is not None and self._flight.under_way
+
     @torch.inference_mode()
-    def launch(self, *, backlog: Backlog = NO_MORE) -> None:
+    def launch(self, deadline: float | None = None, *, backlog: Backlog = NO_MORE) -> None:
         """Begin the next round, if none is under way: what the host does from now on until
         `round` takes the device no time. Rounds that are not captured leave the host no such
         time, and begin when they are asked for."""
         self._next.backlog = backlog
-        waits = self._flight is not None and self._flight.under_way
-        if self._captured is not None and not waits:
-            self._flight = self._begin(None)
+        if self._captured is not None and not self.under_way:
+            self._flight = self._begin(deadline)
 
     @torch.inference_mode()
     def round(
@@ -177,28 +182,30 @@ class Loop:
 
         `backlog`: what else the job has. `ahead`: this controller will be asked for the next
         round too, which may begin before this one's tokens are known, with the rows of now:
-        others miss it. What is returned is still the oldest."""
+        others miss it. What is returned is still the oldest. Before a deadline that is only done
+        where the next one too should be over by then: what is under way must be taken in."""
         self._next.backlog = backlog
-        self._ahead = ahead and deadline is None and self._captured is not None
+        self._ahead = ahead and self._captured is not None
         flight, late = self._flight, False
         if flight is not None and flight.under_way:
             late = flight.running.over()  # then it is the host that took so long
         else:
             flight = self._begin(deadline)
         self._flight = None
-        if not self._may_go_on(flight):
+        until = self._worth.until(deadline, flight, self.clock)
+        if not self._may_go_on(flight) or not self._next.in_time(until):
             return self._land(flight, late=late)
         assert self._captured is not None
         self._captured.renew(self._members.version)
-        asked = self._next.take(None)
-        _, step = self._next.served(asked, None)
+        asked = self._next.take(until)
+        _, step = self._next.served(asked, until)
         if step.how == "replay" and self._catching.reaches(flight.width, step.shape.width):
-            self._flight = self._launch(asked, None, behind=True)
+            self._flight = self._launch(asked, until, behind=True)
             done = self._land(flight, late=late)
             self.catch_up(self._flight.places)  # nothing is missing: the drafter is only told
         else:
             done = self._land(flight, late=late)
-            self._flight = self._launch(asked, None)
+            self._flight = self._launch(asked, until)
         self._next.reflect()
         return done
 
@@ -208,8 +215,8 @@ class Loop:
             self._captured.renew(self._members.version)
         asked = self._next.take(deadline)
         flight = self._launch(asked, deadline)
-        if self._landed is not None and self._ahead:
-            self._worth.waited(flight.began - self._landed - asked.asking)
+        if self._ahead:
+            self._worth.begins(flight.began - asked.asking)
         self._next.reflect()
         return flight
 
@@ -260,7 +267,7 @@ class Loop:
 
     def _land(self, flight: Flight, *, late: bool) -> Round:
         """Wait for a round, and take in what it brought for those of its rows that are still
-        live. `late`: it has been over for a while, so nobody knows what it took."""
+        live. `late`: see Flight.landed."""
         packed = flight.running.wait()
         assert packed is not None
         now, rows = self.clock.now(), len(flight.rows)
@@ -269,20 +276,9 @@ class Loop:
         kept = tuple(
             self.batch.ledger.take(table, places, width=flight.places, meant=meant).tolist()
         )
-        began = flight.began if self._landed is None else max(flight.began, self._landed)
-        seconds = flight.asking + now - began - flight.capturing
-        self._landed = now
-        self._worth.landed(seconds, rows)
-        done = Round(
-            flight.width,
-            kept,
-            seconds,
-            flight.steady and not late,
-            flight.meant,
-            flight.asking if flight.looked else 0.0,
-            flight.rows,
-            flight.capturing,
-        )
+        seconds = flight.asking + now - self._worth.start(flight) - flight.capturing
+        self._worth.landed(now, seconds, rows)
+        done = flight.landed(kept, seconds, late=late)
         if done.steady:
             self.clock.observe(flight.places, seconds)
         if not flight.places:

@@ -101,13 +101,13 @@ def test_a_round_says_which_rows_it_was_of(pair):
         ("maximal", lambda: Fixed(2), None, {}),
         ("shared", Bass, None, {}),
         ("shared", lambda: Fixed(2), "lookup", {}),
-        ("shared", lambda: Fixed(2), None, {"deadline": 1e9}),
+        ("shared", lambda: Fixed(2), None, {"deadline": 0.002}),
         ("shared", lambda: Fixed(2), None, {"ahead": False}),
     ],
 )
 def test_only_where_nothing_is_waited_for(pair, coupling, lengths, drafter, given):
-    """Not where a length decided earlier would be another sample, or a worse one; nor before a
-    deadline."""
+    """Not where a length decided earlier would be another sample, or a worse one; nor where the
+    next round would not be over before a deadline."""
     target, draft = pair
     loop = captured(target, drafter or draft, batch=6, lengths=lengths(), coupling=coupling)
     flights = ready(loop)
@@ -149,14 +149,16 @@ def test_the_device_does_not_wait_for_the_host(ahead):
 def test_it_pays_unless_rows_end_all_the_time():
     worth = Worth()
     assert not worth.pays(waiting=False), "nobody knows what the host takes"
+    worth.begins(3.0)
     for seconds in (0.0005, 0.03, 0.0005):  # an admission between two rounds is no usual gap
-        worth.waited(seconds)
+        worth.landed(5.0, 0.005, rows=8)
+        worth.begins(5.0 + seconds)
     for _ in range(200):
-        worth.landed(0.005, rows=8)
+        worth.landed(6.0, 0.005, rows=8)
     assert worth.pays(waiting=True)
     for _ in range(200):
         worth.rows_ended(1)
-        worth.landed(0.005, rows=4)
+        worth.landed(7.0, 0.005, rows=4)
     assert not worth.pays(waiting=True), (
         "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
     )
