@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from bass_cli.cluster.rays import Request, crew_on_ray
+from bass_cli.cluster.rays import Request, cluster_of, crew_on_ray
 from bass_cli.config.job import Job
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
@@ -113,9 +113,12 @@ def drawing_of(
     checked. `source`: what identifies the prompts; `longest`: the text of the longest;
     `prompts`: how many there are, None where nobody knows."""
     if request is not None:
-        with crew_on_ray(
-            request, job, screen, source=source, prompts=prompts, longest=longest, shard=shard
-        ) as crew:
+        with (
+            cluster_of(request, job, screen) as cluster,
+            crew_on_ray(
+                cluster, screen, source=source, prompts=prompts, longest=longest, shard=shard
+            ) as crew,
+        ):
             yield Elsewhere(crew)
         return
     settle(job.threads, screen.note)

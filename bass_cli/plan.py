@@ -175,11 +175,10 @@ class Plan:
         manifest."""
         name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
         path = self.files.target.path
-        device = (
-            torch.cuda.get_device_name(self.device)
-            if self.device.type == "cuda"
-            else platform.machine()
-        )
+        device = platform.machine()
+        if self.device.type == "cuda":  # for a plan of others' work there may be none here
+            there = torch.cuda.is_available()
+            device = torch.cuda.get_device_name(self.device) if there else "cuda"
         return {
             "target": self.job.pair.target,
             "target_files": self.files.target.fingerprint(),
@@ -247,6 +246,16 @@ def make_plan(
     if plan.share:
         notes.append(plan.share)
     return replace(plan, notes=tuple(notes))
+
+
+def plan_of_others(job: Job) -> Plan:
+    """What is known without their device of a job that others run on it: files, vocabularies,
+    number format. Nothing of memory or rows, and nothing is looked at but files. `job`: on "cuda"
+    or "cpu"."""
+    device, files = torch.device(job.device), open_files(job)
+    dtype, tokens = _dtype(job.dtype, device), job.sampling.max_new_tokens
+    found = _footprint(job, files, 0, device=device, dtype=dtype)
+    return Plan(job, files, device, dtype, found, free=0, most_rows=1, kept=tokens)
 
 
 def _growing(plan: Plan) -> Plan:

@@ -72,6 +72,12 @@ _FLAGS = {
     ),
     "windows": Flag("Windows of text a step", _TRAINING, "N", "16", flag="--train-batch"),
     "window_tokens": Flag("Tokens of a window, a multiple of 8", _TRAINING, "N", "512"),
+    "ray": OPTIONS["ray"]._replace(
+        text="Draw and train with actors on Ray, one a GPU: of this machine (local), or of a "
+        "cluster that it is a node of (auto, or HOST:PORT), with --out in a folder that all nodes "
+        "share; needs bass-cli[ray]"
+    ),
+    "actors": OPTIONS["actors"],
     "dtype": OPTIONS["dtype"]._replace(takes="auto|bf16|fp32"),
     "out": Flag(
         "The folder for samples, checkpoint, draft, pair file and report; given again, the same "
@@ -92,6 +98,7 @@ def distill(args: DistillArgs) -> None:
     Examples:
       bass distill --pair mine.yaml --out drafts --minutes 10
       bass distill --model big.gguf --from small.gguf --out drafts
+      bass distill --pair mine.yaml --out drafts --ray local --actors 8
 
     The folder gets a pair file for bass generate --pair. Given again after an interruption, the
     same command goes on where it was.

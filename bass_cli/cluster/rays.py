@@ -1,4 +1,5 @@
-"""A crew on Ray: actors on this machine or on a cluster, one a GPU, or on CPUs where there is none.
+"""A crew on Ray: actors on this machine or on a cluster, one a GPU, or on CPUs where there is none;
+and whatever else is to run in actors so.
 
 What is Ray's own stands here and in bass_cli/ray.py only, and nothing of it is imported before
 somebody asks for it. Not here: what actors are given and what becomes of their samples (crew.py,
@@ -17,10 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.crew import Crew, Event, Lost, Place
-from bass_cli.cluster.pool import Part
+from bass_cli.cluster.crew import Crew, Lost, Place
 from bass_cli.cluster.worker import Fault, Order, Worker
-from bass_cli.config.args import SampleArgs
+from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     actors: int | None
 
 
-def read_request(args: SampleArgs, job: Job, out: str) -> Request | None:
+def read_request(args: SampleArgs | DistillArgs, job: Job, out: str) -> Request | None:
     """What the flags ask for; None where samples are drawn by this process. UserError for what
     makes no sense, before anything is started."""
     if args.ray is None:
@@ -76,20 +76,26 @@ def read_request(args: SampleArgs, job: Job, out: str) -> Request | None:
     return Request(args.ray, None if text == "all" else int(text))
 
 
+class Cluster(NamedTuple):
+    """The module ray, connected, and where there is room for a job's actors."""
+
+    ray: Any
+    rooms: Rooms
+
+    @contextlib.contextmanager
+    def fleet(self, kind: type, order: Any) -> Iterator[RayFleet]:
+        """Actors that are made of an order, none yet. At its end all are gone."""
+        fleet = RayFleet(self.ray, self.rooms, kind, order)
+        try:
+            yield fleet
+        finally:
+            fleet.close()
+
+
 @contextlib.contextmanager
-def crew_on_ray(
-    request: Request,
-    job: Job,
-    screen: Screen,
-    *,
-    source: Mapping[str, Any],
-    prompts: int | None,
-    longest: str,
-    shard: Shard | None,
-) -> Iterator[Crew]:
-    """A crew for the job while it lasts; `source` to `shard`: see Order. At its end all
-    actors are gone, and a cluster that was begun here with them. UserError where there is no
-    cluster at that address."""
+def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
+    """The cluster that was asked for; one that is begun here ends with this. UserError where there
+    is none at that address."""
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
         _connected(request, job.threads or 1) as ray,
@@ -97,16 +103,28 @@ def crew_on_ray(
         # Ray prints what nodes report of workers that died to standard output, where results go
         contextlib.redirect_stdout(nowhere),
     ):
-        rooms = Rooms(ray.nodes, request, job)
-        share = None
-        if prompts is not None:
-            share = math.ceil(prompts / max(len(rooms.places()), 1))
-        fleet = RayFleet(ray, rooms, Order(rooms.job, dict(source), share, longest, shard))
-        screen.phase("starting the actors, checking the models")
-        try:
-            yield Crew(fleet, screen, n=job.n, alike=job.draws_one)
-        finally:
-            fleet.close()
+        yield Cluster(ray, Rooms(ray.nodes, request, job))
+
+
+@contextlib.contextmanager
+def crew_on_ray(
+    cluster: Cluster,
+    screen: Screen,
+    *,
+    source: Mapping[str, Any],
+    prompts: int | None = None,
+    longest: str = "",
+    shard: Shard | None = None,
+) -> Iterator[Crew]:
+    """A crew for the cluster's job while it lasts; `source` to `shard`: see Order. At its end all
+    actors are gone."""
+    rooms, share = cluster.rooms, None
+    if prompts is not None:
+        share = math.ceil(prompts / max(len(rooms.places()), 1))
+    screen.phase("starting the actors, checking the models")
+    order = Order(rooms.job, dict(source), share, longest, shard)
+    with cluster.fleet(Worker, order) as fleet:
+        yield Crew(fleet, screen, n=rooms.job.n, alike=rooms.job.draws_one)
 
 
 @contextlib.contextmanager
@@ -215,23 +233,24 @@ class Rooms:
 
 
 class RayFleet:
-    """A Fleet of Ray actors. One that dies is not begun again by Ray, but by the crew."""
+    """A Fleet of Ray actors, each a `kind` made of an `order`: what its `prepare`, and then each
+    `exchange`, answers is an event. One that dies is not begun again by Ray, but by the crew."""
 
-    def __init__(self, ray: Any, rooms: Rooms, order: Order):
-        self._ray, self._rooms, self._order = ray, rooms, order
+    def __init__(self, ray: Any, rooms: Rooms, kind: type, order: Any):
+        self._ray, self._rooms, self._kind, self._order = ray, rooms, kind, order
         self._actors: dict[Place, Any] = {}
         self._asked: dict[Any, Place] = {}  # by the reference to the answer
         self.places = rooms.places
 
     def start(self, place: Place) -> None:
-        kind = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
-        actor = self._actors[place] = kind(Worker).remote(self._order)
+        remote = self._ray.remote(max_restarts=0, max_task_retries=0, **self._rooms.taken(place))
+        actor = self._actors[place] = remote(self._kind).remote(self._order)
         self._asked[actor.prepare.remote()] = place
 
-    def ask(self, place: Place, parts: list[Part], beat: float) -> None:
-        self._asked[self._actors[place].exchange.remote(parts, beat)] = place
+    def ask(self, place: Place, given: Any, beat: float) -> None:
+        self._asked[self._actors[place].exchange.remote(given, beat)] = place
 
-    def wait(self, timeout: float) -> list[tuple[Place, Event]]:
+    def wait(self, timeout: float) -> list[tuple[Place, Any]]:
         asked = list(self._asked)
         if not asked:
             time.sleep(timeout)
@@ -252,10 +271,10 @@ class RayFleet:
         for place in list(self._actors):
             self.stop(place)
 
-    def _answer(self, reference: Any) -> Event:
+    def _answer(self, reference: Any) -> Any:
         errors = self._ray.exceptions
         try:
-            answer: Event = self._ray.get(reference)
+            return self._ray.get(reference)
         except errors.RayTaskError as error:
             return Fault("bug", str(error))
         except errors.RayError as error:
@@ -267,4 +286,10 @@ class RayFleet:
                     f"bass cannot start there; install the same version on every node: {why}",
                 )
             return Lost((text.splitlines() or [type(error).__name__])[0])
-        return answer
+
+
+def address_here() -> str:
+    """By which the cluster's nodes reach the one that this actor is on."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -157,7 +157,7 @@ class Worker:
             facts = facts_of(self._plan, self._order.source, shard=self._order.shard)
             return Ready(platform.node(), os.getpid(), facts)
         except Exception as error:
-            return _fault(error)
+            return fault_of(error)
 
     def exchange(self, parts: list[Part], beat: float) -> Report:
         """Take these parts, too; what there is after `beat` seconds, or as soon as nothing is
@@ -207,7 +207,7 @@ class Worker:
                     self._news.notify_all()
         except Exception as error:
             with self._news:
-                self._fault = _fault(error)
+                self._fault = fault_of(error)
                 self._news.notify_all()
 
     def _on_round(self, company: Company) -> Callable[[Round], None]:
@@ -229,7 +229,8 @@ class Worker:
             self._usage.phase(name)
 
 
-def _fault(error: Exception) -> Fault:
+def fault_of(error: Exception) -> Fault:
+    """What an error is to whoever asked for the work."""
     if isinstance(error, UserError):
         kind = "machine" if isinstance(error, MachineError) else "user"
         return Fault(kind, str(error), platform.node())

@@ -179,6 +179,8 @@ class DistillArgs(PairArgs):
     learning_rate: float | None = None
     windows: int | None = None
     window_tokens: int | None = None
+    ray: str | None = None
+    actors: str | None = None
     out: str | None = None
     overwrite: bool = False
     json_document: bool = False

@@ -15,22 +15,24 @@ from typing import Any
 
 import yaml
 
+from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Pair
-from bass_cli.distill.folder import config_of, write_folder
-from bass_cli.distill.prompts import own_beginnings
+from bass_cli.distill.folder import config_of
+from bass_cli.distill.makers import Makers, makers_of
+from bass_cli.distill.prompts import Supply, own_beginnings
 from bass_cli.distill.report import table
-from bass_cli.distill.sampling import draw, is_complete, usable
+from bass_cli.distill.sampling import is_complete, usable
 from bass_cli.distill.settings import (
     Training,
-    check_room,
+    check_disk,
     find_source,
     sampling_job,
     training_of,
     wanted_tokens,
 )
 from bass_cli.distill.student import Source
-from bass_cli.distill.work import Places, Work
+from bass_cli.distill.work import Places
 from bass_cli.errors import UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import open_source, read_prompts
@@ -38,11 +40,8 @@ from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
 from bass_cli.io.saving import write_file
 from bass_cli.manifest import describe
-from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import locate
-from bass_cli.plan import Plan, make_plan
-from bass_cli.system.host import give_back_memory
-from bass_cli.system.threads import settle
+from bass_cli.plan import Plan
 
 _MOST_BYTES = 1 << 24  # of a settings file
 
@@ -52,43 +51,47 @@ def run(args: DistillArgs, screen: Screen) -> str:
     assert args.out is not None
     training, places = training_of(args), Places(Path(args.out))
     pair, job = sampling_job(args)
-    settle(job.threads, screen.note)
-    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job)
+    request = read_request(args, job, str(places.samples))
+    with makers_of(args, pair, job, request, screen) as makers:
+        document = _make(args, pair, training, places, makers, screen)
+    columns, lines = table(document)
+    screen.table(columns, lines)
+    return json.dumps(document)
+
+
+def _make(
+    args: DistillArgs,
+    pair: Pair,
+    training: Training,
+    places: Places,
+    makers: Makers,
+    screen: Screen,
+) -> dict[str, Any]:
+    """The folder with all that belongs there; returns the report."""
+    plan = makers.plan
     source = find_source(args, pair, plan)
-    config = config_of(
-        source.spec, eos_ids=source.checkpoint.eos_ids, place=str(source.checkpoint.path)
-    )
+    checkpoint = source.checkpoint
+    # whether it can be written at all
+    config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
     asked, results = _samples_of(args, plan, screen)
     begun = _begin(places, training, source, results, overwrite=args.overwrite)
     if begun and places.report.exists():
         screen.note(f"{places.folder}: it is complete")
-        return _show(json.loads(places.report.read_text()), screen)
-    check_room(plan, source, training, places.folder, results["tokens"])
+        found: dict[str, Any] = json.loads(places.report.read_text())
+        return found
+    check_disk(source, places.folder, results["tokens"])
+    makers.check(source, training)
     for note in plan.notes:
         screen.note(note)
     if not is_complete(places.samples, results):
-        draw(
-            plan, asked, wanted=results["tokens"], path=places.samples, results=results,
-            screen=screen,
-        )  # fmt: skip
-        give_back_memory(plan.device)
-    work = Work(plan, source, training, places, screen)
-    document = work.run()
-    mask = {**config, "pard_token": source.mask}
-    write_folder(
-        places.draft,
-        source.spec,
-        work.weights,
-        config=mask,
-        tokenizer=Tokenizer.load(source.checkpoint.path).settled,
-        dtype=plan.dtype,
-    )
+        supply = Supply(asked, n=plan.job.n, wanted=results["tokens"])
+        makers.draw(supply, results, places)
+    document = makers.train(source, training, places)
     _write_pair(places, pair)
     write_json(places.report, document, f"{places.report}: cannot write the report")
     places.checkpoint.unlink(missing_ok=True)
     screen.note(f"a draft in {places.draft}; try: bass generate PROMPTS --pair {places.pair}")
-    return _show(document, screen)
+    return document
 
 
 def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dict[str, Any]]:
@@ -174,9 +177,3 @@ def _write_pair(places: Places, pair: Pair) -> None:
     if pair.dtype != "auto":
         words["dtype"] = pair.dtype
     write_file(places.pair, yaml.safe_dump(words, sort_keys=False).encode())
-
-
-def _show(document: dict[str, Any], screen: Screen) -> str:
-    columns, lines = table(document)
-    screen.table(columns, lines)
-    return json.dumps(document)

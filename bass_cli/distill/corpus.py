@@ -82,17 +82,23 @@ class Corpus:
 
 class Batches:
     """The batches of training: `size` windows a step, in an order that is another in every pass
-    over them; `most` windows at once, where memory holds no more."""
+    over them; `most` windows at once, where memory holds no more. Of `ranks` processes that learn
+    from the same batches each gets a part, by its `rank`: which windows, and where masks stand, is
+    the same for all numbers of them."""
 
-    def __init__(self, corpus: Corpus, layout: Layout, *, size: int, most: int, seed: int):
+    def __init__(
+        self, corpus: Corpus, layout: Layout, *, size: int, most: int, seed: int, rank: int = 0,
+        ranks: int = 1,
+    ):  # fmt: skip
         self._corpus, self._layout, self._seed = corpus, layout, seed
         self.size, self._most = size, most
+        self._rank, self._ranks = rank, ranks
         self._orders: dict[int, numpy.ndarray] = {}
 
     def at(self, step: int) -> list[Windows]:
-        """The batch of a step, counted from 0, in parts."""
-        places = range(step * self.size, (step + 1) * self.size)
-        parts = [places[cut : cut + self._most] for cut in range(0, self.size, self._most)]
+        """The batch of a step, counted from 0, in parts; of several ranks this one's."""
+        places = range(step * self.size + self._rank, (step + 1) * self.size, self._ranks)
+        parts = [places[cut : cut + self._most] for cut in range(0, len(places), self._most)]
         return [
             self._corpus.windows(
                 [self._number(place) for place in part],

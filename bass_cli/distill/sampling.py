@@ -11,10 +11,10 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from bass_cli.distill.corpus import Text
-from bass_cli.distill.prompts import ANSWER, FILE, TURN, Own, Supply
+from bass_cli.distill.prompts import ANSWER, FILE, TURN, Supply
 from bass_cli.errors import MachineError, UserError
 from bass_cli.intake import Intake
 from bass_cli.io.completion import Completion
@@ -39,18 +39,41 @@ def is_complete(path: Path, results: dict[str, Any]) -> bool:
     return manifest.get("finished") is True and manifest.get("results") == results
 
 
+class Hand(Protocol):
+    """Who draws: this process, or a crew of others."""
+
+    @property
+    def line(self) -> Callable[[], str] | None:
+        """A line of progress of its own."""
+
+    def samples(self, supply: Supply) -> Iterator[Completion]:
+        """What there is no sample of yet, as it ends."""
+
+
+class OwnHand:
+    """This process."""
+
+    line = None
+
+    def __init__(self, plan: Plan, screen: Screen):
+        self._plan, self._screen = plan, screen
+
+    def samples(self, supply: Supply) -> Iterator[Completion]:
+        return generate(
+            supply,
+            self._plan,
+            done=supply.done,
+            on_phase=self._screen.phase,
+            on_bytes=self._screen.bytes_read,
+            on_note=self._screen.note,
+        )
+
+
 def draw(
-    plan: Plan,
-    own: Own | Callable[[], Iterator[Prompt]],
-    *,
-    wanted: int,
-    path: Path,
-    results: dict[str, Any],
-    screen: Screen,
+    hand: Hand, supply: Supply, *, wanted: int, path: Path, results: dict[str, Any], screen: Screen
 ) -> None:
     """Samples of about `wanted` tokens in the file, which goes on where it was; `results` is what
     they depend on (io/results.py)."""
-    supply = Supply(own, n=plan.job.n, wanted=wanted)
     with open_output(str(path), {"results": results}) as writer:
         for note in writer.notes:
             screen.note(note)
@@ -66,25 +89,19 @@ def draw(
                 )
             tries += 1
             try:
-                _draw(plan, supply, wanted, writer.write, screen)
+                _draw(hand, supply, wanted, writer.write, screen)
             finally:
                 writer.add_run(time.monotonic() - began, {})
                 began = time.monotonic()
 
 
 def _draw(
-    plan: Plan, supply: Supply, wanted: int, write: Callable[[Completion], None], screen: Screen
+    hand: Hand, supply: Supply, wanted: int, write: Callable[[Completion], None], screen: Screen
 ) -> None:
-    samples = generate(
-        supply,
-        plan,
-        done=supply.done,
-        on_phase=screen.phase,
-        on_bytes=screen.bytes_read,
-        on_note=screen.note,
-    )
-    first = next(samples, None)  # loading, and the first round, are phases of their own
-    with screen.counting("tokens", wanted) as step:
+    samples = hand.samples(supply)
+    # loading, and the first round, are phases of their own, where nobody else says what goes on
+    first = next(samples, None) if hand.line is None else None
+    with screen.counting("tokens", wanted, beside=hand.line) as step:
         for one in itertools.chain([] if first is None else [first], samples):
             write(one)
             supply.take(one)

@@ -22,7 +22,8 @@ from bass_cli.distill.student import Source, source_of
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.plan import Plan, make_plan
+from bass_cli.pair_files import open_files
+from bass_cli.plan import Plan
 from bass_cli.system.host import free_memory, gigabytes
 
 _TOKENS = {"cpu": 50_000, "cuda": 10_000_000}
@@ -129,7 +130,7 @@ def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
             size=tokenizer.size,
         )  # fmt: skip
     drafting = pair.model_copy(update={"draft": model})
-    both = make_plan(plan.job.model_copy(update={"pair": drafting, "batch_size": 1})).files
+    both = open_files(plan.job.model_copy(update={"pair": drafting}))
     assert both.draft is not None
     tokenizer = Tokenizer.load(both.draft.path, vocabulary=both.draft.vocabulary)
     mask = None
@@ -148,8 +149,8 @@ def _refusals(option: str) -> Any:
         raise UserError(f"{option}: {error}") from None
 
 
-def check_room(plan: Plan, source: Source, training: Training, out: Path, tokens: int) -> None:
-    """MachineError where disk or memory will not do."""
+def check_disk(source: Source, out: Path, tokens: int) -> None:
+    """MachineError where there is too little room for all that is kept."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     need, free = _KEPT * weights_of(source.spec) + _LINE * tokens, shutil.disk_usage(place).free
     if need > free:
@@ -157,6 +158,10 @@ def check_room(plan: Plan, source: Source, training: Training, out: Path, tokens
             f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, and "
             f"{gigabytes(free)} are free there; give another --out, or fewer --tokens"
         )
+
+
+def check_memory(plan: Plan, source: Source, training: Training) -> None:
+    """MachineError where there is too little on the device to train with."""
     if windows_at_once(plan, source, training, free_memory(plan.device), loaded=False) < 1:
         raise MachineError(
             f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "

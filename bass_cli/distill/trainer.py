@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.distill.corpus import Batches
+from bass_cli.distill.exchange import Alone, Peers
 from bass_cli.distill.layout import Windows
 from bass_cli.distill.loss import Guesses, divergence, worths
 from bass_cli.distill.network import cast, run
@@ -32,7 +33,7 @@ _LEAST = 0.05  # of the rate, at the end
 # AdamW's: of the second moment less is kept than usual, since there are some hundred steps only
 _BETAS = (0.9, 0.95)
 _NORM = 1.0  # gradients longer than this are cut
-_SECONDS = 300.0  # between checkpoints: what a kill costs at most
+SECONDS = 300.0  # between checkpoints: what a kill costs at most
 
 
 class Model(NamedTuple):
@@ -79,14 +80,15 @@ class Progress:
 
 class Trainer:
     """`student` (float32) learns `target`'s laws on batches; `dtype`: of what is computed.
-    `mask`: the student's mask token."""
+    `mask`: the student's mask token; `peers`: those whose batches are other parts of the same ones,
+    with whom it takes each step together."""
 
     def __init__(
         self, target: Model, student: Model, batches: Batches, goal: Goal, *, mask: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype, peers: Peers | None = None,
     ):  # fmt: skip
         self._target, self._student, self._batches, self._goal = target, student, batches, goal
-        self._mask, self._dtype = mask, dtype
+        self._mask, self._dtype, self._peers = mask, dtype, peers or Alone()
         self.weights = trainable(student.spec, student.weights)
         self._device = next(iter(self.weights.values())).device
         self._optimiser = torch.optim.AdamW(
@@ -96,6 +98,7 @@ class Trainer:
             weight_decay=0.0,
             fused=self._device.type == "cuda",
         )
+        self._gradients = self._peers.gradients(self.weights.values())
         self.progress = Progress()
 
     @property
@@ -107,11 +110,12 @@ class Trainer:
         on_step: Callable[[Progress], None],
         *,
         checkpoint: Path | None = None,
-        every: float = _SECONDS,
+        every: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Train to the end; `on_step` is called after each step. With a `checkpoint` that file is
-        replaced at least every so many seconds, and at the end."""
+        replaced at least every so many seconds, and at the end. Of several peers the first has the
+        clock."""
         began, before = now() - self.progress.seconds, self.progress.step
         saved = now()
         with ThreadPoolExecutor(1) as pool:  # the next batch is made while this one is learnt from
@@ -119,8 +123,7 @@ class Trainer:
             while self.share < 1.0:
                 batch = coming.result()
                 coming = pool.submit(self._batches.at, self.progress.step + 1)
-                self._step(batch)
-                self.progress.seconds = now() - began
+                self._step(batch, lambda: now() - began)
                 on_step(self.progress)
                 if checkpoint is not None and now() - saved >= every:
                     self.save(checkpoint)
@@ -128,30 +131,40 @@ class Trainer:
         if checkpoint is not None and self.progress.step > before:
             self.save(checkpoint)
 
-    def _step(self, batch: list[Windows]) -> None:
-        done, guesses = self.progress, sum(len(part.student) for part in batch)
+    def _step(self, batch: list[Windows], elapsed: Callable[[], float]) -> None:
+        """The rate, what is divided by, and what is kept of it are those of all peers together."""
+        done, parts = self.progress, [part for part in batch if len(part.student)]
+        tokens = sum(int((part.texts >= 0).sum()) for part in batch)
+        sums = self._peers.add([sum(len(part.student) for part in parts), tokens])
+        guesses = int(sums[0])
         for group in self._optimiser.param_groups:
             group["lr"] = self._goal.learning_rate(self.share)
-        losses = [
-            self._learn(part.to(self._device), guesses) for part in batch if len(part.student)
-        ]
+        losses = []
+        for number, part in enumerate(parts, 1):
+            if number == len(parts):
+                self._gradients.last()
+            losses.append(self._learn(part.to(self._device), guesses))
+        self._gradients.finish()
         torch.nn.utils.clip_grad_norm_(self.weights.values(), _NORM)
         self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        self._gradients.clear()
         # waits for the device, which would else fall behind what the clock says was done
-        loss = float(sum(losses)) if losses else 0.0
+        own = float(sum(losses)) if losses else 0.0
+        loss, seconds = self._peers.add([own, 0.0 if self._peers.rank else elapsed()])
         if not math.isfinite(loss):
             raise MachineError(
                 f"training: the loss of step {done.step + 1} is not finite; begin anew in another "
                 "--out, with a smaller --learning-rate"
             )
         done.step += 1
+        done.seconds = seconds
         done.guesses += guesses
-        done.tokens += sum(int((part.texts >= 0).sum()) for part in batch)
+        done.tokens += int(sums[1])
         done.loss = loss if done.loss is None else 0.95 * done.loss + 0.05 * loss
 
     def _learn(self, part: Windows, guesses: int) -> Tensor:
-        """Add the gradient of some windows' part of the loss; returns that part."""
+        """Add the gradient of some windows' part of the loss; returns that part. `guesses`: of the
+        whole batch."""
         target, student = self._target, self._student
         with torch.no_grad():
             due = run(target.spec, target.weights, part, None).flatten(0, 1)[part.known]
@@ -182,7 +195,8 @@ class Trainer:
             raise MachineError(f"{path}: cannot write the checkpoint: {error}") from None
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of the same training. MachineError if it cannot be read."""
+        """Go on from a checkpoint of the same training, with however many peers. MachineError if
+        it cannot be read."""
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
         except Exception as error:  # torch raises many kinds at a file that is none of its own

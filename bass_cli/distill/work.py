@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from bass_cli.distill.corpus import Batches, Corpus, split
+from bass_cli.distill.exchange import Alone, PeerLostError, Peers
+from bass_cli.distill.folder import config_of, write_folder
 from bass_cli.distill.held_out import Standing, standing
 from bass_cli.distill.layout import Windows, whole
 from bass_cli.distill.report import report_of
 from bass_cli.distill.sampling import seconds_of, texts_of
 from bass_cli.distill.settings import Training, windows_at_once
 from bass_cli.distill.student import Source, student_weights
-from bass_cli.distill.trainer import Goal, Model, Progress, Trainer
+from bass_cli.distill.trainer import SECONDS, Goal, Model, Progress, Trainer
 from bass_cli.errors import UserError
-from bass_cli.io.console import Screen
 from bass_cli.io.progress import Estimate, clock
+from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.model.weights import load
 from bass_cli.plan import Plan
 from bass_cli.system.host import free_memory
@@ -67,14 +70,28 @@ class Places:
         return self.folder / "report.json"
 
 
+class Shown(Protocol):
+    """What is told how far the work is: a Screen, or whoever tells one elsewhere."""
+
+    def phase(self, name: str) -> None: ...
+    def note(self, message: str) -> None: ...
+    def watching(
+        self, line: Callable[[], str], share: Callable[[], float | None]
+    ) -> AbstractContextManager[Callable[[], None]]: ...
+
+
 class Work:
-    """Models and texts of a training: measured, trained, measured again."""
+    """Models and texts of a training: measured, trained, measured again. Of several `peers` that
+    train together the first measures and writes, too. `beside`: those that share this one's
+    memory, itself included; `every`: seconds between checkpoints."""
 
     def __init__(
-        self, plan: Plan, source: Source, training: Training, places: Places, screen: Screen
-    ):
+        self, plan: Plan, source: Source, training: Training, places: Places, screen: Shown, *,
+        peers: Peers | None = None, beside: int = 1, every: float = SECONDS,
+    ):  # fmt: skip
         self._plan, self._source, self._training = plan, source, training
         self._places, self._screen = places, screen
+        self._peers, self._beside, self._every = peers or Alone(), beside, every
         screen.phase("reading the samples")
         texts = texts_of(places.samples, plan)
         try:
@@ -107,48 +124,74 @@ class Work:
         return [corpus.windows([number], layout, [(0, number)]) for number in numbers]
 
     def run(self) -> dict[str, Any]:
-        """Train what is left to train; returns the report."""
-        plan, training, screen = self._plan, self._training, self._screen
-        free = free_memory(plan.device)
-        most = max(windows_at_once(plan, self._source, training, free, loaded=True), 1)
-        batches = Batches(
-            self._corpus, training.layout, size=training.windows, most=most, seed=training.seed
-        )
-        steps = training.steps
-        if steps is None and training.minutes is None:
-            steps = max(-(-_PASSES * len(self._corpus) // training.windows), 1)
-        limit = None if training.minutes is None else 60.0 * training.minutes
-        goal = Goal(steps, limit, training.learning_rate)
-        trainer = Trainer(
-            self._target, self._student, batches, goal, mask=self._source.mask, dtype=plan.dtype
-        )
-        began = time.monotonic()
-        if self._places.checkpoint.exists():
-            trainer.restore(self._places.checkpoint)
-            screen.note(f"going on from step {trainer.progress.step}")
-        else:
-            screen.phase("measuring the model before")
-            trainer.progress.facts["before"] = self._measure(chain=True)
-            trainer.progress.facts["seconds"] = time.monotonic() - began
-        screen.note(
-            f"{len(self._corpus)} windows to learn from, {training.windows} a step"
-            + (f", {most} at once" if most < training.windows else "")
-        )
+        """Train what is left to train; returns the report, the first peer's alone."""
+        trainer = self._trainer()
+        self._begin(trainer)
         self._train(trainer)
+        if self._peers.rank:
+            return {}
         began = time.monotonic()
-        screen.phase("measuring the draft")
+        self._screen.phase("measuring the draft")
         after = self._measure(chain=False)
         seconds = {
             "sampling": seconds_of(self._places.samples),
             "training": trainer.progress.seconds,
             "measuring": trainer.progress.facts["seconds"] + time.monotonic() - began,
         }
-        return report_of(
-            trainer.progress, after, self._facts, seconds, asdict(training), plan.identity()
+        training, made_with = asdict(self._training), self._plan.identity()
+        return report_of(trainer.progress, after, self._facts, seconds, training, made_with)
+
+    def write(self) -> None:
+        """The draft's folder, with its weights as they are now."""
+        source, checkpoint = self._source, self._source.checkpoint
+        config = config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
+        write_folder(
+            self._places.draft,
+            source.spec,
+            self.weights,
+            config={**config, "pard_token": source.mask},
+            tokenizer=Tokenizer.load(checkpoint.path).settled,
+            dtype=self._plan.dtype,
         )
 
+    def _trainer(self) -> Trainer:
+        plan, training, peers = self._plan, self._training, self._peers
+        free = free_memory(plan.device) // self._beside
+        most = max(windows_at_once(plan, self._source, training, free, loaded=True), 1)
+        own = -(-training.windows // peers.ranks)
+        batches = Batches(
+            self._corpus, training.layout, size=training.windows, most=most, seed=training.seed,
+            rank=peers.rank, ranks=peers.ranks,
+        )  # fmt: skip
+        steps = training.steps
+        if steps is None and training.minutes is None:
+            steps = max(-(-_PASSES * len(self._corpus) // training.windows), 1)
+        limit = None if training.minutes is None else 60.0 * training.minutes
+        self._screen.note(
+            f"{len(self._corpus)} windows to learn from, {training.windows} a step"
+            + (f", {most} at once" if most < own else "")
+        )
+        return Trainer(
+            self._target, self._student, batches, Goal(steps, limit, training.learning_rate),
+            mask=self._source.mask, dtype=plan.dtype, peers=peers,
+        )  # fmt: skip
+
+    def _begin(self, trainer: Trainer) -> None:
+        """From the checkpoint, if there is one, which all peers must have read."""
+        began, progress = time.monotonic(), trainer.progress
+        if self._places.checkpoint.exists():
+            trainer.restore(self._places.checkpoint)
+            progress = trainer.progress
+            self._screen.note(f"going on from step {progress.step}")
+        elif not self._peers.rank:
+            self._screen.phase("measuring the model before")
+            progress.facts["before"] = self._measure(chain=True)
+            progress.facts["seconds"] = time.monotonic() - began
+        if self._peers.add([progress.step]) != [progress.step * self._peers.ranks]:
+            raise PeerLostError("the checkpoint was replaced while it was read")
+
     def _train(self, trainer: Trainer) -> None:
-        looks = self._look if self._held else None
+        looks = self._look if self._held and not self._peers.rank else None
         view = _View(trainer, looks)
         with self._screen.watching(view.line, lambda: trainer.share) as tick:
 
@@ -156,7 +199,8 @@ class Work:
                 view.step(progress)
                 tick()
 
-            trainer.run(on_step, checkpoint=self._places.checkpoint)
+            path = None if self._peers.rank else self._places.checkpoint
+            trainer.run(on_step, checkpoint=path, every=self._every)
 
     def _look(self) -> Standing:
         return standing(

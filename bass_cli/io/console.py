@@ -49,6 +49,7 @@ class Screen:
         self._quiet, self._document, self._now = quiet, document, now
         self._display = None if quiet else Display(now=now)
         self._bytes = (0, 0)  # done, and there are, in this phase
+        self._counting = False  # whether what is shown is other than samples
         self._reset(None, 1)
 
     def _reset(self, total: int | None, rows: int) -> None:
@@ -141,13 +142,17 @@ class Screen:
         self._tick()
 
     @contextlib.contextmanager
-    def counting(self, what: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    def counting(
+        self, what: str, total: int, *, beside: Callable[[], str] | None = None
+    ) -> Iterator[Callable[[int, int], None]]:
         """Show progress of something other than samples; the function given takes what is done
-        and what there is to do."""
+        and what there is to do. `beside`: a line more."""
+        self._counting = True
         began, counted, estimate = self._now(), (0, total), Estimate(total)
 
         def line() -> str:
-            return f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
+            known = f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
+            return known if beside is None else f"{known}\n{beside()}"
 
         def step(done: int, whole: int) -> None:
             nonlocal counted
@@ -160,6 +165,7 @@ class Screen:
         try:
             yield step
         finally:
+            self._counting = False
             self._stop()
 
     @contextlib.contextmanager
@@ -287,7 +293,8 @@ class Screen:
     def _begin_decoding(self, when: float) -> None:
         self._decoding = when
         self._estimate.update(0, when)
-        self._show_samples()
+        if not self._counting:
+            self._show_samples()
 
     def _show_samples(self) -> None:
         if self._display is not None:
