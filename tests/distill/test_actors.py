@@ -1,0 +1,173 @@
+"""`bass distill --ray` on a real Ray on this machine, with actors on CPUs: two train what one process
+does; actors and the command itself are killed, and the folder is the same in the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from forked import BASS, Forked
+from safetensors.torch import load_file
+from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
+from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
+
+from bass_cli.distill import makers
+from bass_cli.distill.rank import Rank
+from bass_cli.distill.sampling import lines_of
+
+TRAINED = (*FLAGS, "--steps", "16")
+WEIGHTS = "draft/model.safetensors"
+
+
+def dying(rank, step, flag):
+    """A Rank that ends as by kill -9 in a step, the first time. Its code reaches actors by value."""
+
+    class Dying(Rank):
+        def exchange(self, seat, beat):
+            import os
+            import signal
+
+            from bass_cli.distill.trainer import Trainer
+
+            if seat is not None and seat.rank == rank and not os.path.exists(flag):
+                learn = Trainer._learn
+
+                def learnt(trainer, part, guesses):
+                    if trainer.progress.step == step:
+                        open(flag, "w").close()
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return learn(trainer, part, guesses)
+
+                Trainer._learn = learnt
+            return Rank.exchange(self, seat, beat)
+
+    return Dying
+
+
+def weights(folder):
+    return load_file(folder / WEIGHTS)
+
+
+def close(one, other):
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(weight, other[name], atol=2e-3, rtol=2e-3)
+
+
+def samples_from(folder, to):
+    to.mkdir()
+    for path in folder.glob("samples.jsonl*"):
+        shutil.copy(path, to)
+
+
+def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, cluster, monkeypatch):
+    """The one dies in the middle of a step: the step is taken again by a new group."""
+    one = bass("distill", *TRAINED, "--out", "one", "--json")
+    assert one.exit_code == 0, one.stderr
+    samples_from(here / "one", here / "two")
+    monkeypatch.setattr(makers, "Rank", dying(1, 7, str(here / "flag")))
+    monkeypatch.setattr(makers, "SECONDS", 0.0)
+    given = ("--ray", cluster.address, "--actors", "2")
+    two = bass("distill", *TRAINED, "--out", "two", *given, "--json")
+    assert two.exit_code == 0, two.stderr
+    said = " ".join(two.stderr.split())
+    assert re.search(r"2 actors train together .* an actor on \S+ is gone, .* 2 actors train", said)
+    assert "going on from step 7" in said
+    due, found = (json.loads(done.stdout.splitlines()[-1]) for done in (one, two))
+    assert found == json.loads((here / "two/report.json").read_text())
+    improved(found, said)
+    for part in ("steps", "tokens", "guesses"):
+        assert found["training"][part] == due["training"][part]
+    assert found["training"]["loss"] == pytest.approx(due["training"]["loss"], rel=1e-3)
+    close(weights(here / "two"), weights(here / "one"))
+    names = sorted(str(path.relative_to(here / "one")) for path in (here / "one").rglob("*"))
+    assert names == sorted(str(path.relative_to(here / "two")) for path in (here / "two").rglob("*"))
+    assert (here / "two/samples.jsonl").read_bytes() == (here / "one/samples.jsonl").read_bytes()
+
+
+@pytest.mark.slow  # a minute and a half
+def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, cluster, monkeypatch):
+    """While actors draw, and while they train; its samples are those of one process, and the same
+    number of actors gives the same bits, whatever was killed."""
+    given = ("--ray", cluster.address)
+    flags = (*TRAINED, "--out", "out")
+    samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
+    killed(here, lambda: samples.exists() and samples.read_bytes().count(b"\n") > 10, *flags,
+           *given, "--actors", "2")  # fmt: skip
+    kept = samples.read_bytes()
+    killed(here, checkpoint.exists, *flags, *given, "--actors", "3")
+    assert samples.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    until(lambda: not actors(os.getpid()))
+    done = bass("distill", *flags, *given, "--actors", "1")
+    assert done.exit_code == 0, done.stderr
+    assert "going on from step" in done.stderr
+    one_by_one(here)
+    found = {}
+    for name, kill in (("undisturbed", False), ("killed", True)):
+        samples_from(here / "out", here / name)
+        with monkeypatch.context() as patch:
+            if kill:
+                patch.setattr(makers, "Rank", dying(0, 9, str(here / "flag")))
+                patch.setattr(makers, "SECONDS", 0.2)
+            whole = bass("distill", *TRAINED, "--out", name, *given, "--actors", "2")
+        assert whole.exit_code == 0, whole.stderr
+        assert kill == ("is gone" in whole.stderr)
+        found[name] = weights(here / name)
+    for name, weight in found["undisturbed"].items():
+        assert torch.equal(weight, found["killed"][name]), name
+    close(weights(here / "out"), found["killed"])
+
+
+def one_by_one(here):
+    """Every sample is the one that a process by itself draws under its name."""
+    alone = bass("distill", *TRAINED, "--out", "alone")
+    assert alone.exit_code == 0, alone.stderr
+    here_, there = ({(one.id, one.sample): (one.text, one.token_ids) for one in lines_of(path)}
+                    for path in (here / "out/samples.jsonl", here / "alone/samples.jsonl"))  # fmt: skip
+    both = here_.keys() & there.keys()
+    assert len(both) > 0.7 * len(there)
+    assert {key: here_[key] for key in both} == {key: there[key] for key in both}
+
+
+@pytest.mark.slow  # a Ray of its own: half a minute
+def test_a_local_ray_ends_with_ctrl_c(here):
+    flags = (*FLAGS, "--minutes", "5", "--out", "out", "--ray", "local", "--actors", "2")
+    with (here / "log").open("w") as log:
+        child = Forked(f"import bass_cli.distill.makers as m; m.SECONDS = 0.0; {BASS}", "distill",
+                       *flags, cwd=here, stderr=log)  # fmt: skip
+        until((here / "out/checkpoint.pt").exists, child)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130, (here / "log").read_text()
+    said = (here / "log").read_text()
+    assert "interrupted; the same command goes on from here" in said
+    assert "Traceback" not in said
+    until(lambda: not actors(child.pid))
+
+
+@pytest.mark.parametrize(("flags", "fault"), [
+    (("--actors", "2"), "has no meaning without --ray"),
+    (("--ray", "local", "--actors", "0"), '"0" is neither all nor a whole number above 0'),
+    (("--ray", "somewhere"), '"somewhere" is neither local, auto nor an address'),
+    (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster answers there"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_said_before_models_are_looked_at(here, monkeypatch, flags, fault):
+    for place in ("make_plan", "plan_of_others"):
+        monkeypatch.setattr(makers, place, lambda *_, **__: pytest.fail("models were read"))
+    refused = bass("distill", *TRAINED, "--out", "out", *flags)
+    assert (refused.exit_code, fault in " ".join(refused.stderr.split())) == (2, True)
+    assert not (here / "out").exists()
+
+
+def test_without_ray_its_installation_is_named(here, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused = bass("distill", *TRAINED, "--out", "out", "--ray", "local")
+    assert refused.exit_code == 2
+    assert "pip install 'bass-cli[ray]'" in " ".join(refused.stderr.split())

@@ -1,0 +1,138 @@
+"""Processes that train together learn what one does: the same gradients, steps and sums, however
+unequal their parts are; and whoever loses another says so."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import peers
+import pytest
+import torch
+from checkpoints import write_checkpoint
+
+from bass_cli.distill import exchange
+from bass_cli.distill.exchange import Alone, Buckets, PeerLostError
+
+
+SIZES = [5, 1]  # windows of a batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("models")
+    write_checkpoint("qwen3", place / "target", seed=0, shards=False)
+    write_checkpoint("qwen2", place / "small", seed=1, shards=False, num_hidden_layers=1)
+    return place
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    """What two processes come to."""
+    return peers.train(folder, 2, SIZES)
+
+
+def alone(folder, size):
+    trainer, grads = peers.trainer(folder, size=size), []
+    with pytest.MonkeyPatch.context() as patch:
+        cut = torch.nn.utils.clip_grad_norm_
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", peers.watch(grads, trainer, cut))
+        trainer.run(lambda done: None)
+    return trainer, grads
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_unequal_parts_of_a_batch_are_learnt_from_as_the_whole_is(folder, two, size):
+    """Five windows of two processes, whose guesses are not equally many; one window, of which one
+    process has nothing. A mean of the processes' own means would be another gradient."""
+    one, grads = alone(folder, size)
+    for theirs, weights, done in two[size]:
+        for name, due in grads[0].items():
+            torch.testing.assert_close(theirs[0][name], due, atol=1e-6, rtol=1e-4)
+        assert (done["guesses"], done["tokens"]) == (one.progress.guesses, one.progress.tokens)
+        assert done["loss"] == pytest.approx(one.progress.loss, rel=1e-4)
+        for name, weight in one.weights.items():
+            torch.testing.assert_close(weights[name], weight, atol=2e-4, rtol=1e-3)
+            assert torch.equal(weights[name], two[size][0][1][name]), name
+    fewer, more = sorted(done["own"][0] for *_, done in two[size])
+    assert more > 1.3 * fewer
+    assert (fewer == 0) == (size == 1)
+    naive = mean_of_means(folder, size)
+    apart = [(naive[name] - due).norm() / due.norm() for name, due in grads[0].items()]
+    assert min(apart) > 0.01
+
+
+def mean_of_means(folder, size):
+    """The first step's gradient if both processes divided by their own guesses, and then by two."""
+    found = []
+    for rank in range(2):
+        one = peers.trainer(folder, size=size, rank=rank, ranks=2)
+        for windows in one._batches.at(0):
+            one._learn(windows, 2 * len(windows.student))
+        found.append(one.weights)
+    return {name: sum(weights[name].grad for weights in found if weights[name].grad is not None)
+            for name in found[0]}  # fmt: skip
+
+
+def test_a_checkpoint_of_two_goes_on_with_one(folder, two):
+    """It is the first one's, and has all that there is."""
+    whole, _ = alone(folder, 5)
+    again = peers.trainer(folder)
+    again.restore(folder / "5.checkpoint")
+    assert again.progress.step == peers.STEPS
+    for name, weight in two[5][0][1].items():
+        assert torch.equal(again.weights[name], weight)
+    moments = again._optimiser.state_dict()["state"]
+    assert moments.keys() == whole._optimiser.state_dict()["state"].keys()
+
+
+def test_buckets_go_in_one_order_whatever_is_whole_first(monkeypatch):
+    sent = []
+
+    class Work:
+        def wait(self):
+            pass
+
+    def reduce(flat, async_op):
+        sent.append(len(flat))
+        return Work()
+
+    monkeypatch.setattr(exchange.distributed, "all_reduce", reduce)
+    weights = [torch.zeros(size, requires_grad=True) for size in (3, 5, 2, 9)]
+    buckets = Buckets(weights, size=32)  # by eight: 9, 2 and 5, 3
+    (weights[0].sum() * 2).backward()
+    assert sent == []  # not the last pass
+    buckets.last()
+    (weights[0].sum() + weights[2].sum() + weights[1].sum()).backward()
+    assert sent == []  # the first bucket is not whole
+    buckets.finish()
+    assert sent == [9, 7, 3]
+    assert weights[0].grad.tolist() == [3.0] * 3
+    assert weights[3].grad.tolist() == [0.0] * 9
+    buckets.clear()
+    buckets.last()
+    sum(weight.sum() for weight in weights).backward()
+    assert sent[3:] == [9, 7, 3]  # under backward
+    buckets.finish()
+    assert all(weight.grad.eq(1).all() for weight in weights)
+
+
+def test_a_failing_exchange_says_that_another_is_lost(monkeypatch):
+    def fail(*given, **words):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(exchange.distributed, "all_reduce", fail)
+    with pytest.raises(PeerLostError, match="closed by peer"):
+        exchange.Group(0, 2).add([1.0])
+    weight = torch.zeros(3, requires_grad=True)
+    Buckets([weight]).last()
+    with pytest.raises(PeerLostError):  # out of backward
+        weight.sum().backward()
+    assert Alone().add([1, 2.5]) == [1, 2.5]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux names them so")
+def test_the_interface_towards_a_host_is_found():
+    assert exchange._interface("127.0.0.1", 9) == "lo"
+    assert exchange._interface("127.0.0.1", 9) in {name for _, name in socket.if_nameindex()}
+    assert exchange._interface("no such host", 9) is None

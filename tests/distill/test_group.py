@@ -1,0 +1,165 @@
+"""The side that begins processes which train together, on a fake clock: who takes part, what becomes
+of a group of which one dies, and what is passed on."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import pytest
+
+from bass_cli.cluster.crew import Lost, Place
+from bass_cli.cluster.worker import Fault
+from bass_cli.distill.exchange import Seat
+from bass_cli.distill.group import HOPELESS, PATIENCE, Training, seats_of
+from bass_cli.distill.rank import LOST, News, Present
+from bass_cli.errors import MachineError, UserError
+from bass_cli.io.console import Screen
+
+
+def place(number):
+    return Place(None, number)
+
+
+class Fleet:
+    """Processes by number. `late`: when they are there, seconds after they begin; `groups`: by
+    group, what is said instead of the end by whom."""
+
+    def __init__(self, count=3, *, late={}, groups=(), steps=3):
+        self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
+        self.now, self.there, self.due = 0.0, {}, []
+        self.made, self.seats = [], {}
+
+    def places(self):
+        return {place(number) for number in range(self.count)}
+
+    def start(self, where):
+        assert where not in self.there
+        self.there[where] = self.now
+        number = where.number
+        answer = Present(f"node{number // 2}", f"10.0.0.{number // 2}", 1000 + number)
+        self.due.append((self.now + self.late.get(number, 0.0), where, answer))
+
+    def ask(self, where, seat, beat):
+        assert where in self.there
+        assert not any(other == where for _, other, _ in self.due), "one question at a time"
+        if seat is not None:
+            if not self.seats:
+                self.made.append({})
+            self.seats[where] = seat
+            self.made[-1][where.number] = seat
+            self.left = self.steps
+        said = self.groups[len(self.made) - 1] if len(self.made) <= len(self.groups) else {}
+        answer = News("step 1", 0.5, ())
+        if where.number in said and self.left < self.steps:
+            answer = said[where.number]
+        elif self.seats[where].rank == 0:
+            self.left -= 1
+            notes = ("a note",) if self.left == 1 else ()
+            done = {"done": len(self.made)} if self.left == 0 else None
+            answer = News("step 2", 0.7, notes, done)
+        self.due.append((self.now + 0.5, where, answer))
+
+    def wait(self, timeout):
+        self.now += timeout
+        ready = [one for one in self.due if one[0] <= self.now]
+        self.due = [one for one in self.due if one[0] > self.now]
+        return [(where, answer) for _, where, answer in ready]
+
+    def stop(self, where):
+        self.there.pop(where, None)
+        self.seats.pop(where, None)
+        self.due = [one for one in self.due if one[1] != where]
+
+
+def train(fleet, tmp_path):
+    training = Training(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
+    return training.run()
+
+
+def test_all_take_part_and_the_first_one_s_report_is_it(tmp_path, capsys):
+    fleet = Fleet(3)
+    assert train(fleet, tmp_path) == {"done": 1}
+    assert fleet.made == [{0: Seat(0, 3, "10.0.0.0", 1000, 2), 1: Seat(1, 3, "10.0.0.0", 1000, 2),
+                           2: Seat(2, 3, "10.0.0.0", 1000, 1)}]  # fmt: skip
+    assert not fleet.there
+    said = capsys.readouterr().err
+    assert "3 actors train together" in said
+    assert said.count("a note") == 1
+
+
+def test_who_comes_late_is_left_out_until_a_group_is_made_again(tmp_path, capsys):
+    fleet = Fleet(3, late={2: 10 * PATIENCE}, groups=[{1: Lost("killed")}])
+    fleet.late[1] = 0.5 * PATIENCE
+    assert train(fleet, tmp_path) == {"done": 2}
+    assert [set(group) for group in fleet.made] == [{0, 1}, {0, 1}]
+    assert "2 of 3" not in capsys.readouterr().err  # a line of progress, which is not kept
+    fleet = Fleet(3, late={2: 10 * PATIENCE}, groups=[{0: Lost("killed")}])
+    training = Training(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
+    lose = training._lose
+
+    def lost(*given):
+        lose(*given)
+        fleet.late = {1: 10 * PATIENCE}  # another one
+
+    training._lose = lost
+    assert training.run() == {"done": 2}
+    assert [set(group) for group in fleet.made] == [{0, 1}, {0, 2}]
+
+
+@pytest.mark.parametrize("said", [
+    {2: Lost("killed")},
+    {0: News("", None, (), None, Fault(LOST, "closed by peer", "node0")), 2: Lost("killed")},
+])  # fmt: skip
+def test_one_that_died_is_named_and_another_group_goes_on(tmp_path, capsys, said):
+    """Whether it is heard of first, or one that felt it."""
+    fleet = Fleet(3, groups=[said])
+    assert train(fleet, tmp_path) == {"done": 2}
+    said = " ".join(capsys.readouterr().err.split())
+    assert "an actor on node1 is gone, the others go on from the last checkpoint: killed" in said
+    assert [set(group) for group in fleet.made] == [{0, 1, 2}] * 2
+
+
+def test_deaths_without_a_checkpoint_between_them_end_it(tmp_path):
+    fleet = Fleet(2, groups=[{1: Lost("killed")}] * 100)
+    with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died one after the other"):
+        train(fleet, tmp_path)
+    assert len(fleet.made) == HOPELESS + 1
+    assert not fleet.there
+    kept = tmp_path / "c.pt"
+    fleet = Fleet(2, groups=[{1: Lost("killed")}] * 12)
+    ask = fleet.ask
+
+    def asked(where, seat, beat):
+        if len(fleet.made) % 4 == 0:
+            kept.touch()
+            os.utime(kept, ns=(1, len(fleet.made)))
+        ask(where, seat, beat)
+
+    fleet.ask = asked
+    assert train(fleet, tmp_path) == {"done": 13}
+
+
+@pytest.mark.parametrize(("kind", "raised"), [
+    ("user", UserError), ("machine", MachineError), ("bug", RuntimeError)
+])  # fmt: skip
+def test_what_one_finds_wanting_ends_it(tmp_path, kind, raised):
+    fault = Fault(kind, "no such thing", "node7")
+    for groups in ([{1: News("", None, (), None, fault)}], [{1: fault}]):
+        fleet = Fleet(2, groups=groups)
+        with pytest.raises(raised, match="on node7: no such thing"):
+            train(fleet, tmp_path)
+        assert not fleet.there
+    fleet = Fleet(1)
+    fleet.wait = lambda timeout: [(place(0), fault)]
+    with pytest.raises(raised, match="on node7"):
+        train(fleet, tmp_path)
+
+
+def test_numbers_begin_on_this_node_and_nodes_stay_together():
+    ready = {place(0): Present("b", "10.0.0.2", 1), place(1): Present("a", "10.0.0.1", 2),
+             place(2): Present("b", "10.0.0.2", 3), place(3): Present(platform.node(), "10.0.0.9", 4)}  # fmt: skip
+    found = seats_of(ready)
+    assert [found[place(number)].rank for number in range(4)] == [2, 1, 3, 0]
+    assert {(seat.host, seat.port, seat.ranks) for seat in found.values()} == {("10.0.0.9", 4, 4)}
+    assert [found[place(number)].beside for number in range(4)] == [2, 1, 2, 1]
