@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
 DEAR = (
     "test_rays", "test_tensor_parallel", "test_triton", "test_sandbox_parts", "test_laws",
     "test_sandbox", "test_bench", "test_pieces", "test_weights", "test_memory", "test_crashes",
-    "test_growth", "test_feature_heads", "test_systems", "test_chain_heads",
+    "test_growth", "test_feature_heads", "test_systems", "test_chain_heads", "test_actors",
+    "test_exchange",
 )  # fmt: skip
 
 

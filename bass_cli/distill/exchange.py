@@ -103,7 +103,7 @@ class Store:
         )
         self.port: int = self._store.port
 
-    def join(self, seat: Seat, device: torch.device) -> Group:
+    def join(self, seat: Seat, device: torch.device) -> Joined:
         """Be one of a group; all must come. Nothing leaves the host where all are on one."""
         host = "127.0.0.1" if seat.ranks == seat.beside else seat.host
         store = self._store
@@ -120,10 +120,10 @@ class Store:
                 world_size=seat.ranks,
                 timeout=_PATIENCE,
             )
-        return Group(seat.rank, seat.ranks)
+        return Joined(seat.rank, seat.ranks)
 
 
-class Group:
+class Joined:
     """One of several processes that have met."""
 
     def __init__(self, rank: int, ranks: int):

@@ -28,7 +28,7 @@ from bass_cli.io.progress import clock
 PATIENCE = 120.0
 HOPELESS = 5  # groups that end one after the other, without a checkpoint between them
 _GRACE = 10.0  # seconds until it is known who died, where another has felt it
-_WAIT, _BEAT = 0.1, 0.5
+_WAIT, _BEAT, _BEAT_OF_ALL = 0.1, 0.5, 0.004  # seconds, as the crew has them
 
 
 class Fleet(Protocol):
@@ -50,7 +50,7 @@ class Fleet(Protocol):
         """End the one there; nothing is heard of it any more."""
 
 
-class Training:
+class Group:
     """One training by as many processes as there are, and by others when these end. `checkpoint`:
     the file that they keep it in."""
 
@@ -107,11 +107,11 @@ class Training:
 
     def _together(self, ready: Mapping[Place, Present]) -> dict[str, Any] | None:
         """What they come to; None where one has died. None of them is left."""
-        seats = seats_of(ready)
+        seats, beat = seats_of(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
         self._screen.note(f"{len(ready)} actors train together")
         try:
             for place, seat in seats.items():
-                self._fleet.ask(place, seat, _BEAT)
+                self._fleet.ask(place, seat, beat)
             while True:
                 for place, event in self._fleet.wait(_WAIT):
                     if not isinstance(event, News) or event.fault is not None:
@@ -122,7 +122,7 @@ class Training:
                         self._hear(event, len(seats))
                         if event.document is not None:
                             return event.document
-                    self._fleet.ask(place, None, _BEAT)
+                    self._fleet.ask(place, None, beat)
         finally:
             for place in ready:
                 self._fleet.stop(place)

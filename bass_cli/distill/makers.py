@@ -17,7 +17,7 @@ from bass_cli.cluster.crew import Crew
 from bass_cli.cluster.rays import Cluster, Request, address_here, cluster_of, crew_on_ray
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
-from bass_cli.distill.group import Training as Group
+from bass_cli.distill.group import Group
 from bass_cli.distill.prompts import Supply
 from bass_cli.distill.rank import Order, Rank
 from bass_cli.distill.sampling import OwnHand, draw
@@ -89,8 +89,10 @@ class Elsewhere:
         names = [name for name in ("prompts", "prompt_column") if name in results]
         source: dict[str, Any] = {name: results[name] for name in names}
         with crew_on_ray(self._cluster, screen, source=source) as crew:
-            found = crew.gather().manifest["results"]
-            found = json.loads(json.dumps(found, default=str))
+            facts = crew.gather()
+            for note in facts.notes:
+                screen.note(note)
+            found = json.loads(json.dumps(facts.manifest["results"], default=str))
             bad = [key for key, value in found.items() if results.get(key) != value]
             if bad:
                 raise UserError(

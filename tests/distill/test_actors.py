@@ -9,8 +9,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-import time
 
 import pytest
 import torch
@@ -19,9 +17,12 @@ from safetensors.torch import load_file
 from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 
+from bass_cli.config.args import DistillArgs
 from bass_cli.distill import makers
 from bass_cli.distill.rank import Rank
 from bass_cli.distill.sampling import lines_of
+from bass_cli.distill.settings import sampling_job
+from bass_cli.plan import make_plan, plan_of_others
 
 TRAINED = (*FLAGS, "--steps", "16")
 WEIGHTS = "draft/model.safetensors"
@@ -89,7 +90,9 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
     assert found["training"]["loss"] == pytest.approx(due["training"]["loss"], rel=1e-3)
     close(weights(here / "two"), weights(here / "one"))
     names = sorted(str(path.relative_to(here / "one")) for path in (here / "one").rglob("*"))
-    assert names == sorted(str(path.relative_to(here / "two")) for path in (here / "two").rglob("*"))
+    assert names == sorted(
+        str(path.relative_to(here / "two")) for path in (here / "two").rglob("*")
+    )
     assert (here / "two/samples.jsonl").read_bytes() == (here / "one/samples.jsonl").read_bytes()
 
 
@@ -127,13 +130,15 @@ def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, clust
 
 
 def one_by_one(here):
-    """Every sample is the one that a process by itself draws under its name."""
+    """Every sample is the one that a process by itself draws under its name; what is asked next
+    hangs on what has ended, so neither has all of the other's."""
     alone = bass("distill", *TRAINED, "--out", "alone")
     assert alone.exit_code == 0, alone.stderr
     here_, there = ({(one.id, one.sample): (one.text, one.token_ids) for one in lines_of(path)}
                     for path in (here / "out/samples.jsonl", here / "alone/samples.jsonl"))  # fmt: skip
     both = here_.keys() & there.keys()
-    assert len(both) > 0.7 * len(there)
+    assert len(both) > 20
+    assert {id_.partition("/")[0] for id_, _ in both} >= {"turn", "text"}
     assert {key: here_[key] for key in both} == {key: there[key] for key in both}
 
 
@@ -164,6 +169,17 @@ def test_what_makes_no_sense_is_said_before_models_are_looked_at(here, monkeypat
     refused = bass("distill", *TRAINED, "--out", "out", *flags)
     assert (refused.exit_code, fault in " ".join(refused.stderr.split())) == (2, True)
     assert not (here / "out").exists()
+
+
+def test_a_driver_plans_for_gpus_that_it_does_not_have(here):
+    """What samples depend on is what actors find there."""
+    _, job = sampling_job(DistillArgs(pair="pair.yaml", out="out"))
+    on_cpu, on_gpu = (plan_of_others(job.model_copy(update={"device": kind})).identity()
+                      for kind in ("cpu", "cuda"))  # fmt: skip
+    assert on_cpu == make_plan(job.model_copy(update={"device": "cpu"})).identity()
+    assert (on_gpu["device"], on_gpu["dtype"]) == ("cuda", "bf16")
+    same = on_gpu.keys() - {"device", "dtype", "versions"}
+    assert {name: on_gpu[name] for name in same} == {name: on_cpu[name] for name in same}
 
 
 def test_without_ray_its_installation_is_named(here, monkeypatch):

@@ -14,7 +14,6 @@ from checkpoints import write_checkpoint
 from bass_cli.distill import exchange
 from bass_cli.distill.exchange import Alone, Buckets, PeerLostError
 
-
 SIZES = [5, 1]  # windows of a batch
 
 
@@ -32,8 +31,8 @@ def two(folder):
     return peers.train(folder, 2, SIZES)
 
 
-def alone(folder, size):
-    trainer, grads = peers.trainer(folder, size=size), []
+def alone(folder, size, device="cpu"):
+    trainer, grads = peers.trainer(folder, device, size=size), []
     with pytest.MonkeyPatch.context() as patch:
         cut = torch.nn.utils.clip_grad_norm_
         patch.setattr(torch.nn.utils, "clip_grad_norm_", peers.watch(grads, trainer, cut))
@@ -60,6 +59,25 @@ def test_unequal_parts_of_a_batch_are_learnt_from_as_the_whole_is(folder, two, s
     naive = mean_of_means(folder, size)
     apart = [(naive[name] - due).norm() / due.norm() for name, due in grads[0].items()]
     assert min(apart) > 0.01
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gpus_learn_together_what_one_does(folder, tmp_path, ranks):
+    """Over NCCL, with gradients exchanged under backward; also one that is alone in its group."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} CUDA devices are needed")
+    for name in ("target", "small"):
+        (tmp_path / name).symlink_to(folder / name)
+    several = peers.train(tmp_path, ranks, SIZES, "cuda")
+    for size in SIZES:
+        one, grads = alone(folder, size, "cuda")
+        for theirs, weights, done in several[size]:
+            for name, due in grads[0].items():
+                torch.testing.assert_close(theirs[0][name], due, atol=1e-5, rtol=1e-3)
+            assert done["guesses"] == one.progress.guesses
+            assert done["loss"] == pytest.approx(one.progress.loss, rel=1e-3)
+            for name, weight in weights.items():
+                assert torch.equal(weight, several[size][0][1][name]), name
 
 
 def mean_of_means(folder, size):
@@ -123,7 +141,7 @@ def test_a_failing_exchange_says_that_another_is_lost(monkeypatch):
 
     monkeypatch.setattr(exchange.distributed, "all_reduce", fail)
     with pytest.raises(PeerLostError, match="closed by peer"):
-        exchange.Group(0, 2).add([1.0])
+        exchange.Joined(0, 2).add([1.0])
     weight = torch.zeros(3, requires_grad=True)
     Buckets([weight]).last()
     with pytest.raises(PeerLostError):  # out of backward

@@ -11,7 +11,7 @@ import pytest
 from bass_cli.cluster.crew import Lost, Place
 from bass_cli.cluster.worker import Fault
 from bass_cli.distill.exchange import Seat
-from bass_cli.distill.group import HOPELESS, PATIENCE, Training, seats_of
+from bass_cli.distill.group import HOPELESS, PATIENCE, Group, seats_of
 from bass_cli.distill.rank import LOST, News, Present
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
@@ -25,7 +25,7 @@ class Fleet:
     """Processes by number. `late`: when they are there, seconds after they begin; `groups`: by
     group, what is said instead of the end by whom."""
 
-    def __init__(self, count=3, *, late={}, groups=(), steps=3):
+    def __init__(self, count=3, *, late=(), groups=(), steps=3):
         self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
         self.now, self.there, self.due = 0.0, {}, []
         self.made, self.seats = [], {}
@@ -73,7 +73,7 @@ class Fleet:
 
 
 def train(fleet, tmp_path):
-    training = Training(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
+    training = Group(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
     return training.run()
 
 
@@ -95,7 +95,7 @@ def test_who_comes_late_is_left_out_until_a_group_is_made_again(tmp_path, capsys
     assert [set(group) for group in fleet.made] == [{0, 1}, {0, 1}]
     assert "2 of 3" not in capsys.readouterr().err  # a line of progress, which is not kept
     fleet = Fleet(3, late={2: 10 * PATIENCE}, groups=[{0: Lost("killed")}])
-    training = Training(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
+    training = Group(fleet, Screen(), tmp_path / "c.pt", now=lambda: fleet.now)
     lose = training._lose
 
     def lost(*given):

@@ -116,6 +116,11 @@ def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str
             now[0] = float(second)
             progress(second, 9)
     assert capsys.readouterr().err == "6/9 verdicts, 0:06 elapsed, about 0:03 left\n"
+    with screen.counting("tokens", 9, beside=lambda: "2 of 2 actors at work") as progress:
+        screen.rounds(5, 2, 3)  # of whoever draws them: what is shown stays
+        now[0] += 9.0
+        progress(6, 9)
+    assert capsys.readouterr().err == "6/9 tokens, 0:09 elapsed\n2 of 2 actors at work\n"
     with Screen(quiet=True, now=lambda: now[0]).counting("verdicts", 9) as progress:
         now[0] = 60.0
         progress(9, 9)
