@@ -1,13 +1,19 @@
 """Where the seconds of a step of `bass distill` go: its parts beside the products' floor, peak
 memory, and the longest kernels.
 
-    python benchmarks/distill_step.py [--forms reference,default] [--windows 16] [--tiny]
+    python benchmarks/distill_step.py [--forms reference,default] [--windows 16] [--ranks K]
+        [--tiny]
 
 Random weights and tokens; layout and batch of the command, 1.5B and 0.5B shapes. A form is that of
-the ops (bass_kernels.use): plain torch, or what the device takes. --tiny: for a CPU.
+the ops (bass_kernels.use): plain torch, or what the device takes. --ranks: the batch split over K
+processes, each with a GPU, and how long their gradients take to be added up with nothing beside
+it; shown is what the first one sees. --tiny: for a CPU.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -19,6 +25,7 @@ from bass_cli.bench.shapes import SHAPES
 from bass_cli.bench.weights import random_weights
 from bass_cli.distill import trainer as training
 from bass_cli.distill.corpus import Batches, Corpus, Text
+from bass_cli.distill.exchange import Alone, Seat, Store
 from bass_cli.distill.layout import thinned
 from bass_cli.distill.settings import weights_of
 
@@ -61,7 +68,7 @@ def parts_of(trainer, batch):
     for (home, name, *words), function in zip(places, kept, strict=True):
         setattr(home, name, watched(function, *words))
     last[0] = now()
-    trainer._step(batch)
+    trainer._step(batch, time.monotonic)
     mark("optimizer")
     for (home, name, *_), function in zip(places, kept, strict=True):
         setattr(home, name, function)
@@ -72,7 +79,7 @@ def steps_of(trainer, batch, count):
     found = []
     for _ in range(count):
         began = now()
-        trainer._step(batch)
+        trainer._step(batch, time.monotonic)
         found.append(now() - began)
     return found
 
@@ -80,7 +87,7 @@ def steps_of(trainer, batch, count):
 def show_kernels(trainer, batch, most=25):
     kind = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[getattr(kind, DEVICE.type.upper())]) as seen:
-        trainer._step(batch)
+        trainer._step(batch, time.monotonic)
     spent = "self_device_time_total" if DEVICE.type == "cuda" else "self_cpu_time_total"
     found = sorted(((getattr(one, spent) / 1e3, one) for one in seen.key_averages()),
                    key=lambda pair: -pair[0])  # fmt: skip
@@ -89,13 +96,47 @@ def show_kernels(trainer, batch, most=25):
         print(f"{took:9.2f} {one.count:6d}  {one.key[:110]}")
 
 
+def group_of(ranks, rank, port):
+    """The processes that train together, of which the first begins the others."""
+    if ranks == 1:
+        return Alone()
+    store, devices = Store(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    for number in range(1, ranks if rank == 0 else 0):
+        seen = devices[number] if number < len(devices) else str(number)
+        more = ["--rank", str(number), "--port", str(store.port)]
+        subprocess.Popen(
+            [sys.executable, *sys.argv, *more],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": seen},
+            stdout=subprocess.DEVNULL,
+        )
+    return store.join(Seat(rank, ranks, "127.0.0.1", port or store.port, ranks), DEVICE)
+
+
+def show_exchange(trainer, peers):
+    """Of all gradients, as a step has them to exchange behind its backward pass at worst."""
+    trainer._gradients.finish()
+    took = []
+    for _ in range(5):
+        began = now()
+        trainer._gradients.finish()
+        took.append(now() - began)
+    size = 4 * sum(weight.numel() for weight in trainer.weights.values())
+    least = min(took)
+    rate = 2 * (peers.ranks - 1) / peers.ranks * size / least / 1e9
+    print(f"{size / 1e9:.2f} GB of gradients, alone: {1e3 * least:.1f} ms, {rate:.1f} GB/s a GPU")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--forms", default="reference,default")
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     torch.backends.cuda.enable_cudnn_sdp(False)  # as the command does
+    peers = group_of(given.ranks, given.rank, given.port)
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     specs = [SHAPES[name](None) for name in ("qwen2.5-1.5b", "qwen2.5-0.5b")]
     if given.tiny:
@@ -105,8 +146,10 @@ def main():
     texts = [Text(str(n), noise.integers(0, mask, layout.window // 2 - 6), 8)
              for n in range(4 * given.windows)]  # fmt: skip
     corpus, many = Corpus(texts, layout.window), given.windows
-    batches = Batches(corpus, layout, size=many, most=many, seed=0)
+    batches = Batches(corpus, layout, size=many, most=many, seed=0, rank=peers.rank,
+                      ranks=peers.ranks)  # fmt: skip
     batch = batches.at(0)
+    many = len(range(peers.rank, many, peers.ranks))
     guesses, text = sum(len(part.student) for part in batch), many * layout.window
     large, small = (weights_of(spec) - spec.vocab * spec.width for spec in specs)
     heads = 6 * guesses * specs[1].width + 2 * text * specs[0].width  # a law a token is enough
@@ -120,13 +163,15 @@ def main():
         models = [training.Model(spec, random_weights(spec, dtype=kind, **words), mask)
                   for spec, kind in zip(specs, (dtype, torch.float32), strict=True)]  # fmt: skip
         goal = training.Goal(1000, None, 1e-5)
-        trainer = training.Trainer(*models, batches, goal, mask=mask, dtype=dtype)
+        trainer = training.Trainer(*models, batches, goal, mask=mask, dtype=dtype, peers=peers)
         first, took = sum(steps_of(trainer, batch, 2)), sorted(steps_of(trainer, batch, 5))
         print(f"\n{form}: ms a step {', '.join(f'{1e3 * one:.1f}' for one in took)}; the first two "
               f"{first:.2f} s; loss {trainer.progress.loss:.4f}")  # fmt: skip
         if DEVICE.type == "cuda":
             print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
             torch.cuda.reset_peak_memory_stats()
+        if peers.ranks > 1:
+            show_exchange(trainer, peers)
         parts = parts_of(trainer, batch)
         print({name: f"{1e3 * took:.1f} ms" for name, took in parts.items()})
         show_kernels(trainer, batch)

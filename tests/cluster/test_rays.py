@@ -60,12 +60,12 @@ def parent_of(process: int) -> int:
     return 0
 
 
-def actors(of: int) -> set[int]:
-    """Processes with a Worker in them that descend from this one."""
+def actors(of: int, kind: str = "Worker") -> set[int]:
+    """Processes with one of these in them that descend from this one."""
     found = set()
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if file.read_bytes().startswith(b"ray::Worker"):
+            if file.read_bytes().startswith(f"ray::{kind}".encode()):
                 above = number = int(file.parent.name)
                 while above not in (0, of):
                     above = parent_of(above)

@@ -108,7 +108,7 @@ def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, clust
     kept = samples.read_bytes()
     killed(here, checkpoint.exists, *flags, *given, "--actors", "3")
     assert samples.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
-    until(lambda: not actors(os.getpid()))
+    until(lambda: not actors(os.getpid(), "Rank"))  # Ray ends what has no driver any more
     done = bass("distill", *flags, *given, "--actors", "1")
     assert done.exit_code == 0, done.stderr
     assert "going on from step" in done.stderr
@@ -149,12 +149,13 @@ def test_a_local_ray_ends_with_ctrl_c(here):
         child = Forked(f"import bass_cli.distill.makers as m; m.SECONDS = 0.0; {BASS}", "distill",
                        *flags, cwd=here, stderr=log)  # fmt: skip
         until((here / "out/checkpoint.pt").exists, child)
+        assert len(actors(child.pid, "Rank")) == 2
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130, (here / "log").read_text()
     said = (here / "log").read_text()
     assert "interrupted; the same command goes on from here" in said
     assert "Traceback" not in said
-    until(lambda: not actors(child.pid))
+    until(lambda: not actors(child.pid, "Rank"))
 
 
 @pytest.mark.parametrize(("flags", "fault"), [
