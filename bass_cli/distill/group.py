@@ -65,7 +65,7 @@ class Group:
         self._fleet, self._screen, self._checkpoint, self._now = fleet, screen, checkpoint, now
         self._line, self._share = "starting the actors", 0.0
         self._kept = self._mark()
-        self._in_a_row = 0
+        self._in_a_row = self._wanted = 0
 
     def run(self) -> dict[str, Any]:
         """The report. UserError or MachineError where one of them finds something wanting, or they
@@ -103,12 +103,14 @@ class Group:
             self._show(f"{len(ready)} of {len(wanted)} actors are ready, {spent} elapsed", 0.0)
         for place in started - ready.keys():
             self._fleet.stop(place)
+        self._wanted = len(wanted)
         return ready
 
     def _together(self, ready: Mapping[Place, Present]) -> dict[str, Any] | None:
         """What they come to; None where one has died. None of them is left."""
         seats, beat = seats_of(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
-        self._screen.note(f"{len(ready)} actors train together")
+        known = "" if len(ready) == self._wanted else f" of {self._wanted}"
+        self._screen.note(f"{len(ready)}{known} actors train together")
         try:
             for place, seat in seats.items():
                 self._fleet.ask(place, seat, beat)
@@ -122,7 +124,8 @@ class Group:
                         self._hear(event, len(seats))
                         if event.document is not None:
                             return event.document
-                    self._fleet.ask(place, None, beat)
+                    if event.document is None:  # the others are done before the first is
+                        self._fleet.ask(place, None, beat)
         finally:
             for place in ready:
                 self._fleet.stop(place)

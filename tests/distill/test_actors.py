@@ -15,13 +15,18 @@ import torch
 from forked import BASS, Forked
 from safetensors.torch import load_file
 from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fixture)
+from test_crew import Fleet
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 
+from bass_cli.cluster.crew import Crew
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill import makers
+from bass_cli.distill.prompts import Supply
 from bass_cli.distill.rank import Rank
-from bass_cli.distill.sampling import lines_of
+from bass_cli.distill.sampling import draw, lines_of
 from bass_cli.distill.settings import sampling_job
+from bass_cli.io.console import Screen
+from bass_cli.io.prompts import Prompt
 from bass_cli.plan import make_plan, plan_of_others
 
 TRAINED = (*FLAGS, "--steps", "16")
@@ -94,6 +99,24 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
         str(path.relative_to(here / "two")) for path in (here / "two").rglob("*")
     )
     assert (here / "two/samples.jsonl").read_bytes() == (here / "one/samples.jsonl").read_bytes()
+
+
+def test_a_crew_draws_until_there_are_enough_tokens(tmp_path):
+    """Also where workers die, and in a file that was begun."""
+    prompts = [Prompt(str(number), "a", None, {}, None, "") for number in range(4)]
+    path = tmp_path / "samples.jsonl"
+    for wanted, seed in ((90, 0), (90, 1), (400, 2)):
+        fleet = Fleet(deaths=0.03, seed=seed)
+        crew = Crew(fleet, Screen(True), n=3, alike=False, now=lambda fleet=fleet: fleet.now)
+        crew.gather()
+        supply = Supply(lambda: iter(prompts), n=3, wanted=wanted)
+        kept = path.read_bytes() if path.exists() else b""
+        draw(makers._CrewsHand(crew), supply, wanted=wanted, path=path, results={},
+             screen=Screen(True))  # fmt: skip
+        found = list(lines_of(path))
+        assert path.read_bytes().startswith(kept)
+        assert len({(one.id, one.sample) for one in found}) == len(found)
+        assert 0.98 * wanted <= sum(one.tokens for one in found) < wanted + 60
 
 
 @pytest.mark.slow  # a minute and a half
