@@ -21,7 +21,7 @@ from .fused import linear_add, norm_up, project
 from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .reference import Group, Segments, Teams
+from .segments import Group, Packed, Segments, Teams, pack_queries
 from .sampling import COLDEST, Law, draw, log_probability
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
@@ -50,6 +50,7 @@ __all__ = [
     "Distances",
     "Group",
     "Law",
+    "Packed",
     "Segments",
     "Teams",
     "accept_maximal",
@@ -74,6 +75,7 @@ __all__ = [
     "norm",
     "norm_up",
     "pack",
+    "pack_queries",
     "process",
     "project",
     "rejection_sample",

@@ -31,7 +31,7 @@ from bass_kernels import (
     skinny,
     truncation,
 )
-from bass_kernels.reference import Segments, Teams
+from bass_kernels.segments import Segments, Teams
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
 # specifications by capability).
