@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy
 
+from bass_cli.engine.contracts import Round
 from bass_cli.engine.graphs import Running
 from bass_cli.engine.ledger import Integers, Row
 
@@ -22,7 +23,7 @@ _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty
 
 class Flight(NamedTuple):
     """A round that was launched: with these rows (of the batch as it was after so many `changes`),
-    `width` drafts each (and maybe more `places`),
+    `width` drafts each (and maybe more `places`), or where it is `cut` on average,
     of which `meant` were the host's (None: all are the device's), `began` and `asking` as for
     Round.seconds; what went into `capturing`; whether nothing was captured or ran uncaptured
     (`steady`)."""
@@ -31,6 +32,7 @@ class Flight(NamedTuple):
     changes: int
     width: int
     places: int
+    cut: bool
     meant: tuple[int, ...] | None
     running: Running
     began: float
@@ -40,22 +42,46 @@ class Flight(NamedTuple):
     steady: bool
 
     @property
+    def most(self) -> int:
+        """Drafts of a row that may stand."""
+        return self.places if self.cut else self.width
+
+    @property
     def under_way(self) -> bool:
         """Whether a row of it is still live."""
         return any(row.place >= 0 for row in self.rows)
 
     def live(self, table: Integers, changes: int) -> tuple[Flight, Integers, Integers]:
         """The same with only those of its rows that are live after so many changes; the places
-        where they are now, and their lines of the table that it brought."""
+        where they are now, and their lines of the table that it brought. Of a round that was cut
+        that says at its end what was verified."""
+        meant = self.meant
+        if self.cut:
+            meant, table = tuple(table[: len(self.rows), -1].tolist()), table[:, :-1]
         if changes == self.changes:
-            return self, numpy.arange(len(self.rows)), table[: len(self.rows)]
+            places = numpy.arange(len(self.rows))
+            return self._replace(meant=meant), places, table[: len(self.rows)]
         places = numpy.fromiter([row.place for row in self.rows], numpy.int64, len(self.rows))
         alive = places >= 0  # -1: nowhere
         chosen = alive.tolist()
         rows = tuple(itertools.compress(self.rows, chosen))
-        meant = None if self.meant is None else tuple(itertools.compress(self.meant, chosen))
+        meant = None if meant is None else tuple(itertools.compress(meant, chosen))
         (lines,) = alive.nonzero()
         return self._replace(rows=rows, meant=meant), places[lines], table[lines]
+
+    def done(self, accepted: tuple[int, ...], seconds: float, *, late: bool) -> Round:
+        """What it did, by live row, in so many seconds without capturing; `late`: it was over
+        before anybody looked."""
+        return Round(
+            self.width,
+            accepted,
+            seconds,
+            self.steady and not late,
+            self.meant,
+            self.asking if self.looked else 0.0,
+            self.rows,
+            self.capturing,
+        )
 
 
 class Worth:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.contracts import Proposal, Target, Verdict
+from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
+from bass_cli.engine.cutting import Cutting, likeliest
 from bass_cli.engine.imposed import Imposed
 from bass_cli.engine.laws import Laws
 
@@ -50,7 +51,32 @@ class Verifier:
             imposing=self._imposing,
             most=self._bound if bounded else None,
         )
-        batch.commit(verdict.block, verdict.accepted)
+        return self._commit(verdict)
+
+    def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
+        """The same of only the likeliest drafts, `each` of a row on average: shared coupling, a
+        target that takes them packed, a proposal with scores. The table has one more column at
+        its end, how many drafts of a row were verified."""
+        batch, (rows, width), scores = self._batch, proposal.tokens.shape, proposal.scores
+        assert scores is not None
+        assert isinstance(self._target, TakesPacked)
+        lengths = batch.lengths[:rows].clone()
+        # dummies have what is left
+        chances = cutting.chances(scores) * batch.alive[:, None]
+        counts = likeliest(chances, rows * each)
+        packed = ops.pack_queries(counts + 1, rows * (each + 1), width + 1)
+        block = torch.cat((batch.last(1)[0], proposal.tokens), 1)
+        tokens, places = block[packed.row, packed.place], lengths[packed.row] + packed.place
+        logits = self._target.forward_packed(tokens, places - 1, packed, batch.ends(width))
+        laws, index = batch.laws.of(packed.row), packed.by_row
+        targets, told = (found[index] for found in _chosen(logits, laws, places))
+        accepted, following = ops.accept_shared(proposal.tokens, targets, counts)
+        cutting.learn(scores, counts, accepted, batch.alive)
+        table = self._commit(Verdict(accepted, following, targets, told))
+        return torch.cat((table, counts[:, None]), 1)
+
+    def _commit(self, verdict: Verdict) -> Tensor:
+        self._batch.commit(verdict.block, verdict.accepted)
         scores = verdict.scores.view(torch.int32).long()
         return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
 
@@ -68,7 +94,7 @@ def judge(
     """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
     `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
     been proposed; None: all."""
-    drafts, law, _ = proposal
+    drafts, law = proposal.tokens, proposal.law
     if imposing is not None:
         return imposed(drafts, logits, batch.laws, lengths, imposing, most)
     if coupling == "shared":
@@ -112,10 +138,16 @@ def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor
     """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
     [B, W] each."""
     each = laws.repeat(places.shape[1])
-    tokens, scores = ops.sample_scored(
-        logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten()
-    )
+    tokens, scores = _chosen(logits.flatten(0, 1), each, places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
+
+
+def _chosen(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of logits [N, V] by N laws at places [N]: [N] each."""
+    tokens, scores = ops.sample_scored(
+        logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places
+    )
+    return tokens, scores
 
 
 def maximal(

@@ -21,8 +21,8 @@ from .fused import linear_add, norm_up, project
 from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .segments import Group, Packed, Segments, Teams, pack_queries
 from .sampling import COLDEST, Law, draw, log_probability
+from .segments import Group, Packed, Segments, Teams, pack_queries
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")

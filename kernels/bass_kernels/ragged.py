@@ -68,8 +68,8 @@ def attention(
     packed = segments.packed
     if packed is not None and _schedule(segments) != "ragged":
         q, segments = by_row(q, segments)  # the paper's schedules have as many queries in each row
-        found = attention(q, own, prompt, segments, scale=scale, window=window)
-        return one_after_other(found, packed)
+        padded = attention(q, own, prompt, segments, scale=scale, window=window)
+        return one_after_other(padded, packed)
     if _schedule(segments) == "split" and len(q) > 1:
         given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
         found = [

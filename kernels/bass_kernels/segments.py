@@ -1,5 +1,5 @@
-"""What the rows of a pass may attend to, and how many queries each has: all as many, or packed, each
-its own number of them. Not here: attention (reference.py, ragged.py)."""
+"""What the rows of a pass may attend to, and how many queries each has: all as many, or packed,
+each its own number of them. Not here: attention (reference.py, ragged.py)."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ class Packed(NamedTuple):
     row: Tensor
     place: Tensor
     widest: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.begin) - 1
 
     @property
     def by_row(self) -> Tensor:

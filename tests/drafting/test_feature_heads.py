@@ -66,7 +66,9 @@ def models(tmp_path_factory):
     return made
 
 
-def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None):
+def loop_of(
+    target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None, cut=None
+):
     """A loop whose drafter reads its target, on their device."""
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
@@ -79,6 +81,7 @@ def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, 
         clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
         acceptance=acceptance,
         graphs=graphs,
+        cut=cut,
     )
 
 
