@@ -31,7 +31,8 @@ from bass_cli.model.partition import part_of
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.weights import load, size_of
-from bass_cli.plan import Plan, longest_draft
+from bass_cli.pair_files import longest_draft
+from bass_cli.plan import Plan
 from bass_cli.system.host import give_back_memory
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
@@ -120,9 +121,10 @@ def _followers(plan: Plan) -> Followers | None:
     return Followers(Part(source, ranks, plan.dtype, plan.device, vocab, needed))
 
 
-def build(plan: Plan, models: Models | None = None) -> Loop:
+def build(plan: Plan, models: Models | None = None, *, cut: bool = True) -> Loop:
     """A loop with an empty batch for the plan's job, with these models or with those of the
-    plan, loaded now."""
+    plan, loaded now. `cut`: rows' drafts may be cut by the draft's confidence (benchmarks ask what
+    that is worth)."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
     followers = models.followers
@@ -155,6 +157,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         coupling=speculation.coupling,
         clock=Clock(),
         graphs=graphs_for(plan.device, followers),
+        cut=plan.cut if cut else None,
     )
 
 

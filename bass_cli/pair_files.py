@@ -1,5 +1,5 @@
 """The files of a job's pair, opened and held against each other: checkpoints, tokenizer, what
-rounds cost.
+rounds cost, how far drafts reach.
 
 Not here: the memory and the device that a job runs with (plan.py).
 """
@@ -14,6 +14,7 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
+from bass_cli.engine.cutting import drafted
 from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
@@ -127,3 +128,30 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
     except UserError:  # too long to be tokenised
         return context
+
+
+def reach(job: Job, files: Files) -> int:
+    """The most places of a row that a round writes to behind its last token: a block is never
+    cut to the drafts that are wanted."""
+    head = None if files.draft is None else files.draft.head
+    longest = drafted(longest_draft(job), cut_from(job, files))
+    return max(longest, 0 if head is None else head.block)
+
+
+def cut_from(job: Job, files: Files) -> int:
+    """Of how many tokens at the most the drafts of a row are chosen that are verified; 0 where
+    nothing is chosen: only of drafts of one pass, by a target that one process has."""
+    if job.speculation.coupling == "maximal" or job.tensor_parallel > 1:
+        return 0
+    head = None if files.draft is None else files.draft.head
+    if head is not None:
+        return min(head.drafts, job.speculation.max) if head.block else 0
+    return 0 if files.mask is None else job.speculation.max
+
+
+def longest_draft(job: Job) -> int:
+    """The most tokens that a job may ask for at once."""
+    if job.pair.draft == "none":
+        return 0
+    length = job.speculation.length
+    return length if isinstance(length, int) else job.speculation.max

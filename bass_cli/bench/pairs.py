@@ -23,6 +23,7 @@ from bass_cli.build import graphs_for, load_models, runner_for
 from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.contracts import Drafter
+from bass_cli.engine.cutting import drafted
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.imposed import Rate
 from bass_cli.engine.step import Loop
@@ -135,7 +136,9 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
         settings.job.speculation.coupling,
     )
     head, decoder = models.head, models.target
-    reach = longest if head is None else max(longest, head.spec.block)
+    cut = models.plan.cut if models.plan is not None else None
+    reach = longest if cut is None else drafted(longest, cut.most)
+    reach = reach if head is None else max(reach, head.spec.block)
     span = settings.new_tokens + beyond(reach)
     device = models.target.device
     batch = Batch(rows=rows, context=context + beyond(reach), device=device)
@@ -155,6 +158,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
             clock=Clock(),
             acceptance=acceptance,
             graphs=graphs_for(device, followers),
+            cut=cut,
         )
 
     draft = settings.job.pair.draft

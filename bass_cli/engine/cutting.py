@@ -51,7 +51,7 @@ class Cutting:
 
     def drafted(self, width: int) -> int:
         """How many tokens are drafted for each row then."""
-        return max(min(width + min(max(width, _LEAST), _MOST), self._cut.most), width)
+        return drafted(width, self._cut.most)
 
     def chances(self, scores: Tensor) -> Tensor:
         """The chance of each draft, all before it standing, [B, k] float32, by the
@@ -72,6 +72,12 @@ class Cutting:
         which = bins[:, :, None] == torch.arange(_BINS, device=scores.device)
         for known, told in ((self._kept, stood), (self._trials, places < turn[:, None])):
             known.mul_(_MEMORY).add_((which & told[:, :, None]).sum((0, 1)))
+
+
+def drafted(width: int, most: int) -> int:
+    """How many tokens are drafted for each row, up to `most`, where `width` are verified of a row
+    on average; these alone where no more may be."""
+    return max(min(width + min(max(width, _LEAST), _MOST), most), width)
 
 
 def likeliest(chances: Tensor, total: int) -> Tensor:

@@ -170,10 +170,9 @@ def _launch(
 ) -> Tensor:
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
     kv_heads, positions, packed = own[0].shape[0], segments.positions, segments.packed
-    lines = width * (heads // kv_heads)
-    tiles, pieces = triton.cdiv(lines, tiling.lines), cut.most + team.most
-    units = rows * kv_heads * tiles
-    teamed, table, team_units = _table(segments, tiling.members, kv_heads)
+    lines, pieces = width * (heads // kv_heads), cut.most + team.most
+    units = rows * kv_heads * (tiles := triton.cdiv(lines, tiling.lines))
+    *tables, team_units = _table(segments, tiling.members, kv_heads)
     out = q.new_empty(*q.shape[:2], heads * size)
     scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
     attend[(team_units * team.most + units * cut.most,)](
@@ -185,8 +184,7 @@ def _launch(
         segments.start,
         segments.own,
         segments.base if packed is None else packed.begin,
-        teamed,
-        table,
+        *tables,
         out,
         *scratch,
         scale * 1.4426950408889634,
