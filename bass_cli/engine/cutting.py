@@ -21,7 +21,7 @@ CHEAP = {"cpu": 16, "cuda": 64}
 # to choose from; more are hardly ever among the likeliest, and a pass takes two places for each.
 _LEAST, _MOST = 2, 4
 _BINS = 16  # of the square root of 1 - confidence: most confidences are near 1
-_STRENGTH = 6.0  # drafts that a bin's own middle counts as, before any
+_STRENGTH = 6.0  # drafts that what a bin is taken for counts as, before any
 _MEMORY = 0.995  # what a round weighs one round later
 
 
@@ -39,9 +39,10 @@ class Cutting:
 
     def __init__(self, cut: Cut, device: torch.device):
         self._cut = cut
+        # at first: half of a draft's doubt comes true, for noise is shared
         middles = (torch.arange(_BINS, device=device) + 0.5) / _BINS
         # at addresses that stay, for graphs learn too
-        self._kept = _STRENGTH * (1 - middles * middles)
+        self._kept = _STRENGTH * (1 - middles * middles / 2)
         self._trials = torch.full_like(middles, _STRENGTH)
 
     def pays(self, rows: int, width: int) -> bool:
