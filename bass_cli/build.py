@@ -18,6 +18,7 @@ import torch
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import CapturesPrompts, Lengths
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -121,10 +122,10 @@ def _followers(plan: Plan) -> Followers | None:
     return Followers(Part(source, ranks, plan.dtype, plan.device, vocab, needed))
 
 
-def build(plan: Plan, models: Models | None = None, *, cut: bool = True) -> Loop:
+def build(plan: Plan, models: Models | None = None, *, cut: Cut | bool = True) -> Loop:
     """A loop with an empty batch for the plan's job, with these models or with those of the
-    plan, loaded now. `cut`: rows' drafts may be cut by the draft's confidence (benchmarks ask what
-    that is worth)."""
+    plan, loaded now. `cut`: whether rows' drafts may be cut by the draft's confidence as the plan
+    has it, or otherwise how (benchmarks ask what that is worth)."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
     followers = models.followers
@@ -157,7 +158,7 @@ def build(plan: Plan, models: Models | None = None, *, cut: bool = True) -> Loop
         coupling=speculation.coupling,
         clock=Clock(),
         graphs=graphs_for(plan.device, followers),
-        cut=plan.cut if cut else None,
+        cut=plan.cut if cut is True else (cut or None),
     )
 
 

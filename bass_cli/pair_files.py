@@ -6,6 +6,7 @@ Not here: the memory and the device that a job runs with (plan.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +15,21 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
-from bass_cli.engine.cutting import drafted
+from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.partition import check_divisible
-from bass_cli.model.spec import Spec
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
+
+# How many tokens more are drafted than verified where rows are cut: two have three quarters of what
+# four bring (docs/LOG.md), and a pass takes two places for each, but for a block that is whole.
+_MORE, _WHOLE = 2, 4
+# The part of a target's size from which a draft's tokens are too dear for that: one that is not
+# verified takes two of the draft's, for some twentieth of a token more in a round.
+_DEAR = 1 / 4
 
 
 class Files(NamedTuple):
@@ -130,23 +138,30 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
         return context
 
 
-def reach(job: Job, files: Files) -> int:
+def reach(job: Job, files: Files, device: torch.device) -> int:
     """The most places of a row that a round writes to behind its last token: a block is never
     cut to the drafts that are wanted."""
     head = None if files.draft is None else files.draft.head
-    longest = drafted(longest_draft(job), cut_from(job, files))
+    longest, cut = longest_draft(job), cut_of(job, files, device)
+    longest = longest if cut is None else cut.drafted(longest)
     return max(longest, 0 if head is None else head.block)
 
 
-def cut_from(job: Job, files: Files) -> int:
-    """Of how many tokens at the most the drafts of a row are chosen that are verified; 0 where
-    nothing is chosen: only of drafts of one pass, by a target that one process has."""
-    if job.speculation.coupling == "maximal" or job.tensor_parallel > 1:
-        return 0
-    head = None if files.draft is None else files.draft.head
-    if head is not None:
-        return min(head.drafts, job.speculation.max) if head.block else 0
-    return 0 if files.mask is None else job.speculation.max
+def cut_of(job: Job, files: Files, device: torch.device) -> Cut | None:
+    """Where rows' drafts may be cut by the draft's confidence; None: nowhere. Only of drafts of one
+    pass, by a target that one process has, under shared coupling; and not where a drafted token
+    takes so much of a verified one's time that drafting more is not worth it."""
+    draft, most = files.draft, job.speculation.max
+    if job.speculation.coupling == "maximal" or job.tensor_parallel > 1 or draft is None:
+        return None
+    above = CHEAP[device.type]
+    if draft.head is not None:  # its block is drafted whole in any case
+        return Cut(min(draft.head.drafts, most), above, _WHOLE) if draft.head.block else None
+    numbers, due = (
+        sum(map(math.prod, parameters(spec).values())) for spec in (draft.spec, files.target.spec)
+    )
+    pays = files.mask is not None and numbers <= _DEAR * due
+    return Cut(most, above, _MORE) if pays else None
 
 
 def longest_draft(job: Job) -> int:

@@ -20,7 +20,7 @@ import torch
 from bass_cli import __version__
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
-from bass_cli.engine.cutting import CHEAP, Cut
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.forecast import expected
 from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
@@ -30,7 +30,7 @@ from bass_cli.pair_files import (
     Files,
     check_ranks,
     costs_of,
-    cut_from,
+    cut_of,
     longest_draft,
     open_files,
     reach,
@@ -107,7 +107,7 @@ class Plan:
     def span(self) -> int:
         """How many positions of its own a row needs: no sample is longer than the target's
         context leaves room for."""
-        return self.new_tokens + beyond(reach(self.job, self.files))
+        return self.new_tokens + beyond(reach(self.job, self.files, self.device))
 
     @property
     def pieces(self) -> Pieces:
@@ -136,8 +136,7 @@ class Plan:
     @property
     def cut(self) -> Cut | None:
         """Where rows' drafts may be cut by the draft's confidence; None: nowhere."""
-        most = cut_from(self.job, self.files)
-        return Cut(most, CHEAP[self.device.type]) if most else None
+        return cut_of(self.job, self.files, self.device)
 
     @property
     def need(self) -> Need:
@@ -310,7 +309,7 @@ def _footprint(
         None if files.draft is None else files.draft.spec,
         dtype=dtype,
         device=device,
-        longest=reach(job, files),
+        longest=reach(job, files, device),
         at_once=files.mask is not None,
         head=None if files.draft is None else files.draft.head,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,

@@ -23,7 +23,6 @@ from bass_cli.build import graphs_for, load_models, runner_for
 from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.contracts import Drafter
-from bass_cli.engine.cutting import drafted
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.imposed import Rate
 from bass_cli.engine.step import Loop
@@ -137,7 +136,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     )
     head, decoder = models.head, models.target
     cut = models.plan.cut if models.plan is not None else None
-    reach = longest if cut is None else drafted(longest, cut.most)
+    reach = longest if cut is None else cut.drafted(longest)
     reach = reach if head is None else max(reach, head.spec.block)
     span = settings.new_tokens + beyond(reach)
     device = models.target.device

@@ -17,20 +17,23 @@ from torch import Tensor
 # an H200 a 7B's pass of 8 / 64 / 128 / 256 tokens takes 4.2 / 5.0 / 6.0 / 8.9 ms; a CPU's takes
 # longer from a few on.
 CHEAP = {"cpu": 16, "cuda": 64}
-# How many more are drafted than verified: as many again, within these. With fewer there is nothing
-# to choose from; more are hardly ever among the likeliest, and a pass takes two places for each.
-_LEAST, _MOST = 2, 4
 _BINS = 16  # of the square root of 1 - confidence: most confidences are near 1
 _STRENGTH = 6.0  # drafts that what a bin is taken for counts as, before any
 _MEMORY = 0.995  # what a round weighs one round later
 
 
 class Cut(NamedTuple):
-    """Where rows may be cut: a row is drafted up to `most` tokens, and nothing is cut of a pass
-    that takes all with up to `above` tokens."""
+    """Where rows may be cut: `more` tokens are drafted of each row than are verified on average,
+    `most` at the most, and nothing is cut of a pass that takes all with up to `above` tokens."""
 
     most: int
     above: int
+    more: int
+
+    def drafted(self, width: int) -> int:
+        """How many tokens are drafted of each row where `width` are verified of one on average;
+        these alone where no more may be."""
+        return max(min(width + self.more, self.most), width)
 
 
 class Cutting:
@@ -51,8 +54,8 @@ class Cutting:
         return width > 0 and tokens > self._cut.above and self.drafted(width) > width
 
     def drafted(self, width: int) -> int:
-        """How many tokens are drafted for each row then."""
-        return drafted(width, self._cut.most)
+        """How many tokens are drafted of each row then."""
+        return self._cut.drafted(width)
 
     def chances(self, scores: Tensor) -> Tensor:
         """The chance of each draft, all before it standing, [B, k] float32, by the
@@ -73,12 +76,6 @@ class Cutting:
         which = bins[:, :, None] == torch.arange(_BINS, device=scores.device)
         for known, told in ((self._kept, stood), (self._trials, places < turn[:, None])):
             known.mul_(_MEMORY).add_((which & told[:, :, None]).sum((0, 1)))
-
-
-def drafted(width: int, most: int) -> int:
-    """How many tokens are drafted for each row, up to `most`, where `width` are verified of a row
-    on average; these alone where no more may be."""
-    return max(min(width + min(max(width, _LEAST), _MOST), most), width)
 
 
 def likeliest(chances: Tensor, total: int) -> Tensor:

@@ -192,7 +192,7 @@ def test_cut_drafts_are_those_of_the_papers_too(models, kind):
     """What reads the target finds the outputs of a pass with unequal numbers of tokens: later
     drafts are the same, and the tokens plain decoding's, captured, ahead and alone."""
     theirs, reading, target, head = models("qwen3", kind)
-    due, cut = plain(target, rows(20)), Cut(head.spec.drafts, 0)
+    due, cut = plain(target, rows(20)), Cut(head.spec.drafts, 0, 2)
     for batch, graphs in ((1, None), (3, None), (5, FakeGraphs())):
         loop = loop_of(target, head, rows=batch, lengths=Settled(), graphs=graphs, cut=cut)
         compared, seen = Compared(loop, theirs, reading), watched(loop)
@@ -514,7 +514,7 @@ def test_on_a_cuda_device_too(tmp_path, kind):
             ready(loop)
             assert drive(loop, rows(), ahead=True) == due
             assert loop.graphs.captures > 0
-        words = {"rows": batch, "graphs": Graphs(target.device), "cut": Cut(head.spec.drafts, 0)}
+        words = {"rows": batch, "graphs": Graphs(target.device), "cut": Cut(head.spec.drafts, 0, 2)}
         loop = loop_of(target, head, lengths=Settled(), **words)
         ready(loop)
         assert drive(loop, rows(), ahead=True) == due

@@ -20,11 +20,11 @@ from bass_cli.lengths.round_cost import make_surface
 
 CPU = torch.device("cpu")
 MASK = 1
-ALWAYS = Cut(LONGEST, 0)
+ALWAYS = Cut(LONGEST, 0, 3)
 
 
-def cutting(most=LONGEST, above=0):
-    return Cutting(Cut(most, above), CPU)
+def cutting(most=LONGEST, above=0, more=4):
+    return Cutting(Cut(most, above, more), CPU)
 
 
 def test_the_likeliest_prefixes_are_chosen():
@@ -60,9 +60,7 @@ def test_where_rounds_are_cut():
     assert cutting(above=64).pays(8, 8)
     assert not cutting().pays(8, 0)
     assert not cutting(most=4).pays(64, 4), "there is nothing to choose from"
-    assert [cutting(most=12).drafted(n) for n in (1, 2, 3, 4, 8, 10, 12, 16)] == [
-        *(3, 4, 6, 8, 12, 12, 12, 16)
-    ]
+    assert [cutting(most=12).drafted(n) for n in (1, 4, 8, 10, 12, 16)] == [5, 8, 12, 12, 12, 16]
     assert CHEAP["cpu"] < CHEAP["cuda"]
 
 
@@ -210,7 +208,7 @@ def test_captured_rounds_and_those_launched_ahead(
 ):
     """With dummy rows, other lengths than were asked for, rounds that are not cut between."""
     given = AtOnce(pair[0] if of_target else pair[1], MASK)
-    loop = captured(pair[0], given, batch=batch, lengths=lengths(), cut=Cut(12, above))
+    loop = captured(pair[0], given, batch=batch, lengths=lengths(), cut=Cut(12, above, 3))
     flights, seen = ready(loop), watched(loop)
     assert drive(loop, rows(), ahead=ahead) == plainly
     assert loop.graphs.count("replay", "cut") > 2
@@ -221,7 +219,7 @@ def test_captured_rounds_and_those_launched_ahead(
 def test_a_cut_round_may_serve_one_that_is_not(pair):
     """Where any length will do: fewer captures as rows end."""
     target, draft = pair
-    loop = captured(target, AtOnce(draft, MASK), batch=4, lengths=Fixed(3), cut=Cut(12, 8))
+    loop = captured(target, AtOnce(draft, MASK), batch=4, lengths=Fixed(3), cut=Cut(12, 8, 3))
     loop.prepare([4], [3])
     live = rows()[:4]
     for row in live:

@@ -149,7 +149,7 @@ def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
     kept = 0
     for drafter in (target, draft):
         for batch, length, graphs in ((1, 3, True), (5, 2, True), (5, 4, False), (12, 5, True)):
-            words = {"batch": batch, "lengths": Fixed(length), "cut": Cut(16, 0)}
+            words = {"batch": batch, "lengths": Fixed(length), "cut": Cut(16, 0, 3)}
             loop = loop_for(target, AtOnce(drafter, 300), graphs=graphs, **words)
             live, uneven = rows(), set()
             if graphs:
