@@ -4,8 +4,8 @@ same jobs with as many drafts of each row, and plain decoding, in one process.
 
     python benchmarks/cutting.py --pair PAIR [--draft parallel:MODEL | heads:PATH]
                                  [--batch-sizes 8,32,64] [--lengths auto,2,4,6,8] [--more 2,4]
-                                 [--n 8] [--limit 8] [--tokens 256] [--temperature 0.8] [--repeats 3]
-                                 [--sets code chat] [--prompts FILE] [--device auto]
+                                 [--n 8] [--limit 8] [--tokens 256] [--temperature 0.8]
+                                 [--repeats 3] [--sets code chat] [--prompts FILE] [--device auto]
                                  [--dtype auto] [--json]
 
 A real pair only: where acceptance is set, confidence says nothing. With a batch of B rows at most

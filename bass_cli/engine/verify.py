@@ -9,7 +9,7 @@ from torch import Tensor
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
-from bass_cli.engine.cutting import Cutting, likeliest
+from bass_cli.engine.cutting import Cutting
 from bass_cli.engine.imposed import Imposed
 from bass_cli.engine.laws import Laws
 
@@ -51,34 +51,26 @@ class Verifier:
             imposing=self._imposing,
             most=self._bound if bounded else None,
         )
-        return self._commit(verdict)
+        batch.commit(verdict.block, verdict.accepted)
+        scores = verdict.scores.view(torch.int32).long()
+        return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
 
     def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
         """The same of only the likeliest drafts, `each` of a row on average: shared coupling, a
         target that takes them packed, a proposal with scores. The table has one more column at
         its end, how many drafts of a row were verified."""
-        batch, (rows, width), scores = self._batch, proposal.tokens.shape, proposal.scores
-        assert scores is not None
+        batch, (rows, width) = self._batch, proposal.tokens.shape
         assert isinstance(self._target, TakesPacked)
-        lengths = batch.lengths[:rows].clone()
-        # dummies have what is left
-        chances = cutting.chances(scores) * batch.alive[:, None]
-        counts = likeliest(chances, rows * each)
-        packed = ops.pack_queries(counts + 1, rows * (each + 1), width + 1)
-        block = torch.cat((batch.last(1)[0], proposal.tokens), 1)
-        tokens, places = block[packed.row, packed.place], lengths[packed.row] + packed.place
-        logits = self._target.forward_packed(tokens, places - 1, packed, batch.ends(width))
-        laws, index = batch.laws.of(packed.row), packed.by_row
-        targets, told = (found[index] for found in _chosen(logits, laws, places))
-        accepted, following = ops.accept_shared(proposal.tokens, targets, counts)
-        cutting.learn(scores, counts, accepted, batch.alive)
-        table = self._commit(Verdict(accepted, following, targets, told))
-        return torch.cat((table, counts[:, None]), 1)
-
-    def _commit(self, verdict: Verdict) -> Tensor:
-        self._batch.commit(verdict.block, verdict.accepted)
-        scores = verdict.scores.view(torch.int32).long()
-        return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
+        lengths, alive = batch.lengths[:rows].clone(), batch.alive
+        chosen = cutting.choose(proposal, rows * each, batch.last(1)[0], lengths, alive)
+        packed = chosen.packed
+        logits = self._target.forward_packed(
+            chosen.tokens, chosen.places - 1, packed, batch.ends(width)
+        )
+        found = _chosen(logits, batch.laws.of(packed.row), chosen.places)
+        accepted, table = cutting.settle(proposal, chosen, found, alive)
+        batch.commit(table[:, 1 : width + 2], accepted)
+        return table
 
 
 def judge(

@@ -1,7 +1,5 @@
-"""Rows' drafts cut by the draft's own confidence: what is chosen, what is learnt of it, and that the
-tokens stay plain decoding's, whatever is chosen."""
-
-import math
+"""Rows' drafts cut by the draft's own confidence: where, what controllers make of it, and that the
+tokens stay plain decoding's, whatever is chosen. The choice itself: kernels/test_selection.py."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a f
 from toys import AtOnce, Markov, drive, loop_for
 
 from bass_cli.engine.contracts import Outlook, Round
-from bass_cli.engine.cutting import CHEAP, Cut, Cutting, likeliest
+from bass_cli.engine.cutting import CHEAP, Cut, Cutting
 from bass_cli.engine.graph_policy import Shape
 from bass_cli.engine.graphs import LONGEST
 from bass_cli.lengths.acceptance import Acceptance
@@ -27,34 +25,6 @@ def cutting(most=LONGEST, above=0, more=4):
     return Cutting(Cut(most, above, more), CPU)
 
 
-def test_the_likeliest_prefixes_are_chosen():
-    """As many as asked for, and none but whose prefix is as likely as any that is not chosen."""
-    made = torch.Generator().manual_seed(0)
-    for rows_, width, total in ((1, 4, 2), (5, 8, 20), (32, 8, 100), (3, 4, 12), (7, 3, 1)):
-        chances = torch.rand(rows_, width, generator=made)
-        counts = likeliest(chances, total)
-        assert int(counts.sum()) == total
-        assert int(counts.max()) <= width
-        whole = chances.cumprod(1)
-        chosen = torch.arange(width) < counts[:, None]
-        assert not bool((~chosen).any()) or whole[chosen].min() >= whole[~chosen].max()
-
-
-def test_of_chances_alike_the_first_drafts_are_chosen():
-    assert likeliest(torch.ones(2, 3), 6).tolist() == [3, 3]
-    assert int(likeliest(torch.ones(4, 5), 7).sum()) == 7
-    sure = torch.tensor([[1.0, 1.0, 1.0], [0.5, 0.5, 0.5], [0.0, 0.0, 0.0]])
-    assert likeliest(sure, 4).tolist() == [3, 1, 0], "dummies, whose chances are 0, come last"
-    assert likeliest(sure, 8).sum() == 8
-
-
-def test_nan_is_no_confidence():
-    found = cutting().chances(torch.tensor([[math.nan, 0.0, -50.0, -math.inf]]))
-    assert bool(found.isfinite().all())
-    assert found[0, 0] == found[0, 3] == found[0].min() < 0.6
-    assert found[0, 1] > 0.9
-
-
 def test_where_rounds_are_cut():
     assert not cutting(above=64).pays(8, 7), "a pass of few tokens takes all"
     assert cutting(above=64).pays(8, 8)
@@ -62,58 +32,6 @@ def test_where_rounds_are_cut():
     assert not cutting(most=4).pays(64, 4), "there is nothing to choose from"
     assert [cutting(most=12).drafted(n) for n in (1, 4, 8, 10, 12, 16)] == [5, 8, 12, 12, 12, 16]
     assert CHEAP["cpu"] < CHEAP["cuda"]
-
-
-def rising(confidence):
-    """A chance to stand that is not the confidence."""
-    return 0.3 + 0.6 * confidence**2
-
-
-def simulate(choose, *, stands_with=rising, rounds=400, rows_=16, width=6):
-    """Rounds of drafts of random confidence; `choose(cutting, scores)` gives counts. Returns the
-    cutting, and what each round accepted of how many."""
-    made, found, seen = torch.Generator().manual_seed(3), cutting(), []
-    for _ in range(rounds):
-        confidence = torch.rand(rows_, width, generator=made)
-        scores = confidence.log()
-        counts = choose(found, scores)
-        stands = torch.rand(rows_, width, generator=made) < stands_with(confidence)
-        accepted = torch.minimum(stands.long().cumprod(1).sum(1), counts)
-        found.learn(scores, counts, accepted, torch.ones(rows_, dtype=torch.int64))
-        seen.append((accepted.tolist(), counts.tolist()))
-    return found, seen
-
-
-@pytest.mark.parametrize("part", [1.0, 0.5])
-def test_what_a_confidence_is_worth_is_learnt(part):
-    """The same from all drafts and from chosen ones: whether a draft that was cut would have stood
-    is not taken for known."""
-    total = int(16 * 6 * part)
-    found, _ = simulate(lambda one, scores: likeliest(one.chances(scores), total))
-    confidence = torch.tensor([0.2, 0.4, 0.6, 0.8, 0.95])
-    worth = found.chances(confidence.log()[None])[0]
-    torch.testing.assert_close(worth, rising(confidence), atol=0.06, rtol=0)
-
-
-def test_the_likeliest_bring_more_tokens():
-    """Of as many that are verified."""
-    kept = []
-    for choose in (
-        lambda one, scores: likeliest(one.chances(scores), 16 * 3),
-        lambda one, scores: torch.full((16,), 3),
-    ):
-        _, seen = simulate(choose, stands_with=lambda confidence: confidence, rounds=100)
-        assert all(sum(counts) == 16 * 3 for _, counts in seen)
-        kept.append(sum(sum(accepted) for accepted, _ in seen))
-    assert kept[0] > 1.04 * kept[1]
-
-
-def test_dummies_teach_nothing():
-    found = cutting()
-    before = found.chances(torch.tensor([[-0.5]]))
-    alive = torch.tensor([0, 0])
-    found.learn(torch.full((2, 4), -0.5), torch.tensor([4, 4]), torch.tensor([0, 0]), alive)
-    torch.testing.assert_close(found.chances(torch.tensor([[-0.5]])), before)
 
 
 def test_rates_go_by_what_was_verified():

@@ -19,7 +19,7 @@ from bass_cli.config.job import Job, Sampling, load_pair
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.cutting import Cut, likeliest
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.offers import Offers
@@ -165,17 +165,6 @@ def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
             assert found == due, f"batch {batch}, {length} drafts"
             kept += sum(row.accepted for row in live)
     assert kept > 0
-
-
-def test_the_likeliest_are_chosen_as_on_a_cpu():
-    made = torch.Generator().manual_seed(0)
-    for count, width, total in ((1, 4, 2), (64, 12, 512), (1024, 16, 8192), (3, 4, 12)):
-        chances = torch.rand(count, width, generator=made)
-        assert likeliest(chances.cuda(), total).tolist() == likeliest(chances, total).tolist()
-    for chances in (torch.ones(64, 8), torch.zeros(64, 8), torch.full((64, 8), torch.nan)):
-        counts = likeliest(chances.cuda(), 256)
-        assert int(counts.sum()) == 256
-        assert int(counts.max()) <= 8
 
 
 def test_two_results_may_be_under_way():

@@ -28,10 +28,12 @@ from bass_kernels import (
     ragged,
     rejection,
     residual,
+    selection_kernels,
     skinny,
     truncation,
 )
 from bass_kernels.segments import Packed, Segments, Teams
+from bass_kernels.selection import BINS, Known
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
 # specifications by capability).
@@ -141,6 +143,16 @@ def attend_packed(dtype, *, rows, tokens, widest):
     )
 
 
+def choose(dtype):
+    """Of 32 rows' drafts those that are verified; the choice of the highest is the library's."""
+    scores, known = empty(32, 7, dtype=torch.float32), Known(*empty(2, BINS, dtype=torch.float32))
+    alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
+    standing = selection_kernels.standing(scores, known, alive)
+    chosen = selection_kernels.likeliest(standing, 160, tokens, alive)
+    told = empty(192, dtype=torch.float32)
+    selection_kernels.settle(tokens[:, 1:], scores, chosen, chosen.tokens, told, known, alive)
+
+
 def elementwise(dtype):
     x, norm = empty(8, 3, 5376, dtype=dtype), empty(5376, dtype=torch.float32)
     pointwise.embed(empty(8, 3, dtype=torch.int64), empty(1000, 5376, dtype=dtype), scale=73.3)
@@ -189,6 +201,7 @@ LAUNCHES = {
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=8),
+    "choose": choose,
     "elementwise": elementwise,
     "laws": laws,
 }
