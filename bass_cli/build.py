@@ -18,6 +18,7 @@ import torch
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import CapturesPrompts, Lengths
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -31,7 +32,8 @@ from bass_cli.model.partition import part_of
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.weights import load, size_of
-from bass_cli.plan import Plan, longest_draft
+from bass_cli.pair_files import longest_draft
+from bass_cli.plan import Plan
 from bass_cli.system.host import give_back_memory
 
 WARMING = {"cpu": "warming up", "cuda": "warming up: compiling kernels, capturing graphs"}
@@ -120,9 +122,10 @@ def _followers(plan: Plan) -> Followers | None:
     return Followers(Part(source, ranks, plan.dtype, plan.device, vocab, needed))
 
 
-def build(plan: Plan, models: Models | None = None) -> Loop:
+def build(plan: Plan, models: Models | None = None, *, cut: Cut | bool = True) -> Loop:
     """A loop with an empty batch for the plan's job, with these models or with those of the
-    plan, loaded now."""
+    plan, loaded now. `cut`: whether rows' drafts may be cut by the draft's confidence as the plan
+    has it, or otherwise how (benchmarks ask what that is worth)."""
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
     followers = models.followers
@@ -155,6 +158,7 @@ def build(plan: Plan, models: Models | None = None) -> Loop:
         coupling=speculation.coupling,
         clock=Clock(),
         graphs=graphs_for(plan.device, followers),
+        cut=plan.cut if cut is True else (cut or None),
     )
 
 

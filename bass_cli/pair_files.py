@@ -1,11 +1,12 @@
 """The files of a job's pair, opened and held against each other: checkpoints, tokenizer, what
-rounds cost.
+rounds cost, how far drafts reach.
 
 Not here: the memory and the device that a job runs with (plan.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +15,22 @@ import torch
 
 from bass_cli.config.draft_spec import parse_draft, skipped_layers
 from bass_cli.config.job import Job
+from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.partition import check_divisible
-from bass_cli.model.spec import Spec
+from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
 from bass_cli.model.weights import Checkpoint, locate, open_checkpoint, open_head
+
+# How many tokens more are drafted than verified where rows are cut: two have three quarters of what
+# four bring (docs/LOG.md), and a pass takes two places for each, but for a block that is whole.
+_MORE, _WHOLE = 2, 4
+# The part of a target's size from which a draft's tokens are too dear for that: the two that are
+# not verified take four of them, for a twentieth of a round. On a GPU a part of it is reading
+# weights, which nothing makes longer.
+_DEAR = {"cpu": 1 / 16, "cuda": 1 / 8}
 
 
 class Files(NamedTuple):
@@ -127,3 +137,37 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
     except UserError:  # too long to be tokenised
         return context
+
+
+def reach(job: Job, files: Files, device: torch.device) -> int:
+    """The most places of a row that a round writes to behind its last token: a block is never
+    cut to the drafts that are wanted."""
+    head = None if files.draft is None else files.draft.head
+    longest, cut = longest_draft(job), cut_of(job, files, device)
+    longest = longest if cut is None else cut.drafted(longest)
+    return max(longest, 0 if head is None else head.block)
+
+
+def cut_of(job: Job, files: Files, device: torch.device) -> Cut | None:
+    """Where rows' drafts may be cut by the draft's confidence; None: nowhere. Only of drafts of one
+    pass, by a target that one process has, under shared coupling; and not where a drafted token
+    takes so much of a verified one's time that drafting more is not worth it."""
+    draft, most = files.draft, job.speculation.max
+    if job.speculation.coupling == "maximal" or job.tensor_parallel > 1 or draft is None:
+        return None
+    above = CHEAP[device.type]
+    if draft.head is not None:  # its block is drafted whole in any case
+        return Cut(min(draft.head.drafts, most), above, _WHOLE) if draft.head.block else None
+    numbers, due = (
+        sum(map(math.prod, parameters(spec).values())) for spec in (draft.spec, files.target.spec)
+    )
+    pays = files.mask is not None and numbers <= _DEAR[device.type] * due
+    return Cut(most, above, _MORE) if pays else None
+
+
+def longest_draft(job: Job) -> int:
+    """The most tokens that a job may ask for at once."""
+    if job.pair.draft == "none":
+        return 0
+    length = job.speculation.length
+    return length if isinstance(length, int) else job.speculation.max

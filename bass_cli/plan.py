@@ -20,13 +20,22 @@ import torch
 from bass_cli import __version__
 from bass_cli.config.job import Job
 from bass_cli.engine.batch import beyond
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.forecast import expected
 from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.slabs import Pieces
-from bass_cli.model.weights import Checkpoint
-from bass_cli.pair_files import Files, check_ranks, costs_of, open_files, tokens_of
+from bass_cli.pair_files import (
+    Files,
+    check_ranks,
+    costs_of,
+    cut_of,
+    longest_draft,
+    open_files,
+    reach,
+    tokens_of,
+)
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -98,7 +107,7 @@ class Plan:
     def span(self) -> int:
         """How many positions of its own a row needs: no sample is longer than the target's
         context leaves room for."""
-        return self.new_tokens + beyond(_reach(self.job, self.files.draft))
+        return self.new_tokens + beyond(reach(self.job, self.files, self.device))
 
     @property
     def pieces(self) -> Pieces:
@@ -123,6 +132,11 @@ class Plan:
         """The most tokens that are drafted at once."""
         most, draft = longest_draft(self.job), self.files.draft
         return most if draft is None or draft.head is None else min(most, draft.head.drafts)
+
+    @property
+    def cut(self) -> Cut | None:
+        """Where rows' drafts may be cut by the draft's confidence; None: nowhere."""
+        return cut_of(self.job, self.files, self.device)
 
     @property
     def need(self) -> Need:
@@ -304,28 +318,13 @@ def _footprint(
         None if files.draft is None else files.draft.spec,
         dtype=dtype,
         device=device,
-        longest=_reach(job, files.draft),
+        longest=reach(job, files, device),
         at_once=files.mask is not None,
         head=None if files.draft is None else files.draft.head,
         kept_layers=spec.layers - len(files.skipped) if files.skipped else 0,
         prompt_tokens=prompt_tokens,
         ranks=job.tensor_parallel,
     )
-
-
-def _reach(job: Job, draft: Checkpoint | None) -> int:
-    """The most places of a row that a round writes to behind its last token: a block is never
-    cut to the drafts that are wanted."""
-    block = 0 if draft is None or draft.head is None else draft.head.block
-    return max(longest_draft(job), block)
-
-
-def longest_draft(job: Job) -> int:
-    """The most tokens that a job may ask for at once."""
-    if job.pair.draft == "none":
-        return 0
-    length = job.speculation.length
-    return length if isinstance(length, int) else job.speculation.max
 
 
 def device_of(wanted: str) -> torch.device:

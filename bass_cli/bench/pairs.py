@@ -135,7 +135,9 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
         settings.job.speculation.coupling,
     )
     head, decoder = models.head, models.target
-    reach = longest if head is None else max(longest, head.spec.block)
+    cut = models.plan.cut if models.plan is not None else None
+    reach = longest if cut is None else cut.drafted(longest)
+    reach = reach if head is None else max(reach, head.spec.block)
     span = settings.new_tokens + beyond(reach)
     device = models.target.device
     batch = Batch(rows=rows, context=context + beyond(reach), device=device)
@@ -155,6 +157,7 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
             clock=Clock(),
             acceptance=acceptance,
             graphs=graphs_for(device, followers),
+            cut=cut,
         )
 
     draft = settings.job.pair.draft

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.drafting.sampling import propose_at_once, propose_chain, propose_one, stacked
+from bass_cli.drafting.sampling import (
+    propose_at_once,
+    propose_chain,
+    propose_maximal,
+    propose_scored,
+    stacked,
+)
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
 from bass_cli.engine.laws import Laws
@@ -92,16 +98,22 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         `anchors` [B] the first."""
         chosen: list[Tensor] = [anchors]
         drawn_from: list[ops.Law] = []
+        scores: list[Tensor] = []
         for place in range(logits.shape[1]):
             further = self._head.follows(chosen[-1])
             assert further is not None
             line, at = self._head.whole(logits[:, place] + further), lengths + place
-            token, law = propose_one(line, laws, at, lengths, coupling=self._coupling)
-            chosen.append(token)
-            if law is not None:
+            if self._coupling == "shared":
+                token, score = propose_scored(line, laws, at)
+                scores.append(score)
+            else:
+                token, law = propose_maximal(line, laws, at, lengths)
                 drawn_from.append(law)
+            chosen.append(token)
         tokens = torch.stack(chosen[1:], 1)
-        return Proposal(tokens, stacked(drawn_from) if drawn_from else None)
+        if scores:
+            return Proposal(tokens, None, scores=torch.stack(scores, 1))
+        return Proposal(tokens, stacked(drawn_from))
 
 
 class ChainDrafter(ReadingDrafter[ChainHead]):

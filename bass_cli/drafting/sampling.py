@@ -78,13 +78,14 @@ def propose_chain(
 
 def propose_at_once(logits: Tensor, laws: Laws, lengths: Tensor, *, coupling: str) -> Proposal:
     """Drafts from logits [B, k, V] of the places behind rows of `lengths` [B] tokens, each by
-    itself."""
+    itself; under shared coupling with their scores."""
     rows, length = logits.shape[:2]
     starts = lengths[:, None].expand(-1, length)
     places = (starts + torch.arange(length, device=lengths.device)).flatten()
     flat, each = logits.flatten(0, 1), laws.repeat(length)
     if coupling == "shared":
-        return Proposal(propose_shared(flat, each, places).view(rows, length), None)
+        found, scores = propose_scored(flat, each, places)
+        return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
     tokens, law = propose_maximal(flat, each, places, starts.flatten())
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
     assert values is not None

@@ -24,7 +24,7 @@ _WEIGHT = 0.05  # of the newest round in the share of rows that end: some twenty
 
 class Flight(NamedTuple):
     """A round that was launched: with these rows (of the batch as it was after so many `changes`),
-    `width` drafts each (and maybe more `places`),
+    `width` drafts each (and maybe more `places`), or where it is `cut` on average,
     of which `meant` were the host's (None: all are the device's), `began` and `asking` as for
     Round.seconds; what went into `capturing`; whether nothing was captured or ran uncaptured
     (`steady`)."""
@@ -33,6 +33,7 @@ class Flight(NamedTuple):
     changes: int
     width: int
     places: int
+    cut: bool
     meant: tuple[int, ...] | None
     running: Running
     began: float
@@ -42,20 +43,35 @@ class Flight(NamedTuple):
     steady: bool
 
     @property
+    def length(self) -> int:
+        """Its draft length, by which the clock knows it."""
+        return self.width if self.cut else self.places
+
+    @property
+    def most(self) -> int:
+        """Drafts of a row that may stand."""
+        return self.places if self.cut else self.width
+
+    @property
     def under_way(self) -> bool:
         """Whether a row of it is still live."""
         return any(row.place >= 0 for row in self.rows)
 
     def live(self, table: Integers, changes: int) -> tuple[Flight, Integers, Integers]:
         """The same with only those of its rows that are live after so many changes; the places
-        where they are now, and their lines of the table that it brought."""
+        where they are now, and their lines of the table that it brought. Of a round that was cut
+        that says at its end what was verified."""
+        meant = self.meant
+        if self.cut:
+            meant, table = tuple(table[: len(self.rows), -1].tolist()), table[:, :-1]
         if changes == self.changes:
-            return self, numpy.arange(len(self.rows)), table[: len(self.rows)]
+            places = numpy.arange(len(self.rows))
+            return self._replace(meant=meant), places, table[: len(self.rows)]
         places = numpy.fromiter([row.place for row in self.rows], numpy.int64, len(self.rows))
         alive = places >= 0  # -1: nowhere
         chosen = alive.tolist()
         rows = tuple(itertools.compress(self.rows, chosen))
-        meant = None if self.meant is None else tuple(itertools.compress(self.meant, chosen))
+        meant = None if meant is None else tuple(itertools.compress(meant, chosen))
         (lines,) = alive.nonzero()
         return self._replace(rows=rows, meant=meant), places[lines], table[lines]
 
@@ -103,7 +119,7 @@ class Worth:
         it is asked for now."""
         if deadline is None:
             return None
-        over = self.start(flight) + clock.predict(flight.places)
+        over = self.start(flight) + clock.predict(flight.length)
         return deadline - max(over - clock.now(), 0.0)
 
     def rows_ended(self, count: int) -> None:

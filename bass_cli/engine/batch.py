@@ -103,6 +103,11 @@ class Batch:
         return self.ledger.numbers[: len(self.hosts), column]
 
     @property
+    def alive(self) -> Tensor:
+        """1 for each row that advances, 0 for the others, [B] int64."""
+        return self._alive[: self.rows]
+
+    @property
     def laws(self) -> Laws:
         return self._laws.first(self.rows)
 

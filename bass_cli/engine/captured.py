@@ -15,13 +15,13 @@ from torch import Tensor
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.deadline import Clock
-from bass_cli.engine.graph_policy import Fit, Kind, Ladder, Shape, Step, kind_of
+from bass_cli.engine.graph_policy import Cuts, Fit, Kind, Ladder, Shape, Step, kind_of
 from bass_cli.engine.graphs import Graphs, Running, bucket
 
 
 class Captured:
     """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is
-    padded to.
+    padded to; `cuts`: see Ladder.
 
     `capturing`: seconds that went into capturing since the last `start`; no later round will
     take them. `steady`: whether all since then was replayed.
@@ -35,9 +35,10 @@ class Captured:
         function: Callable[[Shape], Callable[[], Tensor | None]],
         *,
         drafter: Drafter,
+        cuts: Cuts,
     ):
         self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
-        self._ladder = Ladder(graphs, longest=drafter.longest, drafts=kind_of(drafter))
+        self._ladder = Ladder(graphs, longest=drafter.longest, drafts=kind_of(drafter), cuts=cuts)
         self.capturing, self.steady = 0.0, True
 
     def start(self) -> float:

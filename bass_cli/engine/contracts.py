@@ -24,11 +24,14 @@ class Proposal(NamedTuple):
     """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were
     drawn from, under maximal coupling with a draft model; None means point masses, or shared
     coupling, which needs no laws. counts (point masses only, by live row): how many of a row's
-    tokens are drafts; those after them only fill its place up. None: all are."""
+    tokens are drafts; those after them only fill its place up. None: all are. scores [B, k]
+    float32: the log-probability, at temperature 1, that the draft gives each token; None: nobody
+    knows."""
 
     tokens: Tensor
     law: ops.Law | None
     counts: tuple[int, ...] | None = None
+    scores: Tensor | None = None
 
 
 class Verdict(NamedTuple):
@@ -46,7 +49,8 @@ class Round(NamedTuple):
     """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds`
     of wall clock, without what capturing took. `steady`: the time is what later rounds of that
     width will take too. `drafted`: how many of a row's drafts were meant, where they came from
-    the host; the others only filled its place up. None: all. `asking`: the part of the seconds
+    the host, the others only filled its place up; or verified, of more, where rows were cut
+    (cutting.py), `width` of a row on average. None: all. `asking`: the part of the seconds
     in which the host looked for drafts, whether it found any or not, and the device waited for it,
     though it would not have waited for a round without a look. `rows`: those that
     `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
@@ -165,6 +169,17 @@ class Target(FollowsRows, Protocol):
         it."""
 
 
+@runtime_checkable
+class TakesPacked(Protocol):
+    """A target that takes as many tokens of each row as that has."""
+
+    def forward_packed(
+        self, tokens: Tensor, positions: Tensor, packed: ops.Packed, ends: Sequence[int] | None
+    ) -> Tensor:
+        """Logits [M, V] after tokens [M] at their positions [M], rows one after the other.
+        `ends`: of each live row, as Target.forward's, or more."""
+
+
 class Drafter(FollowsRows, Protocol):
     """Proposes tokens for the rows of a batch. `longest`: the most that it ever proposes.
 
@@ -221,7 +236,7 @@ class CatchesUp(Protocol):
 @runtime_checkable
 class DraftsAtOnce(Protocol):
     """A drafter on the device that proposes all tokens of a round in one pass of its model, so
-    that a longer draft takes no more passes."""
+    that a longer draft takes no more passes. Under shared coupling its proposals have scores."""
 
     @property
     def at_once(self) -> bool: ...

@@ -10,6 +10,7 @@ Where the very draft length counts, a longer one may serve, and looks at no more
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from bass_cli.engine.contracts import Drafter, DraftsAtOnce
@@ -27,15 +28,17 @@ _STEP_LAUNCHES = (
     0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
 )
 _SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
-Kind = Literal["round", "block", "given", "catch up"]
+Kind = Literal["round", "block", "cut", "given", "catch up"]
+Cuts = Callable[[int, int], bool]  # whether rounds of so many rows and drafts are cut
 # which draft lengths may serve another: any, longer ones, or none
 Fit = Literal["near", "wider", "same"]
 
 
 class Shape(NamedTuple):
     """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row
-    ("block": one pass makes all of them; "given": they come from the host); in catching up, of a
-    drafter after plain rounds, `width` tokens."""
+    ("block": one pass makes all of them; "cut": it makes more, and so many on average are verified
+    (cutting.py); "given": they come from the host); in catching up, of a drafter after plain
+    rounds, `width` tokens."""
 
     kind: Kind
     rows: int
@@ -59,10 +62,18 @@ def kind_of(drafter: Drafter) -> Kind:
 
 class Ladder:
     """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`:
-    the kind of its rounds with drafts."""
+    the kind of its rounds with drafts, if `cuts` does not say that those of so many rows and
+    drafts are cut."""
 
-    def __init__(self, graphs: Graphs, *, longest: int, drafts: Kind = "round"):
-        self._graphs, self._drafts, self._longest = graphs, drafts, longest
+    def __init__(
+        self,
+        graphs: Graphs,
+        *,
+        longest: int,
+        drafts: Kind = "round",
+        cuts: Cuts = lambda rows, width: False,
+    ):
+        self._graphs, self._drafts, self._longest, self._cuts = graphs, drafts, longest, cuts
         self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
         self._lost: dict[
             Shape, tuple[int, float]
@@ -123,7 +134,8 @@ class Ladder:
 
     def shape(self, rows: int, width: int) -> Shape:
         """A round of so many drafts."""
-        return Shape(self._drafts if width else "round", rows, width)
+        kind: Kind = "cut" if self._cuts(rows, width) else self._drafts
+        return Shape(kind if width else "round", rows, width)
 
     def colds(self, rows: int) -> tuple[float, ...]:
         """Of the entries, what the very first round takes: it runs uncaptured, and tells already
@@ -151,11 +163,16 @@ class Ladder:
             shape
             for shape in self._graphs.held()
             if isinstance(shape, Shape)
-            and shape.kind == wish.kind
+            and _alike(shape.kind, wish.kind, fit)
             and shape.rows >= wish.rows
             and _serves(shape, wish, fit)
         ]
         return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
+
+
+def _alike(kind: Kind, wish: Kind, fit: Fit) -> bool:
+    """Whether rounds cut and not cut may stand for each other: where any length will do."""
+    return kind == wish or (fit == "near" and {kind, wish} == {"cut", "block"})
 
 
 def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
@@ -170,7 +187,7 @@ def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
 def _loss(shape: Shape, wish: Shape) -> float:
     """What is lost if this shape serves, in plain passes: places in it that are not filled, or
     drafts that have none, where these cost next to nothing."""
-    cheap = wish.kind in ("given", "block")
+    cheap = wish.kind in ("given", "block", "cut")
     dropped = STEP * max(wish.width - shape.width, 0) if cheap else 0.0
     return dropped + abs(_price(shape) - _price(wish))
 
@@ -189,4 +206,5 @@ def _launches(shape: Shape) -> float:
 
 def _steps(shape: Shape) -> int:
     """Passes of a draft in a round."""
-    return {"round": shape.width, "block": min(shape.width, 1)}.get(shape.kind, 0)
+    once = min(shape.width, 1)
+    return {"round": shape.width, "block": once, "cut": once}.get(shape.kind, 0)

@@ -40,6 +40,10 @@ class Laws:
             )
         )
 
+    def of(self, rows: Tensor) -> Laws:
+        """Those of rows [N] int64, which may come several times."""
+        return Laws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.keys[rows])
+
     def first(self, rows: int) -> Laws:
         """Those of the first rows."""
         return Laws(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.keys[:rows])

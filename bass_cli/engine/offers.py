@@ -22,6 +22,12 @@ class Asked(NamedTuple):
     asking: float
     looked: bool
 
+    def meant(self, width: int) -> tuple[int, ...] | None:
+        """How many drafts each row has of the host's, in `width` places; None: of the device's."""
+        if self.offered is None:
+            return None
+        return tuple(min(count, width) for count in self.offered.counts or ())
+
 
 class Offers:
     """What one loop's drafter has from the host. A graph reads it at a fixed address: `put` puts

@@ -24,9 +24,9 @@ from bass_cli.engine.contracts import (
     Lengths,
     Proposal,
     Round,
-    StopsShort,
     Target,
 )
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.draft_sync import CatchingUp, sizes
 from bass_cli.engine.graph_policy import Shape
@@ -35,7 +35,7 @@ from bass_cli.engine.imposed import Imposed, Rate
 from bass_cli.engine.members import Members
 from bass_cli.engine.next_round import NextRound
 from bass_cli.engine.offers import Asked
-from bass_cli.engine.stopping import Stopping
+from bass_cli.engine.rounds import Rounds
 from bass_cli.engine.verify import ALL, Verifier
 
 
@@ -45,7 +45,8 @@ class Loop:
 
     With `graphs`, rounds are captured and replayed by shape (graph_policy.py says which).
     `acceptance` is for benchmarks of random weights: each draft is accepted with that
-    probability, of several each row's own, or by its place (imposed.py).
+    probability, of several each row's own, or by its place (imposed.py). `cut`: where rows' drafts
+    are cut by the draft's confidence, under shared coupling (cutting.py); None: nowhere.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Loop:
         clock: Clock,
         acceptance: Sequence[Rate] | None = None,
         graphs: Graphs | None = None,
+        cut: Cut | None = None,
     ):
         assert coupling in ("shared", "maximal")
         assert acceptance is None or coupling == "shared"
@@ -68,12 +70,18 @@ class Loop:
         self._members = Members(batch, target, drafter, self.imposed, clock)
         self._captured: Captured | None = None
         if graphs is not None and graphs.enabled:
-            self._captured = Captured(graphs, batch, clock, self.function, drafter=drafter)
+            self._captured = Captured(
+                graphs, batch, clock, self.function, drafter=drafter, cuts=self._cuts
+            )
         self._verifier = Verifier(batch, target, coupling=coupling, imposing=self.imposed)
-        stoppable = (
-            self._captured is None and coupling == "shared" and isinstance(drafter, StopsShort)
+        self._rounds = Rounds(
+            batch,
+            target,
+            drafter,
+            self._verifier,
+            cut=cut if coupling == "shared" and acceptance is None else None,
+            may_stop=self._captured is None and coupling == "shared",
         )
-        self._stopping = Stopping() if stoppable else None
         self._catching = CatchingUp(
             batch, drafter if isinstance(drafter, CatchesUp) else None, clock, self._captured
         )
@@ -85,7 +93,7 @@ class Loop:
             clock=clock,
             captured=self._captured,
             catching=self._catching,
-            stops=stoppable,
+            stops=self._rounds.stops,
         )
         self._flight: Flight | None = None  # launched, and not yet returned by any call
         self._worth, self._ahead = Worth(), False  # whether rounds may be launched ahead at all
@@ -199,7 +207,8 @@ class Loop:
         self._captured.renew(self._members.version)
         asked = self._next.take(until)
         _, step = self._next.served(asked, until)
-        if step.how == "replay" and self._catching.reaches(flight.width, step.shape.width):
+        reaches = self._catching.reaches(flight.most, self._rounds.drafted(step.shape))
+        if step.how == "replay" and reaches:
             self._flight = self._launch(asked, until, behind=True)
             done = self._land(flight, late=late)
             self.catch_up(self._flight.places)  # nothing is missing: the drafter is only told
@@ -234,29 +243,28 @@ class Loop:
         this returns."""
         captured, offered, batch = self._captured, asked.offered, self.batch
         if captured is None:
-            running, places, began = self._run(asked.width, offered)
+            running, shape, began = self._run(asked.width, offered)
         else:
             if offered is not None:
                 self._next.offers.put(offered)
             wish, step = self._next.served(asked, deadline)
-            places = step.shape.width
+            shape = step.shape
             if not behind:
-                self.catch_up(places)
+                self.catch_up(self._rounds.drafted(shape))
             self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
         waits = 0.0  # of the device, for a look: another round would have been launched ahead
         if asked.looked and self._ahead:
             waits = self._worth.saves(waiting=self._next.backlog.tokens > 0)
-        width, meant = min(places, self._verifier.most), None
-        if offered is not None:
-            meant = tuple(min(count, width) for count in offered.counts or ())
+        width = min(shape.width, self._verifier.most)
         return Flight(
             tuple(batch.hosts),
             batch.changes,
             width,
-            places,
-            meant,
+            self._rounds.drafted(shape),
+            shape.kind == "cut",
+            asked.meant(width),
             running,
             began,
             asked.asking + waits,
@@ -280,11 +288,10 @@ class Loop:
         self._worth.landed(now, seconds, rows)
         done = flight.landed(kept, seconds, late=late)
         if done.steady:
-            self.clock.observe(flight.places, seconds)
+            self.clock.observe(flight.length, seconds)
         if not flight.places:
             self._catching.missed(1 + max(kept))
-        if self._stopping is not None:
-            self._stopping.observe(kept)
+        self._rounds.observe(kept)
         self.lengths.observe(done)
         return done
 
@@ -322,25 +329,20 @@ class Loop:
         plain rounds before, and not counted as what a round of this width takes."""
         self._catching.run(width, left=self._next.left(self.batch.rooms()))
 
-    def _run(self, width: int, offered: Proposal | None) -> tuple[Running, int, float]:
-        """A round without graphs: what it gives, its draft length, and when it began."""
-        self.catch_up(width)
+    def _run(self, width: int, offered: Proposal | None) -> tuple[Running, Shape, float]:
+        """A round without graphs: what it gives, its shape, and when it began."""
+        shape = self._rounds.planned(width, cut=self._cuts(len(self.batch), width))
+        self.catch_up(self._rounds.drafted(shape))
         began = self.clock.now()
-        if offered is None:
-            offered = (
-                self.drafter.propose(self.batch, width)
-                if self._stopping is None
-                else self._stopping.propose(self.drafter, self.batch, width, self.lengths)
-            )
-        packed = self._verifier.check(offered).cpu()
-        return Running(lambda: True, lambda: packed), offered.tokens.shape[1], began
+        table, shape = self._rounds.run(shape, offered, self.lengths)
+        return Running(lambda: True, lambda: table), shape, began
+
+    def _cuts(self, rows: int, width: int) -> bool:
+        """Rounds.cuts, which gives a row another number of drafts than its controller does."""
+        return not self.exact and self._rounds.cuts(rows, width)
 
     def function(self, shape: Shape) -> Callable[[], Tensor | None]:
         """What a graph of this shape does."""
         if shape.kind == "catch up":
             return self._catching.function(shape.width)
-        check, drafter = self._verifier.check, self.drafter
-        if not drafter.on_device:
-            placed = self._next.offers.placed
-            return lambda: check(placed(shape.rows, shape.width), bounded=True)
-        return lambda: check(drafter.propose(self.batch, shape.width), bounded=shape.width > 0)
+        return self._rounds.function(shape, self._next.offers)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.contracts import Proposal, Target, Verdict
+from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
+from bass_cli.engine.cutting import Cutting
 from bass_cli.engine.imposed import Imposed
 from bass_cli.engine.laws import Laws
 
@@ -54,6 +55,23 @@ class Verifier:
         scores = verdict.scores.view(torch.int32).long()
         return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
 
+    def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
+        """The same of only the likeliest drafts, `each` of a row on average: shared coupling, a
+        target that takes them packed, a proposal with scores. The table has one more column at
+        its end, how many drafts of a row were verified."""
+        batch, (rows, width) = self._batch, proposal.tokens.shape
+        assert isinstance(self._target, TakesPacked)
+        lengths, alive = batch.lengths[:rows].clone(), batch.alive
+        chosen = cutting.choose(proposal, rows * each, batch.last(1)[0], lengths, alive)
+        packed = chosen.packed
+        logits = self._target.forward_packed(
+            chosen.tokens, chosen.places - 1, packed, batch.ends(width)
+        )
+        found = _chosen(logits, batch.laws.of(packed.row), chosen.places)
+        accepted, table = cutting.settle(proposal, chosen, found, alive)
+        batch.commit(table[:, 1 : width + 2], accepted)
+        return table
+
 
 def judge(
     proposal: Proposal,
@@ -68,7 +86,7 @@ def judge(
     """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
     `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
     been proposed; None: all."""
-    drafts, law, _ = proposal
+    drafts, law = proposal.tokens, proposal.law
     if imposing is not None:
         return imposed(drafts, logits, batch.laws, lengths, imposing, most)
     if coupling == "shared":
@@ -112,10 +130,16 @@ def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor
     """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
     [B, W] each."""
     each = laws.repeat(places.shape[1])
-    tokens, scores = ops.sample_scored(
-        logits.flatten(0, 1), each.temperature, each.top_k, each.top_p, each.keys, places.flatten()
-    )
+    tokens, scores = _chosen(logits.flatten(0, 1), each, places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
+
+
+def _chosen(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of logits [N, V] by N laws at places [N]: [N] each."""
+    tokens, scores = ops.sample_scored(
+        logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places
+    )
+    return tokens, scores
 
 
 def maximal(

@@ -93,7 +93,7 @@ class Acceptance:
         if self._has_changed():
             self._pool = self._quick
             self._rows, self._places = _AFTER * self._rows, _AFTER * self._places
-        at = numpy.arange(int(drafts.max()))
+        at = numpy.arange(min(int(drafts.max()), self._places.shape[1]))
         tried, stood = trials[:, None] > at, kept[:, None] > at
         due = tried * self.rates(len(kept))[:, None]
         self._places *= _MEMORY

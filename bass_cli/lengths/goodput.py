@@ -22,6 +22,7 @@ _STAY = 0.01  # by which another length must be better than the last one, or noi
 _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 # A plain round is worth it where costs may be wrong by what drafting wins; these are the least
 _UNSURE = 0.04, 0.25  # (costs drift, and plain rounds cost) and the most that may not be known
+_CHOSEN = 0.05  # of the newest round in what choosing drafts is worth: some twenty rounds count
 
 
 class Goodput:
@@ -47,6 +48,9 @@ class Goodput:
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
         self._frozen = frozen
+        # tokens of a round whose drafts are the likeliest of more, over what the rates say of as
+        # many of each row
+        self._gain = 1.0
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._outlook, self._rows = NOTHING_KNOWN, 0
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
@@ -147,6 +151,7 @@ class Goodput:
     def _choice(self, line: Array, outlook: Outlook) -> tuple[int, bool]:
         """The length with the fewest seconds a token that is left, or a probe."""
         paces = line * self._acceptance.rounds(self._rows, outlook.rooms)[[*self._choices]]
+        paces[1:] /= self._gain
         self._pace = float(paces.min())
         lead = self._plain / self._pace - 1
         self._budget.expect(lead)
@@ -186,6 +191,9 @@ class Goodput:
             self._costs.learn(rows, done.width, took, outlook.context, free=outlook.free)
         if done.width:
             self._acceptance.follow(done.rows or outlook.samples or tuple(range(rows)))
+            if done.drafted is not None and not outlook.free:
+                due = float(self._acceptance.tokens((done.width,) * rows)[done.width])
+                self._gain += _CHOSEN * ((1 + sum(done.accepted) / rows) / due - self._gain)
             self._acceptance.observe(done.accepted, done.meant)
         else:
             self._acceptance.idle()

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 
 def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
-    """Whether `run` takes these tokens [B, W]: few of them, no prefill, none that sees those
-    behind it, a family without exceptions, and queries and keys that fit the device."""
+    """Whether `run` takes these tokens [B, W]: few of them, as many of each row, no prefill, none
+    that sees those behind it, a family without exceptions, and queries and keys that fit the
+    device."""
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
         return False  # float16: the residual stream times a norm's weight may not fit
     from bass_kernels import cuts, dispatch, mixing
@@ -31,6 +32,7 @@ def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
     few = (
         step.prefill is None
         and not step.mutual
+        and step.segments.packed is None
         and tokens.numel() <= cuts.MOST_TOKENS
         and dispatch.schedule() == "ragged"
     )

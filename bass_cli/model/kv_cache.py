@@ -19,7 +19,7 @@ from torch import Tensor
 from bass_cli.model.prefix_groups import TeamTable
 from bass_cli.model.slabs import Copied, Integers, Pieces, sent
 from bass_cli.system.host import free_memory
-from bass_kernels import Group, Segments
+from bass_kernels import Group, Packed, Segments
 
 # positions that the prompt store starts with; it doubles as needed
 ARENA = {"cpu": 1024, "cuda": 8192}
@@ -53,9 +53,9 @@ class Layers(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass's view of a store: where its tokens stand and what they may see.
-    positions [B, W] int64. `prefill` [1, W] int64: where in the prompt store the one row of
-    tokens goes, parts of several prompts one after the other, which `segments` takes for rows,
+    """One forward pass's view of a store: where its tokens stand and what they may see. positions
+    [B, W] int64, or packed [1, M]. `prefill` [1, W] int64: where in the prompt store the one row
+    of tokens goes, parts of several prompts one after the other, which `segments` takes for rows,
     and `following` [1, W] the token behind each; None: these are the first B rows. `first`: the
     store's layer that is the pass's layer 0; `mutual`: its tokens see each other, also those
     behind them."""
@@ -76,10 +76,10 @@ class Pass(NamedTuple):
         return self._replace(segments=segments, first=first, mutual=True)
 
     def slots(self) -> Tensor:
-        """Where in `own` the keys and values of its tokens go, [B, W] int64."""
+        """Where in `own` the keys and values of its tokens go, as `positions`."""
         if self.prefill is not None:
             return self.prefill
-        return self.positions + (self.segments.own - self.segments.base)[:, None]
+        return self.segments.slots(self.positions)
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that it writes to, the rows' own or the prompt store, [K, S, D]
@@ -242,11 +242,13 @@ class KVCache:
         """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""
         return self._base[:rows]
 
-    def decode(self, positions: Tensor, ends: Sequence[int] | None) -> Pass:
-        """A pass of rows 0 to B - 1 at positions [B, W]. ends: each row's last position + 1, on
-        the host; None if the host is not to take part (a captured graph): the kernels then go by
-        what is on the device alone."""
-        rows = len(positions)
+    def decode(
+        self, positions: Tensor, ends: Sequence[int] | None, packed: Packed | None = None
+    ) -> Pass:
+        """A pass of rows 0 to B - 1 at positions [B, W], or [1, M] `packed`. ends: each row's last
+        position + 1, or more, on the host; None if the host is not to take part (a captured
+        graph): the kernels then go by what is on the device alone."""
+        rows = len(positions) if packed is None else packed.rows
         assert not any(self._of_row[rows:]), "a pass takes all rows"
         groups: tuple[Group, ...] | None = None
         extent = self.span
@@ -259,9 +261,8 @@ class KVCache:
             groups = self._rows_by_span(rows)
         teams = self._teams.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
-        segments = Segments(positions, base, start, own, groups, extent, teams)
-        # A row may be fed positions of its prompt again to catch up; those keys stand in the
-        # prompt span already.
+        segments = Segments(positions, base, start, own, groups, extent, teams, packed)
+        # positions of its prompt that a row is fed again have their keys in the span already
         return Pass(positions, segments, self, None)
 
     def fill(

@@ -17,6 +17,7 @@ from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import KVCache, Span
 from bass_cli.model.prefill import PASS, Part, Passes, alone, tiled
 from bass_cli.model.slabs import Change, Pieces
+from bass_kernels import Packed
 
 # prompt tokens a pass where a deadline may stop it in between: about what a round takes
 _TIMED_PASS = {"cpu": 64}
@@ -176,6 +177,16 @@ class Runner:
         logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
         assert logits is not None
         return logits
+
+    def forward_packed(
+        self, tokens: Tensor, positions: Tensor, packed: Packed, ends: Sequence[int] | None
+    ) -> Tensor:
+        """Logits [M, V] of tokens [M] int64 at positions [M], of which each row has a number of
+        its own; ends: as `forward`'s, or more."""
+        step = self.cache.decode(positions[None], ends, packed)
+        logits = self.decoder.forward(tokens[None], step)
+        assert logits is not None
+        return logits[0]
 
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
         """Only write the keys and values of tokens [B, W] at positions [B, W]."""

@@ -94,7 +94,7 @@ class _Bench:
 
     def _count(self, done: Round) -> None:
         self.kept += sum(done.accepted)
-        self.trials += sum(min(kept + 1, done.width) for kept in done.accepted)
+        self.trials += sum(map(min, (kept + 1 for kept in done.accepted), done.meant))
 
     @property
     def acceptance(self) -> float | None:

@@ -6,7 +6,7 @@ V vocabulary, H query heads, K key/value heads, D head size, S slots of the stor
 keys, T positions of the prompt store.
 """
 
-from . import acceptance, law_distances, reference, sampling, trained
+from . import acceptance, law_distances, reference, sampling, selection, trained
 from .acceptance import accept_maximal, accept_shared
 from .dispatch import (
     SCHEDULES,
@@ -21,8 +21,9 @@ from .fused import linear_add, norm_up, project
 from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .reference import Group, Segments, Teams
 from .sampling import COLDEST, Law, draw, log_probability
+from .segments import Group, Packed, Segments, Teams, pack_queries
+from .selection import BINS, Chosen, Known
 
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
@@ -37,9 +38,13 @@ distances = by_device(law_distances.distances, "bass_kernels.distance_kernels")
 distance_gradient = by_device(law_distances.distance_gradient, "bass_kernels.distance_kernels")
 rotate = by_device(trained.rotate, "bass_kernels.trained_kernels")
 gate_gradient = by_device(trained.gate_gradient, "bass_kernels.trained_kernels")
+standing = by_device(selection.standing, "bass_kernels.selection_kernels")
+likeliest = by_device(selection.likeliest, "bass_kernels.selection_kernels")
+settle = by_device(selection.settle, "bass_kernels.selection_kernels")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
 
 __all__ = [
+    "BINS",
     "BONUS",
     "COLDEST",
     "DRAFT",
@@ -47,9 +52,12 @@ __all__ = [
     "SCHEDULES",
     "SHARED",
     "TEST",
+    "Chosen",
     "Distances",
     "Group",
+    "Known",
     "Law",
+    "Packed",
     "Segments",
     "Teams",
     "accept_maximal",
@@ -68,12 +76,14 @@ __all__ = [
     "has_triton",
     "import_kernels",
     "kind_for",
+    "likeliest",
     "linear",
     "linear_add",
     "log_probability",
     "norm",
     "norm_up",
     "pack",
+    "pack_queries",
     "process",
     "project",
     "rejection_sample",
@@ -81,6 +91,8 @@ __all__ = [
     "rotate",
     "sample",
     "sample_scored",
+    "settle",
+    "standing",
     "uniform",
     "use",
 ]

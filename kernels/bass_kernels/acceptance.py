@@ -15,8 +15,8 @@ def accept_shared(
     its place.
 
     drafts [B, k], targets [B, k + 1] int64. Returns accepted [B] and next [B]: the target's
-    token at the first difference, or after all k. most ([] int64): as if no more drafts had been
-    proposed.
+    token at the first difference, or after all k. most ([] or [B] int64): as if no more drafts
+    had been proposed.
     """
     agree = (drafts == targets[:, :-1]).int()
     accepted = agree.cumprod(-1).sum(-1)

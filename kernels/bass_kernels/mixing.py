@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from .launch import SPARE, after, card, counters, fitting, overlap, processors
 from .pointwise import finite
-from .reference import Segments
+from .segments import Segments
 from .softmax import fold, merge_splits
 
 _NEW = 16  # the most new tokens of a row

@@ -20,7 +20,7 @@ from torch.nn import functional
 from . import dispatch
 from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
-from .reference import Group, Segments
+from .segments import Group, Segments, by_row, one_after_other
 from .softmax import merge_rows
 
 _KEYS = 256  # keys that make a further piece worth its merge
@@ -65,6 +65,11 @@ def attention(
     where None: `splits` and `team_splits`, into how many pieces the keys of a row and of a team
     are cut; `tile`, keys at a time, warps and stages; `members`, rows in a team: a power of two
     in `segments.teams`, 1 for no teams."""
+    packed = segments.packed
+    if packed is not None and _schedule(segments) != "ragged":
+        q, segments = by_row(q, segments)  # the paper's schedules have as many queries in each row
+        padded = attention(q, own, prompt, segments, scale=scale, window=window)
+        return one_after_other(padded, packed)
     if _schedule(segments) == "split" and len(q) > 1:
         given: dict[str, Any] = {"scale": scale, "window": window, "splits": splits, "tile": tile}
         found = [
@@ -72,12 +77,12 @@ def attention(
             for at in (slice(row, row + 1) for row in range(len(q)))
         ]
         return torch.cat(found)
-    rows, width, heads, size = q.shape
+    (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
     if not window and (group := _one_prompt(q, segments)) is not None:
         return _within(q, prompt, group, scale)
     kv_heads = own[0].shape[0]
     lines = width * (heads // kv_heads)
-    if _schedule(segments) != "ragged" or segments.teams is None:
+    if _schedule(segments) != "ragged" or segments.teams is None or packed is not None:
         members = 1
     elif members is None:
         members = _members(lines, rows)
@@ -92,6 +97,12 @@ def attention(
         team = Cut(0, 0)
     cut = _asked_for(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
+
+
+def _grid(q: Tensor, segments: Segments) -> tuple[int, int]:
+    """Rows, and the most queries of one."""
+    packed = segments.packed
+    return (len(q), q.shape[1]) if packed is None else (len(segments.base), packed.widest)
 
 
 def _schedule(segments: Segments) -> str:
@@ -157,13 +168,12 @@ def _launch(
     scale: float,
     window: int,
 ) -> Tensor:
-    rows, width, heads, size = q.shape
-    kv_heads, positions = own[0].shape[0], segments.positions
-    lines = width * (heads // kv_heads)
-    tiles, pieces = triton.cdiv(lines, tiling.lines), cut.most + team.most
-    units = rows * kv_heads * tiles
-    teamed, table, team_units = _table(segments, tiling.members, kv_heads)
-    out = q.new_empty(rows, width, heads * size)
+    (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
+    kv_heads, positions, packed = own[0].shape[0], segments.positions, segments.packed
+    lines, pieces = width * (heads // kv_heads), cut.most + team.most
+    units = rows * kv_heads * (tiles := triton.cdiv(lines, tiling.lines))
+    *tables, team_units = _table(segments, tiling.members, kv_heads)
+    out = q.new_empty(*q.shape[:2], heads * size)
     scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
@@ -173,8 +183,8 @@ def _launch(
         segments.base,
         segments.start,
         segments.own,
-        teamed,
-        table,
+        segments.base if packed is None else packed.begin,
+        *tables,
         out,
         *scratch,
         scale * 1.4426950408889634,
@@ -195,6 +205,7 @@ def _launch(
         D=size,
         SIZE=tiling.members,
         PIECES=_power(pieces),
+        PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         BLOCK_M=tiling.lines,
         BLOCK_N=tiling.keys,

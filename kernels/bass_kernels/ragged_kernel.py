@@ -102,6 +102,7 @@ def attend(
     base_ptr,
     start_ptr,
     own_ptr,
+    begin_ptr,
     teamed_ptr,
     table_ptr,
     out_ptr,
@@ -132,6 +133,7 @@ def attend(
     D: tl.constexpr,
     SIZE: tl.constexpr,
     PIECES: tl.constexpr,
+    PACKED: tl.constexpr,
     PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -144,7 +146,8 @@ def attend(
 
     A unit takes at least `few` of its splits, and one more for every `many` blocks of keys; the
     others leave at once, and split 0 arrives for them. PAD (0: off): the power of two that holds
-    all positions of the pass, for the longest row.
+    all positions of the pass, for the longest row. PACKED (no teams, no PAD): queries stand one
+    after the other, those of a row from its begin to the next one's, `width` at most.
     """
     group: tl.constexpr = H // K
     lines = width * group
@@ -172,18 +175,26 @@ def attend(
         unit, split = program % units, program // units
         tile, kv, first_row = unit % tiles, (unit // tiles) % K, unit // (tiles * K)
         local = tile * BLOCK_M + line
-        row = tl.where(local < lines, first_row, -1)
+        there = lines
+        if PACKED:
+            begin = tl.load(begin_ptr + first_row)
+            there = (tl.load(begin_ptr + first_row + 1) - begin).to(tl.int32) * group
+        row = tl.where(local < there, first_row, -1)
         teamed = 0
     if first_row >= 0:
         inside = row >= 0
         step, head = local // group, kv * group + local % group
         wide_row = row.to(tl.int64)
+        query = wide_row * width + step
         asking = position_ptr + wide_row * position_row + step * position_place
+        if PACKED:
+            query = begin + step
+            asking = position_ptr + query * position_place
         position = tl.load(asking, mask=inside, other=-1).to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
         start = tl.load(start_ptr + first_row)
         d = tl.arange(0, BLOCK_D)
-        places = (wide_row * width + step) * H + head
+        places = query * H + head
         grid = places[:, None] * D + d[None, :]
         real = inside[:, None] & (d < D)[None, :]
         q = tl.load(q_ptr + grid, mask=real, other=0.0)
@@ -203,8 +214,8 @@ def attend(
         in_own = tl.maximum(tl.cdiv(end - base, BLOCK_N) - own_first, 0)
         if PAD > 0:
             every = tl.arange(0, PAD)
-            query = (every // width).to(tl.int64) * position_row + (every % width) * position_place
-            ends = tl.load(position_ptr + query, mask=every < rows * width, other=0)
+            asked = (every // width).to(tl.int64) * position_row + (every % width) * position_place
+            ends = tl.load(position_ptr + asked, mask=every < rows * width, other=0)
             longest = tl.max(ends, 0).to(tl.int32) + 1
             # one more: two segments may end in a block each
             in_own = tl.cdiv(longest, BLOCK_N) + 1 - prompts

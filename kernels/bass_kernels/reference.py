@@ -5,13 +5,13 @@ Reductions and softmax run in float32 whatever the tensors' dtype. Not here: sam
 acceptance.
 """
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from .segments import Group, Segments, by_row, one_after_other
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -21,60 +21,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 _GATHERED = 4096  # positions, padding included, up to which prompt spans are copied side by side
 _MASKED = -1e30  # finite: a segment with nothing to see must give weight 0, not NaN
-
-
-class Group(NamedTuple):
-    """Rows that share one prompt span: positions [start, start + length) of the prompt store.
-    `queries`: how many of the last of these positions the pass computes, in a prefill, whose rows
-    are tiles of them."""
-
-    start: int
-    length: int
-    rows: slice | Tensor
-    queries: int = 0
-
-
-class Teams(NamedTuple):
-    """On the device, which rows read one prompt span: the Triton kernels read its keys once for
-    each tile of such rows.
-
-    member [B]: 1 for a row that is in a tile, else 0. tiles: by the most rows of a tile m, a
-    table [N, m] of row numbers; a row is in one tile of each table, and -1 stands where there is
-    no row. All int32.
-    """
-
-    member: Tensor
-    tiles: Mapping[int, Tensor]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segments:
-    """What each row of a pass may attend to: its prompt's span, then its own.
-
-    positions [B, W]: of the queries. base [B]: position of a row's own slot 0, which is also the
-    length of its prompt span. start [B]: where that span begins in the prompt store; own [B]:
-    where slot 0 lies in the store of own keys. All int64.
-    groups and extent say the same on the host: rows by prompt span (None: the host does not
-    know), and an upper bound of own slots in use. Slots at positions beyond a query's are not
-    seen: what lies there, rejected drafts included, needs no erasing. extent 0: nothing is seen
-    of own spans, since the queries stand in their prompt's span themselves (a prefill, whose rows
-    are tiles of prompts). teams: the rows by prompt span as the Triton kernels take them, or None.
-    """
-
-    positions: Tensor
-    base: Tensor
-    start: Tensor
-    own: Tensor
-    groups: tuple[Group, ...] | None
-    extent: int
-    teams: Teams | None = None
-    _known: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
-        """What `make` gives, made for the first layer of the pass that asks for `what`."""
-        if what not in self._known:
-            self._known[what] = make()
-        return self._known[what]
 
 
 def embed(tokens: Tensor, weight: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -172,12 +118,16 @@ def attention(
     window: int = 0,
 ) -> Tensor:
     """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns
-    [B, W, H D].
+    [B, W, H D]. Packed queries [1, M, H, D] give [1, M, H D].
 
     own: keys and values [K, S, D]; prompt: [K, T, D], each span read once for all of its group's
     rows. window: how many of the latest positions a query sees, itself included; 0 for
     all.
     """
+    if segments.packed is not None:
+        rows_of_q, alone = by_row(q, segments)
+        found = attention(rows_of_q, own, prompt, alone, scale=scale, window=window)
+        return one_after_other(found, segments.packed)
     keys, _ = own
     (rows, width, _heads, size), kv_heads = q.shape, keys.shape[0]
     q = q.float() * scale

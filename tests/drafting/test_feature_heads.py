@@ -13,12 +13,14 @@ from heads import MASK, config_of, write_head
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
+from test_cutting import watched
 from test_parallel import bass, lines
 from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -66,7 +68,9 @@ def models(tmp_path_factory):
     return made
 
 
-def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None):
+def loop_of(
+    target, head, *, rows, lengths, coupling="shared", acceptance=None, graphs=None, cut=None
+):
     """A loop whose drafter reads its target, on their device."""
     runner = Runner(target.read_by(head), rows=rows, span=SPAN, lag=1)
     drafter = make_drafter("heads:x", runner=runner, head=head, coupling=coupling, temperature=None)
@@ -79,6 +83,7 @@ def loop_of(target, head, *, rows, lengths, coupling="shared", acceptance=None, 
         clock=Clock(graphs.ticks) if isinstance(graphs, FakeGraphs) else Clock(),
         acceptance=acceptance,
         graphs=graphs,
+        cut=cut,
     )
 
 
@@ -180,6 +185,22 @@ def test_captured_rounds_and_those_launched_ahead(models, batch):
         if isinstance(lengths, Settled):
             assert flights.behind > 5
             assert len({length for length, _ in compared.seen}) > 4
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_cut_drafts_are_those_of_the_papers_too(models, kind):
+    """What reads the target finds the outputs of a pass with unequal numbers of tokens: later
+    drafts are the same, and the tokens plain decoding's, captured, ahead and alone."""
+    theirs, reading, target, head = models("qwen3", kind)
+    due, cut = plain(target, rows(20)), Cut(head.spec.drafts, 0, 2)
+    for batch, graphs in ((1, None), (3, None), (5, FakeGraphs())):
+        loop = loop_of(target, head, rows=batch, lengths=Settled(), graphs=graphs, cut=cut)
+        compared, seen = Compared(loop, theirs, reading), watched(loop)
+        if graphs is not None:
+            ready(loop)
+        assert drive(loop, rows(20), ahead=True) == due
+        assert any(counts != accepted for _, _, counts, accepted in seen)
+        assert {length for length, _ in compared.seen} >= {3, 4}
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
@@ -493,6 +514,11 @@ def test_on_a_cuda_device_too(tmp_path, kind):
             ready(loop)
             assert drive(loop, rows(), ahead=True) == due
             assert loop.graphs.captures > 0
+        words = {"rows": batch, "graphs": Graphs(target.device), "cut": Cut(head.spec.drafts, 0, 2)}
+        loop = loop_of(target, head, lengths=Settled(), **words)
+        ready(loop)
+        assert drive(loop, rows(), ahead=True) == due
+        assert any(shape.kind == "cut" for shape in loop.graphs.held())
         once, again = (
             drive(loop_of(target, head, rows=batch, lengths=Tour(), coupling="maximal", graphs=graphs), rows())
             for graphs in (None, Graphs(target.device))

@@ -71,7 +71,9 @@ def plainly(pair):
     return plain(pair[0], rows())
 
 
-def captured(target, draft, *, batch, lengths, coupling="shared", span=SPAN, acceptance=None):
+def captured(
+    target, draft, *, batch, lengths, coupling="shared", span=SPAN, acceptance=None, cut=None
+):
     """A loop with fake graphs, and its ticks as clock."""
     ticks = Ticks()
     return Loop(
@@ -83,6 +85,7 @@ def captured(target, draft, *, batch, lengths, coupling="shared", span=SPAN, acc
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks),
         acceptance=acceptance,
+        cut=cut,
     )
 
 

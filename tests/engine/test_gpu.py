@@ -19,6 +19,7 @@ from bass_cli.config.job import Job, Sampling, load_pair
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.contracts import Proposal
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.offers import Offers
@@ -75,7 +76,9 @@ def decoders(tmp_path_factory):
     return pair
 
 
-def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None):
+def loop_for(
+    target, draft, *, batch, lengths, graphs, coupling="shared", acceptance=None, cut=None
+):
     return Loop(
         batch=Batch(rows=batch, context=128, device=CUDA),
         target=Runner(target, rows=batch, span=SPAN, lag=1),
@@ -85,6 +88,7 @@ def loop_for(target, draft, *, batch, lengths, graphs, coupling="shared", accept
         clock=Clock(),
         graphs=Graphs(CUDA) if graphs else None,
         acceptance=acceptance,
+        cut=cut,
     )
 
 
@@ -134,6 +138,33 @@ def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, fa
             assert sum(one is not None for one in behind) > 5
             if drafter is target:
                 assert all(row.accepted == row.drafted for row in live)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
+    """Captured, launched ahead, with dummy rows, and as it is; whatever is chosen: the draft is
+    sometimes surer of one row, sometimes of another."""
+    target, draft = decoders(family)
+    due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
+    kept = 0
+    for drafter in (target, draft):
+        for batch, length, graphs in ((1, 3, True), (5, 2, True), (5, 4, False), (12, 5, True)):
+            words = {"batch": batch, "lengths": Fixed(length), "cut": Cut(16, 0, 3)}
+            loop = loop_for(target, AtOnce(drafter, 300), graphs=graphs, **words)
+            live, uneven = rows(), set()
+            if graphs:
+                loop.prepare(range(1, batch + 1), [length])
+                loop._worth.pays = lambda waiting: True
+                assert any(shape.kind == "cut" for shape in loop.graphs.held())
+            found = drive(
+                loop,
+                live,
+                ahead=graphs,
+                on_round=lambda done, _, seen=uneven: seen.update(map(len, map(set, [done.meant]))),
+            )
+            assert found == due, f"batch {batch}, {length} drafts"
+            kept += sum(row.accepted for row in live)
+    assert kept > 0
 
 
 def test_two_results_may_be_under_way():

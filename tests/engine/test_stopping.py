@@ -43,7 +43,7 @@ def run(stops, *, lengths=None, rows=1, ticks=None):
     )
     loop.clock.now = ticks
     if not stops:
-        loop._stopping = None
+        loop._rounds._stopping = None
     seen = []
     jobs = [Row("0", sample, 5, [sample % VOCAB], 300, temperature=0.0) for sample in range(rows)]
     drive(loop, jobs, on_round=lambda done, hosts: seen.append(done))

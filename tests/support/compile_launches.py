@@ -28,10 +28,12 @@ from bass_kernels import (
     ragged,
     rejection,
     residual,
+    selection_kernels,
     skinny,
     truncation,
 )
-from bass_kernels.reference import Segments, Teams
+from bass_kernels.segments import Packed, Segments, Teams
+from bass_kernels.selection import BINS, Known
 
 # Kilobytes of shared memory that a program may take (CUDA C++ Programming Guide, technical
 # specifications by capability).
@@ -126,6 +128,31 @@ def attend(dtype, *, size, rows, width, team=0):
     )
 
 
+def attend_packed(dtype, *, rows, tokens, widest):
+    """As in a pass of unequal numbers of tokens a row."""
+    own, prompt = caches(rows, 4, 128, dtype)
+    begin, row, place = (empty(count, dtype=torch.int64) for count in (rows + 1, tokens, tokens))
+    base, start, slots = empty(3, rows, dtype=torch.int64)
+    positions, packed = empty(1, tokens, dtype=torch.int64), Packed(begin, row, place, widest)
+    ragged.attention(
+        empty(1, tokens, 28, 128, dtype=dtype),
+        own,
+        prompt,
+        Segments(positions, base, start, slots, None, 64, None, packed),
+        scale=0.1,
+    )
+
+
+def choose(dtype):
+    """Of 32 rows' drafts those that are verified; the choice of the highest is the library's."""
+    scores, known = empty(32, 7, dtype=torch.float32), Known(*empty(2, BINS, dtype=torch.float32))
+    alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
+    standing = selection_kernels.standing(scores, known, alive)
+    chosen = selection_kernels.likeliest(standing, 160, tokens, alive)
+    told = empty(192, dtype=torch.float32)
+    selection_kernels.settle(tokens[:, 1:], scores, chosen, chosen.tokens, told, known, alive)
+
+
 def elementwise(dtype):
     x, norm = empty(8, 3, 5376, dtype=dtype), empty(5376, dtype=torch.float32)
     pointwise.embed(empty(8, 3, dtype=torch.int64), empty(1000, 5376, dtype=dtype), scale=73.3)
@@ -170,9 +197,11 @@ LAUNCHES = {
     "gate-up": gate_up,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=8),
+    "attend-128-packed": functools.partial(attend_packed, rows=32, tokens=160, widest=9),
     "attend-256": functools.partial(attend, size=256, rows=4, width=1),
     "attend-256-wide": functools.partial(attend, size=256, rows=4, width=9),
     "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=8),
+    "choose": choose,
     "elementwise": elementwise,
     "laws": laws,
 }

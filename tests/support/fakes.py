@@ -62,6 +62,7 @@ class FakeGraphs(Graphs):
         return {
             "round": 0.0021 + 0.00045 * key.width,
             "block": 0.0021 + 0.00045,
+            "cut": 0.0021 + 0.00045,
             "given": 0.0021 + 0.000009 * key.rows * key.width,
             "catch up": 0.00045,
         }[key.kind]

@@ -141,7 +141,7 @@ def rows_for(prompts, n, *, limit=12, **sampling):
     ]
 
 
-def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance=None):
+def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance=None, cut=None):
     """A Loop on the CPU. target: a Decoder or a toy; draft: a Decoder, a toy runner, either
     AtOnce, a drafter, or the name of one: "none", "lookup", "lookup:SOURCES"."""
     if isinstance(target, Decoder):
@@ -155,6 +155,7 @@ def loop_for(target, draft, *, rows, lengths=None, coupling="shared", acceptance
         coupling=coupling,
         clock=Clock(),
         acceptance=acceptance,
+        cut=cut,
     )
 
 

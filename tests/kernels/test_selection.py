@@ -1,0 +1,174 @@
+"""Which drafts are verified, and what is learnt of them: the likeliest prefixes, what a confidence is
+worth; Triton's against the definition.
+
+On a CUDA device where there is one, else through Triton's interpreter.
+"""
+
+import math
+
+import pytest
+import torch
+from test_triton import DEVICE
+
+import bass_kernels as ops
+from bass_cli.engine.cutting import Cut, Cutting
+
+
+@pytest.fixture(params=["reference", "triton"])
+def form(request):
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    ops.use(request.param)
+    yield request.param
+    ops.use(None)
+
+
+def unlearnt():
+    return Cutting(Cut(16, 0, 4), DEVICE).known
+
+
+def ones(count):
+    return torch.ones(count, dtype=torch.int64, device=DEVICE)
+
+
+def choose(standing, total):
+    """Of rows whose tokens and positions tell whose they are and which."""
+    rows, width = standing.shape
+    tokens = torch.arange(rows * (width + 1), device=DEVICE).view(rows, -1)
+    return ops.likeliest(standing, total, tokens, 100 * torch.arange(rows, device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "total"),
+    [(1, 4, 2), (5, 8, 20), (33, 7, 100), (3, 4, 12), (7, 3, 1), (260, 6, 1100)],
+)
+def test_the_likeliest_prefixes_are_chosen(form, rows, width, total):
+    """As many as asked for, and none but whose prefix is as likely as any that is not chosen."""
+    made = torch.Generator().manual_seed(total)
+    standing = torch.rand(rows, width, generator=made).cumprod(1).to(DEVICE)
+    counts, packed, tokens, places = choose(standing, total)
+    assert int(counts.sum()) == total
+    assert int(counts.max()) <= width
+    taken = torch.arange(width, device=DEVICE) < counts[:, None]
+    assert bool(taken.all()) or standing[taken].min() >= standing[~taken].max()
+    due = ops.pack_queries(counts + 1, rows + total, width + 1)
+    assert all(map(torch.equal, packed[:3], due[:3]))
+    assert packed.widest == width + 1
+    assert torch.equal(tokens, due.row * (width + 1) + due.place)
+    assert torch.equal(places, 100 * due.row + due.place)
+
+
+def test_of_chances_alike_the_first_drafts_are_chosen(form):
+    alike = torch.ones(64, 8, device=DEVICE)
+    assert choose(alike, 512).counts.tolist() == [8] * 64
+    for standing in (alike, 0 * alike, math.nan * alike):
+        counts = choose(standing, 300).counts
+        assert int(counts.sum()) == 300
+        assert int(counts.max()) <= 8
+    sure = torch.tensor([[1.0, 1.0, 1.0], [0.5, 0.25, 0.1], [0.0, 0.0, 0.0]], device=DEVICE)
+    assert choose(sure, 4).counts.tolist() == [3, 1, 0]
+    assert choose(sure, 8).counts.tolist() == [3, 3, 2], "those that cannot stand come last"
+
+
+def test_what_stands(form):
+    """Products along a row, none beside it; of NaN no confidence; nothing of dummies."""
+    scores = torch.tensor([[0.0, -0.1, -3.0], [math.nan, 0.0, 0.0], [-math.inf, -0.1, 0.0]])
+    found = ops.standing(scores.to(DEVICE), unlearnt(), ones(3))
+    assert bool((found.diff(dim=1) <= 0).all())
+    assert found[0, 0] > 0.99
+    assert found[1, 0] == found[2, 0]
+    assert 0.4 < found[1, 0] < 0.6
+    torch.testing.assert_close(found[0, 1] / found[0, 0], found[2, 1] / found[2, 0])
+    dead = ops.standing(scores.to(DEVICE), unlearnt(), torch.tensor([1, 0, 1], device=DEVICE))
+    assert torch.equal(dead[1], torch.zeros(3, device=DEVICE))
+    assert torch.equal(dead[0], found[0])
+
+
+def rising(confidence):
+    """A chance to stand that is not the confidence."""
+    return 0.3 + 0.6 * confidence**2
+
+
+def simulate(standing_of, *, stands_with=rising, rounds=400, rows=16, width=6, total=48):
+    """Rounds of drafts of random confidence; `standing_of(scores, known)` says what is chosen.
+    Returns what is known then, and what each round kept of how many."""
+    made, known, seen = torch.Generator().manual_seed(3), unlearnt(), []
+    for _ in range(rounds):
+        confidence = torch.rand(rows, width, generator=made)
+        stands = torch.rand(rows, width, generator=made) < stands_with(confidence)
+        scores = confidence.log().to(DEVICE)
+        chosen = choose(standing_of(scores, known), total)
+        targets = torch.nn.functional.pad(~stands, (0, 1), value=True).long().to(DEVICE)
+        targets = targets[chosen.packed.row, chosen.packed.place]
+        drafts, told = torch.zeros_like(scores).long(), torch.rand(len(targets)).to(DEVICE)
+        accepted, table = ops.settle(drafts, scores, chosen, targets, told, known, ones(rows))
+        due = torch.minimum(stands.long().cumprod(1).sum(1), chosen.counts.cpu())
+        assert accepted.tolist() == table[:, 0].tolist() == due.tolist()
+        assert table[:, -1].tolist() == chosen.counts.tolist()
+        seen.append((accepted.tolist(), chosen.counts.tolist()))
+    return known, seen
+
+
+@pytest.mark.parametrize("total", [96, 48])
+def test_what_a_confidence_is_worth_is_learnt(total):
+    """The same from all drafts and from chosen ones: whether a draft that was cut would have stood
+    is not taken for known."""
+    known, _ = simulate(lambda scores, known: ops.standing(scores, known, ones(16)), total=total)
+    confidence = torch.tensor([[0.2], [0.4], [0.6], [0.8], [0.95]])
+    worth = ops.standing(confidence.log().to(DEVICE), known, ones(5)).cpu()
+    torch.testing.assert_close(worth, rising(confidence), atol=0.06, rtol=0)
+
+
+def test_the_likeliest_bring_more_tokens():
+    """Of as many that are verified."""
+    even = torch.ones(16, 6, device=DEVICE) * torch.tensor([1, 1, 1, 0, 0, 0], device=DEVICE)
+    kept = []
+    for standing_of in (
+        lambda scores, known: ops.standing(scores, known, ones(16)),
+        lambda *_: even,
+    ):
+        _, seen = simulate(standing_of, stands_with=lambda confidence: confidence, rounds=100)
+        assert all(sum(counts) == 48 for _, counts in seen)
+        kept.append(sum(sum(accepted) for accepted, _ in seen))
+    assert kept[0] > 1.04 * kept[1]
+
+
+def test_kernels_settle_as_the_definition_does():
+    """Accepted, the table bit by bit, what is learnt; dummies teach nothing; what nobody verified
+    never counts as kept, though it may equal what stands there."""
+    pytest.importorskip("triton")
+    made, rows, width, total = torch.Generator().manual_seed(1), 9, 5, 22
+    scores = torch.rand(rows, width, generator=made).log().to(DEVICE)
+    scores[3, 2] = math.nan
+    alive = ones(rows)
+    alive[-2:] = 0
+    drafts = torch.randint(0, 2, (rows, width), generator=made).to(DEVICE)
+    targets = torch.randint(0, 2, (rows + total,), generator=made).to(DEVICE)
+    told = -torch.rand(rows + total, generator=made).to(DEVICE)
+    found = {}
+    for form in ("reference", "triton"):
+        ops.use(form)
+        try:
+            known = unlearnt()
+            standing = ops.standing(scores, known, alive)
+            chosen = choose(standing.round(decimals=4), total)
+            given = (drafts, scores, chosen, targets, told, known, alive)
+            found[form] = (standing, *ops.settle(*given), *known, *chosen[::2])
+        finally:
+            ops.use(None)
+    counts, accepted = found["reference"][5], found["reference"][1]
+    assert bool((accepted <= counts).all())
+    assert bool(((accepted == counts) & (counts < width)).any())
+    for plain, kernels in zip(found["reference"], found["triton"], strict=True):
+        if plain.is_floating_point():
+            torch.testing.assert_close(kernels, plain, atol=1e-5, rtol=1e-5)
+    for which in (1, 5, 6):
+        assert torch.equal(found["triton"][which], found["reference"][which])
+    (plain, kernels), within = (
+        (found[form][2] for form in found),
+        torch.arange(width + 1, device=DEVICE),
+    )
+    valid = within <= accepted[:, None]
+    for part in (slice(1, width + 2), slice(width + 2, 2 * width + 3)):
+        assert torch.equal(kernels[:, part][valid], plain[:, part][valid])
+    assert torch.equal(kernels[:, [0, -1]], plain[:, [0, -1]])
