@@ -48,7 +48,7 @@ class Nothing:
 
     cached = (Layers(2, 1, 8),)
     layers, dtype, device = (0, 1), torch.float32, torch.device("cpu")
-    reader = None
+    reader = ranks = None
 
     def forward(self, tokens, step, *, last=None):
         return None
