@@ -27,6 +27,7 @@ from bass_cli.cli.profile import profile
 from bass_cli.cli.score import score
 from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
 from bass_cli.io.console import Screen
+from bass_cli.system.host import expect
 from bass_cli.system.threads import begin
 
 app = typer.Typer(
@@ -106,6 +107,7 @@ def generate(args: GenerateArgs) -> None:
     screen = Screen(args.quiet)
     if args.ray is None:
         begin(args.threads)
+        expect(args.device)
     goes_on = "" if args.out in (None, "-") else "; the same command goes on from here"
     with exit_codes(screen, f"interrupted{goes_on}"):
         from bass_cli.generation import generate_samples

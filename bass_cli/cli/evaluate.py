@@ -11,6 +11,7 @@ from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.options import takes
 from bass_cli.config.args import EvaluateArgs
 from bass_cli.io.console import Screen
+from bass_cli.system.host import expect
 from bass_cli.system.threads import begin
 
 
@@ -28,6 +29,7 @@ def evaluate(args: EvaluateArgs) -> None:
     screen = Screen(args.quiet, document=args.json_document)
     if args.ray is None:
         begin(args.threads)
+        expect(args.device)
     with exit_codes(
         screen,
         "interrupted; samples and verdicts so far are kept, and the same command goes on from here",

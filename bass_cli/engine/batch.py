@@ -20,7 +20,7 @@ from torch import Tensor
 from bass_cli.engine.graphs import WIDTHS, cover
 from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
 from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
-from bass_cli.model.slabs import Change, Copied, Pieces, Slabs, sent
+from bass_cli.model.slabs import Change, Copied, Pieces, Sender, Slabs
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
 
@@ -45,6 +45,7 @@ class Batch:
         self, *, rows: int, context: int, device: torch.device, pieces: Pieces | None = None
     ):
         self.capacity, self.device = rows, device
+        self._sender = Sender(device)
         self.slabs = Slabs(rows, pieces or Pieces(rows))
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
@@ -234,7 +235,7 @@ class Batch:
             *(numpy.array(part, dtype=numpy.int64) for part in indexes),
             lines.ravel(),
         ]
-        whole = sent(numpy.concatenate(parts), self.device)
+        whole = self._sender.send(numpy.concatenate(parts))
         fixed, *numbers, flat = whole.split([len(part) for part in parts])
         self._fixed.copy_(fixed)
         if sources:
