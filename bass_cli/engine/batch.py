@@ -92,6 +92,10 @@ class Batch:
         rooms: list[int] = (self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).tolist()
         return rooms
 
+    def most_room(self) -> int:
+        """The most of these."""
+        return int((self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).max())
+
     def generated(self) -> NDArray[numpy.int64]:
         """How many tokens each live row has generated, as far as the host knows."""
         return self._live(LENGTH) - self._live(PROMPT)
@@ -149,9 +153,10 @@ class Batch:
     def grow(self) -> tuple[Change | None, int | None]:
         """Give the rows, longest first, as many pieces as two rounds more may take; and the row
         for which there are not so many together, where it ends."""
-        slabs, generated, copied = self.slabs, self.generated(), list[Copied]()
+        slabs = self.slabs
         if slabs.pieces.most == 1:
             return None, None
+        generated, copied = self.generated(), list[Copied]()
         needed, fails = slabs.pieces.needed(generated), None
         (places,) = numpy.nonzero(needed > slabs.runs[1, : len(needed)])
         for place in places[numpy.argsort(-generated[places], kind="stable")].tolist():
@@ -229,22 +234,19 @@ class Batch:
             of_rows = self.ledger.numbers[places]
             longest = int((of_rows[:, LENGTH] + of_rows[:, LIMIT]).max())
             self._widen(longest + beyond(WIDTHS[-1]))
-        indexes = (sources, holes, places, which, [len(row.prompt) for row in rows])
-        parts = [
-            self._host.whole,
-            *(numpy.array(part, dtype=numpy.int64) for part in indexes),
-            lines.ravel(),
-        ]
-        whole = self._sender.send(numpy.concatenate(parts))
-        fixed, *numbers, flat = whole.split([len(part) for part in parts])
+        indexes = [*sources, *holes, *places, *which, *(len(row.prompt) for row in rows)]
+        parts = [self._host.whole, numpy.array(indexes, dtype=numpy.int64), lines.ravel()]
+        fixed, numbers, flat = self._sender.send(numpy.concatenate(parts)).split(
+            [len(part) for part in parts]
+        )
         self._fixed.copy_(fixed)
         if sources:
-            old, new = numbers[:2]
+            old, new = numbers[: 2 * len(sources)].view(2, -1)
             self.lengths[new] = self.lengths[old]
             self.tokens[new] = self.tokens[old]
         self.lengths[dummies] = 1
         if rows:
-            new, text, lengths = numbers[2:]
+            new, text, lengths = numbers[2 * len(sources) :].view(3, -1)
             self.lengths[new] = lengths
             self.tokens[new, : lines.shape[1]] = flat.view(lines.shape)[text]
 

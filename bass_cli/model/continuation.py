@@ -177,7 +177,7 @@ class StopDetector:
         return None
 
     def _look(self, end: int, tail: str | None) -> Stop | None:
-        """At the first `end` ids; `tail`: their text from the tail's beginning on, if it is there."""
+        """At the first `end` ids; `tail`: their text from where it begins, if it is there."""
         if tail is None:
             tail = self._text.decode(self._ids[self._tail : end])
         if not _has_any(tail, self._stops):

@@ -156,7 +156,8 @@ def test_a_row_without_a_stop_string_is_not_decoded(monkeypatch: pytest.MonkeyPa
     ids = tokenizer.encode("\n    self = first(ff, ss)\n    return self\n") * 3
     for row in range(4):
         detector = watch.detector(after)
-        assert detector is not None and watch._tokens is not None
+        assert detector is not None
+        assert watch._tokens is not None
         watch._tokens.among(numpy.array(ids))
         decoded.clear()
         assert all(detector.feed([id_]) is None for id_ in ids)

@@ -303,6 +303,21 @@ def test_torchs_libraries_are_loaded_beside_python(monkeypatch: pytest.MonkeyPat
     assert found == ["7 False", "True False", "3"]
 
 
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_a_command_begins_it_before_it_reads_anything(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where others draw."""
+    begun: list[Any] = []
+    for module in ("commands", "evaluate"):
+        monkeypatch.setattr(f"bass_cli.cli.{module}.begin", begun.append)
+        monkeypatch.setattr(f"bass_cli.cli.{module}.expect", begun.append)
+    monkeypatch.chdir(tmp_path)  # where there is no file to read
+    for more in (["--threads", "3", "--device", "cpu"], ["--ray", "local", "--out", "o.jsonl"]):
+        assert CliRunner().invoke(app, [*command.split(), *more]).exit_code == 2
+    assert begun == [3, "cpu"]
+
+
 def test_a_number_that_is_none_of_threads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("a\n")
     for command in (["generate", str(tmp_path / "p.txt")], ["bench"]):
