@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
 from typing import NoReturn
 
-from bass_cli.system import signals
+from bass_cli.system import signals, threads
 
 # What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or
 # written when that is tried, so that no other file takes its number; messages have nowhere to
@@ -18,9 +19,16 @@ from bass_cli.system import signals
 _CLOSED = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
 
 
+# What a command imports stays, and the collector would look through it again and again: 0.1 s of
+# importing torch, and 0.1 s each time later on. So it begins when so many more objects are there.
+_COLLECTED = (100_000, 50, 100)
+
+
 def main() -> None:
     """Run the command line; never returns."""
     signals.at_start()
+    gc.set_threshold(*_COLLECTED)
+    threads.look_first()
     _open_closed_streams()
     from bass_cli.cli import commands
 

@@ -135,7 +135,7 @@ class Conductor:
     def _exchange(self) -> None:
         """Give free rows, and those of samples that are over, to waiting samples, oldest prompt
         first."""
-        rows, room = list[Row](), self._room()
+        rows, room = list[Row](), self._room() if self._queue else 0
         while self._queue and len(rows) < room:
             task = self._queue[0]
             count = min(len(task.waiting), room - len(rows))

@@ -18,6 +18,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.io.shards import Shard
 from bass_cli.library import generate
 from bass_cli.manifest import Facts, facts_of
+from bass_cli.model.tokenizer import begin
 from bass_cli.system.threads import Company, settle
 
 if TYPE_CHECKING:
@@ -121,9 +122,10 @@ def drawing_of(
         ):
             yield Elsewhere(crew)
         return
+    tokenizer = begin(job.pair)  # while torch is loaded
     settle(job.threads, screen.note)
     from bass_cli.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
-    plan = make_plan(job, longest_prompt=longest, prompts=prompts)
+    plan = make_plan(job, longest_prompt=longest, prompts=prompts, tokenizer=tokenizer)
     yield Here(plan, facts_of(plan, source, shard=shard), screen)

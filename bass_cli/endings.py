@@ -37,7 +37,7 @@ class Watch:
             return None
         if self._tokens is None:
             self._tokens = StopTokens(text, self._stops)
-        return StopDetector(text, self._stops)
+        return StopDetector(text, self._stops, self._tokens)
 
     def suspects(self, ledger: Ledger) -> list[int]:
         """The places of live rows that may be over, after a round."""

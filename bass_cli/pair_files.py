@@ -46,9 +46,9 @@ class Files(NamedTuple):
     skipped: frozenset[int]
 
 
-def open_files(job: Job) -> Files:
+def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -> Files:
     """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
-    other, or the job."""
+    other, or the job. `early`: what tokenizer.begin gave."""
     pair = job.pair
     target_path = locate(pair.target, folder=pair.folder)
     target = open_checkpoint(target_path)
@@ -67,9 +67,10 @@ def open_files(job: Job) -> Files:
             f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
             "no meaning"
         )
-    if pair.tokenizer:
+    tokenizer = early()
+    if tokenizer is None and pair.tokenizer:
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
-    else:
+    elif tokenizer is None:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:

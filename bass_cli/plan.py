@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.slabs import Pieces
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.model.weights import Checkpoint
 from bass_cli.pair_files import (
     Files,
     check_ranks,
@@ -216,14 +218,15 @@ def make_plan(
     prompts: int | None = None,
     options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens"),
     grows: bool = True,
+    tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Plan:
     """Check all that can be checked without weights. UserError for a mistake, MachineError for
     what is missing here. `longest_prompt`: its text, if it is known; `prompts`, `options`: see
     Plan. `grows`: the rows' cache may grow with them (Loop.grow is called), so that there can be
-    more of them than fit at their longest."""
+    more of them than fit at their longest. `tokenizer`: what was begun (tokenizer.begin)."""
     device = device_of(job.device)
     wake(device)  # while files are read
-    files = open_files(job)
+    files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
     profile, surface = costs_of(job, files, device, dtype, notes.append)

@@ -48,7 +48,7 @@ class Nothing:
 
     cached = (Layers(2, 1, 8),)
     layers, dtype, device = (0, 1), torch.float32, torch.device("cpu")
-    reader = None
+    reader = ranks = None
 
     def forward(self, tokens, step, *, last=None):
         return None
@@ -176,6 +176,7 @@ def measure(args, rows, tokenizer, profile=None):
         "us_a_round": 1e6 * a_round,
         "us_a_token": 1e6 * a_round * rounds / tokens,
         "us_a_sample": 1e6 * a_sample,
+        "us_with_all": 1e6 * seconds / more,
         "samples": ended,
         "rounds": more,
     }
@@ -221,7 +222,8 @@ def main():
                 f"{rows} rows, {args.draft_length} drafts: {found['us_a_round']:.0f} us a round "
                 f"without ends, {found['us_a_token']:.2f} us a token, "
                 f"{found['us_a_sample']:.0f} us "
-                f"for a sample's end and admission ({found['samples']} samples, "
+                f"for a sample's end and admission, {found['us_with_all']:.0f} us a round with "
+                f"all ({found['samples']} samples, "
                 f"{found['rounds']} rounds)",
                 flush=True,
             )

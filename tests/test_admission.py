@@ -8,10 +8,12 @@ from toys import Markov, loop_for
 
 from bass_cli.conductor import Conductor
 from bass_cli.drafting.factory import NoDrafter
-from bass_cli.engine.batch import Batch
+from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.kv_cache import KVCache, Layers
+from bass_cli.model.slabs import Sender
 
 
 def captured(*, rows):
@@ -92,3 +94,28 @@ def test_prompts_that_come_next_are_opened_with_those_that_are_due():
         one._on_round = lambda done, to=opened, at=seen: at.append(len(to))
         assert len(list(one.run(iter(prompts(*["a" * length] * 12)), ()))) == 24
         assert sorted(set(seen)) == due
+
+
+def test_all_that_changes_between_two_rounds_is_sent_at_once(monkeypatch):
+    """However many rows end, move and begin: one copy for the batch, and one for a cache."""
+    sent = []
+    send = Sender.send
+    monkeypatch.setattr(
+        Sender, "send", lambda self, array: (sent.append(self), send(self, array))[1]
+    )
+    loop, _ = captured(rows=8)
+    rows = [Row("p", sample, 0, [1, 2, 3], 9) for sample in range(8)]
+    loop.open("p", rows[0].tokens)
+    loop.admit(*rows[:6])
+    cache = KVCache(
+        [Layers(2, 1, 8)], rows=8, span=12, dtype=torch.float32, device=torch.device("cpu")
+    )
+    cache.exchange(begun=[((0, 1, 2), cache.reserve(3))])
+    sent.clear()
+    loop.exchange([1, 4], rows[6:7])  # one takes a place, one moves
+    cache.exchange(ended=[0], moved=[(2, 0)])
+    assert sent == [loop.batch._sender, cache._sender]
+    assert [row.sample for row in loop.batch.hosts] == [0, 6, 2, 3, 5]
+    assert loop.batch.tokens[:5, :3].tolist() == [[1, 2, 3]] * 5
+    loop.batch.hosts[1].limit = 3
+    assert (loop.batch.rooms(), loop.batch.most_room()) == ([9, 3, 9, 9, 9], 9)

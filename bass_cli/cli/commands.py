@@ -27,6 +27,8 @@ from bass_cli.cli.profile import profile
 from bass_cli.cli.score import score
 from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
 from bass_cli.io.console import Screen
+from bass_cli.system.host import expect
+from bass_cli.system.threads import begin
 
 app = typer.Typer(
     cls=Group,
@@ -103,6 +105,9 @@ def generate(args: GenerateArgs) -> None:
     Given again after an interruption, the same command goes on with its file.
     """
     screen = Screen(args.quiet)
+    if args.ray is None:
+        begin(args.threads)
+        expect(args.device)
     goes_on = "" if args.out in (None, "-") else "; the same command goes on from here"
     with exit_codes(screen, f"interrupted{goes_on}"):
         from bass_cli.generation import generate_samples

@@ -11,6 +11,8 @@ from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.options import takes
 from bass_cli.config.args import EvaluateArgs
 from bass_cli.io.console import Screen
+from bass_cli.system.host import expect
+from bass_cli.system.threads import begin
 
 
 @takes(EvaluateArgs)
@@ -25,6 +27,9 @@ def evaluate(args: EvaluateArgs) -> None:
     Samples and verdicts are kept: given again, the same command goes on.
     """
     screen = Screen(args.quiet, document=args.json_document)
+    if args.ray is None:
+        begin(args.threads)
+        expect(args.device)
     with exit_codes(
         screen,
         "interrupted; samples and verdicts so far are kept, and the same command goes on from here",

@@ -20,7 +20,7 @@ from torch import Tensor
 from bass_cli.engine.graphs import WIDTHS, cover
 from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
 from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
-from bass_cli.model.slabs import Change, Copied, Pieces, Slabs, sent
+from bass_cli.model.slabs import Change, Copied, Pieces, Sender, Slabs
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
 
@@ -45,6 +45,7 @@ class Batch:
         self, *, rows: int, context: int, device: torch.device, pieces: Pieces | None = None
     ):
         self.capacity, self.device = rows, device
+        self._sender = Sender(device)
         self.slabs = Slabs(rows, pieces or Pieces(rows))
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
@@ -90,6 +91,10 @@ class Batch:
         """How many more tokens each live row may generate."""
         rooms: list[int] = (self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).tolist()
         return rooms
+
+    def most_room(self) -> int:
+        """The most of these."""
+        return int((self._live(LIMIT) + self._live(PROMPT) - self._live(LENGTH)).max())
 
     def generated(self) -> NDArray[numpy.int64]:
         """How many tokens each live row has generated, as far as the host knows."""
@@ -153,9 +158,10 @@ class Batch:
     def grow(self) -> tuple[Change | None, int | None]:
         """Give the rows, longest first, as many pieces as two rounds more may take; and the row
         for which there are not so many together, where it ends."""
-        slabs, generated, copied = self.slabs, self.generated(), list[Copied]()
+        slabs = self.slabs
         if slabs.pieces.most == 1:
             return None, None
+        generated, copied = self.generated(), list[Copied]()
         needed, fails = slabs.pieces.needed(generated), None
         (places,) = numpy.nonzero(needed > slabs.runs[1, : len(needed)])
         for place in places[numpy.argsort(-generated[places], kind="stable")].tolist():
@@ -233,22 +239,19 @@ class Batch:
             of_rows = self.ledger.numbers[places]
             longest = int((of_rows[:, LENGTH] + of_rows[:, LIMIT]).max())
             self._widen(longest + beyond(WIDTHS[-1]))
-        indexes = (sources, holes, places, which, [len(row.prompt) for row in rows])
-        parts = [
-            self._host.whole,
-            *(numpy.array(part, dtype=numpy.int64) for part in indexes),
-            lines.ravel(),
-        ]
-        whole = sent(numpy.concatenate(parts), self.device)
-        fixed, *numbers, flat = whole.split([len(part) for part in parts])
+        indexes = [*sources, *holes, *places, *which, *(len(row.prompt) for row in rows)]
+        parts = [self._host.whole, numpy.array(indexes, dtype=numpy.int64), lines.ravel()]
+        fixed, numbers, flat = self._sender.send(numpy.concatenate(parts)).split(
+            [len(part) for part in parts]
+        )
         self._fixed.copy_(fixed)
         if sources:
-            old, new = numbers[:2]
+            old, new = numbers[: 2 * len(sources)].view(2, -1)
             self.lengths[new] = self.lengths[old]
             self.tokens[new] = self.tokens[old]
         self.lengths[dummies] = 1
         if rows:
-            new, text, lengths = numbers[2:]
+            new, text, lengths = numbers[2 * len(sources) :].view(3, -1)
             self.lengths[new] = lengths
             self.tokens[new, : lines.shape[1]] = flat.view(lines.shape)[text]
 

@@ -76,7 +76,7 @@ class NextRound:
             and self._foresees is not None
             and not self._foresees.needs(width)
             and (self._drafter.on_device or not self._foresees.drafts)
-            and max(self._batch.rooms()) > 1
+            and self._batch.most_room() > 1
         )
 
     def reflect(self) -> None:
@@ -97,7 +97,7 @@ class NextRound:
             width = offered.tokens.shape[1] if self.exact else step_up(offered.tokens.shape[1])
         wish = captured.usual(width)
         fit: Fit = "same" if offered is not None and not width else self._fit
-        left = self.left(self._batch.rooms())
+        left = self._rounds_left(self._batch.most_room())
         return wish, captured.choose(wish, left=left, deadline=deadline, fit=fit)
 
     def shortest(self, deadline: float) -> float:
@@ -115,7 +115,10 @@ class NextRound:
 
     def left(self, rooms: list[int]) -> float:
         """How many rounds there may still be, at most."""
-        return max(rooms) + self.backlog.tokens / self._batch.capacity
+        return self._rounds_left(max(rooms))
+
+    def _rounds_left(self, most_room: int) -> float:
+        return most_room + self.backlog.tokens / self._batch.capacity
 
     def _ask(self, deadline: float | None) -> Asked:
         outlook = self._outlook(rooms := self._batch.rooms())

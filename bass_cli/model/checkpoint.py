@@ -26,8 +26,8 @@ from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters
 from bass_cli.model.hf_config import mask_of, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.spec import Spec, parameters
-from bass_cli.model.tensor_content import parts
-from bass_cli.model.tensor_files import DTYPES, Entry, read_safetensors, read_torch
+from bass_cli.model.tensor_content import DTYPES, parts
+from bass_cli.model.tensor_files import Entry, read_safetensors, read_torch
 
 # the most that a config may have; the largest index of shards has a few megabytes
 _CONFIG_BYTES = 1 << 24

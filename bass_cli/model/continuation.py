@@ -4,7 +4,7 @@ ends a row (conductor.py)."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -77,46 +77,81 @@ class Stop(NamedTuple):
 
 
 class StopTokens:
-    """Which ids may complete a stop string, whatever stands before them: those whose own text has
-    one in it, or begins with the end of one. A row needs to be looked at only when it got such an
-    id. Learnt as ids are met; `text`: of any prompt."""
+    """What ids say of stop strings, as far as nobody has to decode anything. Learnt as ids are
+    met; `text`: of any prompt."""
 
     def __init__(self, text: Continuation, stops: Sequence[str]):
         self._text, self._stops = text, tuple(stops)
         self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
+        self._longest = max(map(len, stops))
         self._known = numpy.zeros(0, dtype=numpy.int8)  # by id: 0 nobody knows, 1 no, 2 yes
+        self._innocent: set[int] = set()  # the ids that do not
+        self._texts: dict[int, str | None] = {}  # by id: see Continuation.alone
 
     def among(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.bool_]:
-        """By id whether it may."""
+        """Whether these may complete a stop string, whatever stands before them: their own text has
+        one in it, or begins with the end of one. A row needs to be looked at only when it got such
+        an id."""
         missing = int(ids.max(initial=0)) + 1 - len(self._known)
         if missing > 0:
             self._known = numpy.pad(self._known, (0, missing + len(self._known)))
         if (new := ids[self._known[ids] == 0]).size:
             for id_ in numpy.unique(new).tolist():
                 self._known[id_] = 1 + self._may(id_)
+                if self._known[id_] == 1:
+                    self._innocent.add(id_)
         found: NDArray[numpy.bool_] = self._known[ids] == 2
         return found
 
+    def ends(self, ids: Sequence[int], new: int) -> list[int]:
+        """After how many of a row's ids, of which the last `new` are new, a stop string may be
+        complete: not where their own texts, one after the other, show none."""
+        begin, innocent = len(ids) - new, self._innocent
+        return [
+            at + 1
+            for at, id_ in enumerate(ids[begin:], begin)
+            if id_ not in innocent and self._shows(ids, at)
+        ]
+
+    def _shows(self, ids: Sequence[int], at: int) -> bool:
+        """Whether a stop string may end in the id at this place."""
+        text = self._alone(ids[at])
+        needed = self._longest - 1 + len(text or "")
+        while text is not None and at and len(text) < needed:
+            at -= 1
+            before = self._alone(ids[at])
+            text = None if before is None else before + text
+        return text is None or _has_any(text, self._stops)
+
+    def _alone(self, id_: int) -> str | None:
+        if id_ not in self._texts:
+            self._texts[id_] = self._text.alone(id_)
+        return self._texts[id_]
+
     def _may(self, id_: int) -> bool:
-        text = self._text.alone(id_)
-        return (
-            text is None or text.startswith(self._ends) or any(stop in text for stop in self._stops)
-        )
+        text = self._alone(id_)
+        return text is None or text.startswith(self._ends) or _has_any(text, self._stops)
+
+
+def _has_any(text: str, stops: Iterable[str]) -> bool:
+    return any(stop in text for stop in stops)
 
 
 class StopDetector:
     """Watches one row's generated ids for stop strings, whatever the blocks in which they come.
-    `text`: what decodes them.
+    `text`: what decodes them; `tokens`: see there.
 
     The first token whose arrival makes a stop string appear in the decoded text ends the row.
-    Only a tail of the ids is decoded each time; when it shows a stop string, the whole is
-    decoded to be sure and to cut.
+    Nothing is decoded where the ids' own texts show that there is none; else a tail of the ids is,
+    and when it shows a stop string, the whole to be sure and to cut.
     """
 
-    def __init__(self, text: Continuation | Tokenizer, stops: Sequence[str]):
+    def __init__(
+        self, text: Continuation | Tokenizer, stops: Sequence[str], tokens: StopTokens | None = None
+    ):
         assert stops
         assert all(stops)
-        self._text, self._stops = text, tuple(stops)
+        self._text, self._stops, self._tokens = text, tuple(stops), tokens
         # characters that the tail must show of what came before
         self._needed = max(map(len, stops)) + _MARGIN
         self._ids: list[int] = []
@@ -124,24 +159,30 @@ class StopDetector:
 
     def feed(self, ids: Sequence[int]) -> Stop | None:
         """Take the next ids; the Stop if one of them completes a stop string."""
-        seen = len(self._ids)
         self._ids += ids
+        ends: Sequence[int] = range(len(self._ids) - len(ids) + 1, len(self._ids) + 1)
+        if self._tokens is not None:
+            ends = self._tokens.ends(self._ids, len(ids))
+            if not ends:
+                return None
         text = self._text.decode(self._ids[self._tail :])
         # A cut character shows as U+FFFD and may hide what stood there a token ago: then every
         # id is looked at alone.
-        if _CUT in text or any(stop in text for stop in self._stops):
-            for end in range(seen + 1, len(self._ids) + 1):
-                found = self._look(end)
+        if _CUT in text or _has_any(text, self._stops):
+            for end in ends:
+                found = self._look(end, text if end == len(self._ids) else None)
                 if found is not None:
                     return found
         self._shorten(text)
         return None
 
-    def _look(self, end: int) -> Stop | None:
-        tail = self._text.decode(self._ids[self._tail : end])
-        if not any(stop in tail for stop in self._stops):
+    def _look(self, end: int, tail: str | None) -> Stop | None:
+        """At the first `end` ids; `tail`: their text from where it begins, if it is there."""
+        if tail is None:
+            tail = self._text.decode(self._ids[self._tail : end])
+        if not _has_any(tail, self._stops):
             return None
-        whole = self._text.decode(self._ids[:end])
+        whole = tail if self._tail == 0 else self._text.decode(self._ids[:end])
         places = [place for stop in self._stops if (place := whole.find(stop)) >= 0]
         return Stop(whole[: min(places)], end) if places else None
 

@@ -6,6 +6,8 @@ tensors mean (gguf_config.py), a tensor's content (tensor_content.py).
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import math
 import mmap
@@ -41,7 +43,16 @@ class Header(NamedTuple):
 
 
 def read_gguf(path: Path) -> Header:
-    """What the header says; UserError where it cannot."""
+    """What the header says, which nobody changes; UserError where it cannot."""
+    identity: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):  # reading it will say so
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    return _read(path, identity)
+
+
+@functools.lru_cache(maxsize=2)  # tokenizer and checkpoint read the same: of a target and a draft
+def _read(path: Path, identity: tuple[int, ...]) -> Header:
     with opened(path) as file:
         total = os.fstat(file.fileno()).st_size
         if total < 24:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.model.prefix_groups import TeamTable
-from bass_cli.model.slabs import Copied, Integers, Pieces, sent
+from bass_cli.model.slabs import Copied, Integers, Pieces, Sender
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Packed, Segments
 
@@ -140,6 +140,7 @@ class KVCache:
         self.prompt_keys, self.prompt_values = zeros(), zeros()
         self.span = span
         self.version = 0
+        self._sender = Sender(device)
         # together, so that one operation sets both
         self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._base, self._start, self._slot = self._places
@@ -214,7 +215,7 @@ class KVCache:
                 self._of_row[row] = span
             self._host[:2, rows], self._live[list(rows)] = [[span.length], [span.start]], True
         self._host[2] = self._pieces.slot(self._runs[0]) * self._live
-        self._places.copy_(sent(self._host, self._places.device))
+        self._places.copy_(self._sender.send(self._host))
         self._copy(copied)
         self._regroup()
 
@@ -226,7 +227,7 @@ class KVCache:
             each = own[:, :, :, :1].numel() * own.element_size()
             at_once = max(_MOVED // max(each, 1), 1)
             for part in range(0, places.shape[1], at_once):
-                old, new = sent(places[:, part : part + at_once].copy(), own.device)
+                old, new = self._sender.send(places[:, part : part + at_once].copy())
                 own[:, :, :, new] = own[:, :, :, old]
 
     def _span_of(self, row: int) -> Span:

@@ -22,7 +22,7 @@ from torch import Tensor
 from bass_cli.model.capture import Recorder
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import KVCache, Span
-from bass_cli.model.slabs import sent
+from bass_cli.model.slabs import Sender
 from bass_kernels import Group
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included
@@ -127,7 +127,7 @@ class Passes:
     given."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, record: Recorder | None):
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._cache, self._sender = decoder, cache, Sender(decoder.device)
         self.tile = TILE.get(decoder.device.type, 1)
         self.graphs, scrap = None, 0
         if record is not None:
@@ -147,7 +147,7 @@ class Passes:
                 graphs.feed(wanted, laid_out(parts, wanted, self.tile, self._scrap)[0])
                 return
         numbers, groups = laid_out(parts, size, self.tile, self._scrap)
-        self._run(Table.of(sent(numbers, self._decoder.device), size, self.tile), groups)
+        self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
 
     def prepare(self) -> None:
         """Capture now what reads prompts, rather than when it has come often enough."""

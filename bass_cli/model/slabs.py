@@ -19,6 +19,10 @@ Integers = NDArray[numpy.int64]
 Worth = NDArray[numpy.float64]
 
 
+# Sent at once without waiting: a round's changes are two or three, and two rounds may be under way.
+_PARTS = 8
+
+
 class Copied(NamedTuple):
     """What `pieces` from `source` on hold is to stand from `target` on."""
 
@@ -70,11 +74,35 @@ class Change(NamedTuple):
     copied: tuple[Copied, ...] = ()
 
 
-def sent(array: Integers, device: torch.device) -> Tensor:
-    """Numbers of the host's on the device, from pinned memory: the host waits for nothing that
-    runs there."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+class Sender:
+    """Sends the host's numbers to a device, from pinned memory: the host waits for nothing that
+    runs there. The memory is its own, in so many parts by turns: torch gives up its own whenever a
+    graph is captured, and to get some again the host waits for the device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # by turns: a part, and what tells that it has been copied from
+        self._parts = [
+            (torch.zeros(0, dtype=torch.int64), torch.cuda.Event())
+            for _ in range(_PARTS if device.type == "cuda" else 0)
+        ]
+        self._next = 0
+
+    def send(self, array: Integers) -> Tensor:
+        """The same numbers there; on a CPU in the same memory."""
+        tensor = torch.from_numpy(array)
+        if not self._parts:
+            return tensor
+        host, copied = self._parts[self._next]
+        copied.synchronize()
+        if array.size > len(host):
+            host = torch.empty(2 * array.size, dtype=torch.int64, pin_memory=True)
+            self._parts[self._next] = host, copied
+        self._next = (self._next + 1) % len(self._parts)
+        staged = host[: array.size].view(array.shape).copy_(tensor)
+        there = staged.to(self._device, non_blocking=True)
+        copied.record()
+        return there
 
 
 class Slabs:

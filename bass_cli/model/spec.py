@@ -7,9 +7,10 @@ Not here: the decoder itself (decoder.py), how a checkpoint names its tensors (f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "context_norm"}
 
@@ -120,4 +121,6 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype that a tensor of `parameters` has in a decoder of `dtype`: norms stay float32,
     in which they are computed. (In bfloat16 1 + w, which Gemma's norms multiply by, would keep 8
     bits of the sum.)"""
+    import torch
+
     return torch.float32 if name.split(".")[-2] in _NORMS else dtype

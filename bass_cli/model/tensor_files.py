@@ -2,7 +2,8 @@
 
 Formats: safetensors and torch's own zip format; gguf_file.py has GGUF. Each header is held
 against the file's size, so a truncated or corrupt file is a UserError before anything large is
-read. Not here: a tensor's content (tensor_content.py), what the tensors mean (families.py).
+read. torch is imported for its own format only. Not here: a tensor's content (tensor_content.py),
+what the tensors mean (families.py).
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import open_regular, parse_object, text, whole
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# By torch's name: what numbers that are not quantised are called here.
+FLOATS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Bytes; the limit of the safetensors format, which no GGUF header comes near either.
 HEADER_LIMIT = 100 * 2**20
 DIMENSIONS = 8  # that a tensor may have: the decoder's have two
@@ -33,7 +35,7 @@ _SAFETENSORS_BYTES = {
 
 class Entry(NamedTuple):
     """One stored tensor: `shape`, rows first, in bytes [start, start + size) of `file`. `dtype`:
-    a name in DTYPES, quantised.QUANTISED, or another of the file's format that cannot be loaded."""
+    one of FLOATS, quantised.QUANTISED, or another of the file's format that cannot be loaded."""
 
     file: Path
     dtype: str
@@ -89,6 +91,7 @@ def _safetensors_entry(path: Path, name: str, item: Any, begin: int) -> Entry:
 
 def read_torch(path: Path) -> dict[str, Entry]:
     """The tensors of a .bin file that torch.save wrote (its zip format); no code in it is run."""
+    import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     entries: dict[str, Entry] = {}
@@ -135,10 +138,10 @@ def _torch_entry(path: Path, name: str, tensor: Tensor) -> Entry:
     if begin is None:
         raise ValueError(f'the tensor "{name}" has no place in the file')
     start = begin + int(tensor.storage_offset()) * tensor.element_size()
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    dtype = str(tensor.dtype)
     return Entry(
         path,
-        names.get(tensor.dtype, str(tensor.dtype)),
+        FLOATS.get(dtype.removeprefix("torch."), dtype),
         tuple(tensor.shape),
         start,
         int(tensor.numel()) * tensor.element_size(),

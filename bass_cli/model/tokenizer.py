@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
+from bass_cli.model.sources import locate
 from bass_cli.model.template import Template
 from bass_cli.model.text_length import Spelling, spelling_of
-from bass_cli.model.tokenizer_files import Settled, refusals, renderer, settle, trimmed
+from bass_cli.model.tokenizer_files import Settled, kept, refusals, renderer, settle, trimmed
 
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 
@@ -130,6 +133,32 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A digest of the vocabulary, the chat template and how a piece of text is cut."""
         return self.settled.fingerprint
+
+
+def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
+    """Begin to build a pair's tokenizer, some tenths of a second in which Python is free for other
+    work, like importing torch. What this returns waits for it; None where it was not kept, or
+    something is wrong, which whoever loads it then is told."""
+    found = list[Tokenizer]()
+
+    def build() -> None:
+        try:
+            path = locate(pair.tokenizer or pair.target, folder=pair.folder, fetch=False)
+            if settled := kept(path):
+                tokenizer = Tokenizer(settled, path)
+                assert tokenizer._backend
+                found.append(tokenizer)
+        except BaseException:  # what tokenizers raises where its own code fails is no Exception
+            return
+
+    thread = threading.Thread(target=build, name="tokenizer", daemon=True)
+    thread.start()
+
+    def wait() -> Tokenizer | None:
+        thread.join()
+        return found[0] if found else None
+
+    return wait
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:

@@ -65,20 +65,39 @@ class Settled(NamedTuple):
 def settle(path: Path, vocabulary: str | None = None) -> Settled:
     """Of a model's folder or .gguf file, from the cache if it is there and whole; see
     Tokenizer.load for errors and `vocabulary`."""
+    key = _key(path, vocabulary)
+    found = _kept(key)
+    if found is None:
+        found, place = _made(path), _place(key)
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_file(place, _entry(found, key))
+    return found
+
+
+def kept(path: Path) -> Settled | None:
+    """The same, if it is there and whole; it needs neither transformers nor torch."""
+    return _kept(_key(path, None))
+
+
+def _key(path: Path, vocabulary: str | None) -> str:
+    """What names an entry."""
     if path.suffix == ".gguf":
         made_of = vocabulary or read_gguf(path).vocabulary
     else:
         made_of = _digest_of(path)
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers")]
-    key = hashlib.sha256(json.dumps([made_of, *versions, _CONVERSION]).encode()).hexdigest()[:32]
-    place = cache_folder() / "tokenizers" / f"{key}.json"
+    return hashlib.sha256(json.dumps([made_of, *versions, _CONVERSION]).encode()).hexdigest()[:32]
+
+
+def _place(key: str) -> Path:
+    return cache_folder() / "tokenizers" / f"{key}.json"
+
+
+def _kept(key: str) -> Settled | None:
     with contextlib.suppress(OSError, ValueError):
-        return _parse(read_bytes(place, 2 * _MOST_BYTES), key)
-    found = _made(path)
-    with contextlib.suppress(OSError):  # a cache that cannot be written
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_file(place, _entry(found, key))
-    return found
+        return _parse(read_bytes(_place(key), 2 * _MOST_BYTES), key)
+    return None
 
 
 def _entry(settled: Settled, key: str) -> bytes:

@@ -21,8 +21,15 @@ from bass_cli.model.families import CODEGEN_BLOCKS, Slot
 from bass_cli.model.partition import Cut, Share, cuts, kept, part_of
 from bass_cli.model.sources import locate
 from bass_cli.model.spec import Spec, parameters, stored_dtype
-from bass_cli.model.tensor_content import Bytes, Stage, bytes_of, parts, read_into, stage_for
-from bass_cli.model.tensor_files import DTYPES
+from bass_cli.model.tensor_content import (
+    DTYPES,
+    Bytes,
+    Stage,
+    bytes_of,
+    parts,
+    read_into,
+    stage_for,
+)
 from bass_kernels import import_kernels
 
 __all__ = ["Checkpoint", "load", "locate", "open_checkpoint", "open_head"]

@@ -35,6 +35,7 @@ _REFUSALS = (
     "bad_alloc",
     "not enough memory",
 )
+_NVIDIA = ("nvidiactl", "dxg")  # of Linux, and of Linux on Windows
 # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
 _UNLIMITED = 1 << 60
 
@@ -123,6 +124,14 @@ def wake(device: torch.device) -> None:
     that a process's end meets in CUDA's libraries would abort it."""
     if device.type == "cuda":
         threading.Thread(target=_make_context, args=(device,), name="waking").start()
+        threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
+
+
+def expect(device: str | None, root: Path = Path("/")) -> None:
+    """For a command that has only begun, and a device as it was named to it (None: not at all):
+    where there may be one of NVIDIA's, import Triton beside all that comes before the weights, and
+    make its digest; while these are read both would be waited for."""
+    if device != "cpu" and any((root / "dev" / name).exists() for name in _NVIDIA):
         threading.Thread(target=_digest_triton, name="digesting", daemon=True).start()
 
 

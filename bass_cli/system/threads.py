@@ -3,19 +3,27 @@ machine with others.
 
 A thread that waits by spinning keeps its core from the one it waits for as soon as cores are
 shared: a job then takes ten times its time, not twice. OpenMP reads how to wait when torch is
-loaded, so torch is not imported here before that is set.
+loaded, so torch is not imported here before that is set. A command that will compute says so as
+soon as it is named (`begin`): looking at the cores and loading torch's libraries then take no time
+of their own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bass_cli.system.host import control_groups
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Note = Callable[[str], None]
 _ROOT = Path("/")
@@ -23,12 +31,15 @@ _MOST = 1024
 _SAMPLE = (
     0.2  # seconds of looking at idle cores before a job; they are counted in hundredths of a second
 )
+_STALE = 5.0  # seconds after which a first look says too little of now
 _INTERVAL = 2.0  # seconds between two looks while a job runs
 # On free cores a short spin saves waking a thread hundreds of times a round (on 2 virtual cores
 # rounds take 1.6 times as long without any); at the usual 300,000 turns, some milliseconds,
 # company costs a factor of ten.
 _FREE = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 _SHARED = {"OMP_WAIT_POLICY": "PASSIVE"}
+# torch looks through all packages for other kinds of devices, 30 ms, and bass computes on none.
+_NO_OTHERS = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 class Cores(NamedTuple):
@@ -91,18 +102,35 @@ def _read(file: Path) -> str:
         return ""
 
 
+class Look(NamedTuple):
+    """What the system had counted of its CPUs at a time, and what this process had used of them;
+    in seconds."""
+
+    counters: str
+    now: float
+    used: float
+
+
+_looks: list[Look] = []  # the first of this process, until it is used
+
+
+def look_first() -> None:
+    """Look at the cores when the process begins, so that nobody has to wait for a second look."""
+    _looks.append(Look(_read(_ROOT / "proc/stat"), time.monotonic(), time.process_time()))
+
+
 class Idle:
     """How many of these cores are free, from one look at the system's counters to the next; None
     where it has none."""
 
-    def __init__(self, cores: Cores, root: Path = _ROOT):
+    def __init__(self, cores: Cores, root: Path = _ROOT, first: str | None = None):
         self._cores, self._file = cores.cores, root / "proc/stat"
-        self._before = self._counters()
+        self._before = self._counters(_read(self._file) if first is None else first)
 
     def free(self) -> float | None:
         """Cores without work since the look before this; a core is as free as the busier of the
         CPUs that share it."""
-        before, self._before = self._before, self._counters()
+        before, self._before = self._before, self._counters(_read(self._file))
         found = 0.0
         for core in self._cores:
             shares = []
@@ -117,13 +145,33 @@ class Idle:
             found += min(shares)
         return found
 
-    def _counters(self) -> dict[int, tuple[int, int]]:
+    @staticmethod
+    def _counters(text: str) -> dict[int, tuple[int, int]]:
         """By CPU: time without work, and all time."""
         found = {}
-        for match in re.finditer(r"^cpu(\d+) (.*)$", _read(self._file), re.MULTILINE):
+        for match in re.finditer(r"^cpu(\d+) (.*)$", text, re.MULTILINE):
             times = [int(word) for word in match[2].split()[:8]]
             found[int(match[1])] = (sum(times[3:5]), sum(times))
         return found
+
+
+def _idle_cores(cores: Cores, root: Path, sleep: Callable[[float], None]) -> float:
+    """How many of them others leave free. What the process itself has computed since it began is
+    no company."""
+    first = _looks.pop() if _looks else None
+    if first is None or time.monotonic() - first.now > _STALE:
+        idle = Idle(cores, root)
+        sleep(_SAMPLE)
+        free = idle.free()
+    else:
+        sleep(max(first.now + _SAMPLE - time.monotonic(), 0.0))
+        free = Idle(cores, root, first.counters).free()
+        if free is not None:
+            free += (time.process_time() - first.used) / (time.monotonic() - first.now)
+    if free is None and hasattr(os, "getloadavg"):
+        free = len(cores.cores) - os.getloadavg()[0]
+    most = float(len(cores.cores))
+    return most if free is None else min(max(free, 0.0), most)
 
 
 def fitting(free: float, most: int) -> int:
@@ -161,12 +209,7 @@ def choose(
     cores, asked = usable_cores(root), asked_for(wanted, environment)
     if asked is not None and asked[0] == 1:
         return Threads(1, asked[1], True, False), {}
-    idle = Idle(cores, root)
-    sleep(_SAMPLE)
-    free = idle.free()
-    if free is None and hasattr(os, "getloadavg"):
-        free = max(0.0, len(cores.cores) - os.getloadavg()[0])
-    free = float(len(cores.cores)) if free is None else free
+    free = _idle_cores(cores, root, sleep)
     count = fitting(free, cores.most) if asked is None else asked[0]
     shared = (cores.most if asked is None else count) > int(free + 0.5)
     reasons = [f"{free:.1f} of {len(cores.cores)} physical cores are free"]
@@ -181,6 +224,48 @@ def choose(
     ), {} if kept else _SHARED if shared else _FREE
 
 
+_Choice = tuple[Threads, dict[str, str]]  # see choose
+_begun: list[tuple[int | None, Future[_Choice]]] = []  # what a thread is choosing
+
+
+def begin(wanted: int | None) -> None:
+    """Begin what `settle` will do, as soon as it is known that it will be asked to: a thread
+    chooses, and loads torch's libraries, in which Python is free to import what a command needs
+    besides."""
+    if "torch" in sys.modules:
+        return
+    from concurrent.futures import Future
+
+    choice: Future[_Choice] = Future()
+
+    def run() -> None:
+        try:
+            found = choose(wanted)
+        except BaseException as error:  # for whoever waits for the choice
+            choice.set_exception(error)
+            return
+        os.environ.update(found[1])
+        choice.set_result(found)
+        _load_libraries()
+
+    threading.Thread(target=run, name="loading torch", daemon=True).start()
+    _begun.append((wanted, choice))
+
+
+def _load_libraries() -> None:
+    """As importing torch begins, in the same order. Where that does more to find them it goes
+    wrong, and is left to torch."""
+    import ctypes
+    import importlib.util
+
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent / "lib"
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(folder / "libtorch.so"))
+
+
 def settle(wanted: int | None, note: Note) -> Threads:
     """Choose, before torch is loaded, and load it so. UserError for a bad number; a line to
     `note` if others leave fewer cores than there are."""
@@ -191,8 +276,13 @@ def settle(wanted: int | None, note: Note) -> Threads:
             f"--threads (or BASS_THREADS): it should be a whole number from 1 to {_MOST} (got "
             f"{wanted})"
         )
-    chosen, waiting = choose(wanted)
+    begun = _begun.pop() if _begun else None
+    if begun is not None and begun[0] == wanted:
+        chosen, waiting = begun[1].result()
+    else:
+        chosen, waiting = choose(wanted)
     os.environ.update(waiting)
+    os.environ.setdefault(*_NO_OTHERS)
 
     import torch
 

@@ -12,15 +12,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece
+from checkpoints import sentencepiece_metadata, write_gguf, write_sentencepiece, write_tokenizer
 from test_scheduler import job, prompts
 from test_tokenizer import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
 
 from bass_cli.conductor import Conductor
+from bass_cli.config.job import load_pair
+from bass_cli.endings import Watch
 from bass_cli.io.completion import Completion
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.continuation import Continuation, Stop, StopDetector, StopTokens
+from bass_cli.model.sources import locate
 from bass_cli.model.tokenizer import Tokenizer
 
 CODE = "def f(x):\n    return x\n"
@@ -116,11 +119,62 @@ def test_stops_are_those_of_the_text_after_the_prompt(
     assert found > 10
 
 
+@pytest.mark.parametrize("stops", [[" sat"], ["\n\n", "cat sat"], ["🙂"], ["é\n"], ["at", "cat"]])
+def test_ids_own_texts_tell_the_same_of_byte_level_tokenizers(
+    stops: list[str], tmp_path: Path
+) -> None:
+    """Lone bytes, characters in several ids and special tokens between them."""
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    rng, found = random.Random(6), 0
+    texts = (*TEXTS, "the cat sat", "🙂", "é\n", "\n\n", " sat on") * 30
+    runs = [tokenizer.encode(text) for text in texts]
+    runs += [[id_] for id_ in range(tokenizer.size)]
+    after = Continuation(tokenizer, tokenizer.encode("def f(x):\n"))
+    for _ in range(150):
+        ids = [id_ for run in rng.choices(runs, k=rng.randint(1, 12)) for id_ in run]
+        wanted = by_definition(after, ids, stops)
+        assert where_suspected(after, ids, stops, rng) == wanted
+        found += wanted is not None
+    assert found > 10
+
+
+def test_a_row_without_a_stop_string_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for ids that might complete one behind other ids; an id's own text is decoded once in a
+    job, and where there is a stop string, the text once."""
+    tokenizer = Tokenizer.load(locate(load_pair("smollm2").target, folder=None))
+    decoded = list[int]()
+    decode = tokenizer.decode
+
+    def counted(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    after = Continuation(tokenizer, tokenizer.encode("def f(x):"))
+    watch = Watch({0}, ["\ndef", "\nclass"])
+    ids = tokenizer.encode("\n    self = first(ff, ss)\n    return self\n") * 3
+    for row in range(4):
+        detector = watch.detector(after)
+        assert detector is not None
+        assert watch._tokens is not None
+        watch._tokens.among(numpy.array(ids))
+        decoded.clear()
+        assert all(detector.feed([id_]) is None for id_ in ids)
+        assert row == 0 or decoded == []
+    (newline, name) = tokenizer.encode("\ndef")
+    assert detector.feed([newline]) is None
+    decoded.clear()
+    assert detector.feed([name]) == Stop(decode(ids), len(ids) + 2)
+    assert sum(length > 3 for length in decoded) == 1
+
+
 def where_suspected(
     after: Continuation, ids: list[int], stops: list[str], rng: random.Random
 ) -> Stop | None:
     """Looked at only when a block has an id that may complete a stop string."""
-    tokens, detector, seen, at = StopTokens(after, stops), StopDetector(after, stops), 0, 0
+    tokens, seen, at = StopTokens(after, stops), 0, 0
+    detector = StopDetector(after, stops, tokens if rng.random() < 0.8 else None)
     while at < len(ids):
         at, first = min(at + rng.randint(1, 6), len(ids)), at
         if tokens.among(numpy.array(ids[first:at])).any():

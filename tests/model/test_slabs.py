@@ -3,10 +3,12 @@ again."""
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bass_cli.model.slabs import Pieces, Slabs
+from bass_cli.model import slabs as module
+from bass_cli.model.slabs import Pieces, Sender, Slabs
 
 ROWS = 9
 
@@ -119,3 +121,64 @@ def test_the_lowest_places_come_first_and_a_row_alone_reaches_the_most(most):
         assert slabs.grow(0, size) is not None
     assert slabs.runs[1, 0] == most
     check(slabs)
+
+
+class Late:
+    """A device that copies when somebody waits for it; `events` are recorded behind copies."""
+
+    def __init__(self):
+        self.due, self.arrived, self.waits = [], [], 0
+
+    def event(self):
+        return Event(self)
+
+    def come_to(self, copies):
+        while len(self.arrived) < copies:
+            self.arrived.append(self.due[len(self.arrived)].tolist())
+
+
+class Event:
+    def __init__(self, device):
+        self.device, self.copies = device, 0
+
+    def record(self):
+        self.copies = len(self.device.due)
+
+    def synchronize(self):
+        self.device.waits += self.copies > len(self.device.arrived)
+        self.device.come_to(self.copies)
+
+
+def test_what_is_sent_is_not_written_over_before_it_is_there(monkeypatch):
+    """However late the device copies; and memory is pinned once, not for each."""
+    late, pinned = Late(), []
+
+    def empty(count, *, dtype, pin_memory):
+        assert pin_memory
+        pinned.append(count)
+        return torch.zeros(count, dtype=dtype)
+
+    def to(tensor, device, *, non_blocking):
+        assert non_blocking
+        late.due.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "Event", late.event)
+    sender = Sender(torch.device("cuda"))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    sizes = [1, 5, 3, 200, 7, 2, 9, 4, 6, 8] * 5
+    arrays = [numpy.arange(size * 2).reshape(2, size) + 1000 * i for i, size in enumerate(sizes)]
+    for array in arrays:
+        there = sender.send(array)
+        assert there.shape == array.shape
+    late.come_to(len(arrays))
+    assert late.arrived == [array.tolist() for array in arrays]
+    assert late.waits == len(arrays) - module._PARTS
+    assert len(pinned) < 3 * module._PARTS
+
+
+def test_a_cpu_has_what_is_sent_already():
+    array = numpy.arange(6).reshape(2, 3)
+    there = Sender(torch.device("cpu")).send(array)
+    assert (there.tolist(), there.data_ptr()) == (array.tolist(), array.ctypes.data)

@@ -369,6 +369,24 @@ def run_apart(folder: Path) -> dict[str, Any]:
     return found
 
 
+def test_one_that_was_kept_is_built_without_torch(tokenizer: Tokenizer) -> None:
+    """So that it can be while torch is imported; one that was not kept, or is none, is left to
+    Tokenizer.load."""
+    code = (
+        "import sys; from bass_cli.config.job import Pair; from bass_cli.model.tokenizer import begin\n"
+        "found = begin(Pair(name='p', target=sys.argv[1]))()\n"
+        "print(found and found.encode(sys.argv[2]), {'torch', 'numpy', 'transformers'} & set(sys.modules))"
+    )
+
+    def begun(target: str) -> str:
+        command = [sys.executable, "-c", code, target, TRICKY[0]]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    Tokenizer.load(tokenizer.path)
+    assert begun(str(tokenizer.path)) == f"{tokenizer.encode(TRICKY[0])} set()"
+    assert begun(str(tokenizer.path / "nothing")) == "None set()"
+
+
 @pytest.mark.parametrize(("family", "pre"), [("qwen2", "qwen2"), ("starcoder2", "starcoder")])
 def test_a_gguf_tokenizer_is_the_same_the_first_time_and_later(
     tokenizer: Tokenizer, tmp_path: Path, converted: list[Path], family: str, pre: str

@@ -173,6 +173,24 @@ def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
         pass
 
 
+@pytest.mark.parametrize(("named", "node", "due"), [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)])  # fmt: skip
+def test_triton_is_digested_beside_a_commands_start_where_there_may_be_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, due: int
+) -> None:
+    digested: list[threading.Thread] = []
+    monkeypatch.setattr(
+        "triton.runtime.cache.triton_key", lambda: digested.append(threading.current_thread())
+    )
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / node).touch()
+    before = set(threading.enumerate())
+    host.expect(named, tmp_path)
+    for one in set(threading.enumerate()) - before:
+        one.join(60)
+    assert len(digested) == due
+    assert threading.main_thread() not in digested
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
     monkeypatch: pytest.MonkeyPatch, broken: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,37 @@ def test_counters_that_stand_still_say_nothing(root: Path, monkeypatch: pytest.M
         assert found.number == due
 
 
+def looked_at(root: Path, monkeypatch: pytest.MonkeyPatch, *, ago: float, used: float) -> None:
+    """The process looked at the machine so many seconds ago, and has computed for `used` since."""
+    first = threads.Look((root / "proc/stat").read_text(), time.monotonic() - ago, -used)
+    monkeypatch.setattr(threads, "_looks", [first])
+    monkeypatch.setattr(threads.time, "process_time", lambda: 0.0)
+
+
+def test_a_first_look_leaves_nothing_to_wait_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process itself has computed since then is no company; others are."""
+    for used, due in ((1.0, 2), (0.0, 1)):
+        busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
+        looked_at(root, monkeypatch, ago=1.0, used=used)
+        busy(root, 1.0, 0.0, 0.0, 0.0, at=100)
+        slept = list[float]()
+        found, _ = choose(None, environment={}, root=root, sleep=slept.append)
+        assert (found.number, found.shared, sum(slept)) == (due, due == 1, 0.0)
+
+
+def test_a_first_look_that_is_too_new_or_too_old(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ago, least, most in ((0.05, 0.1, 0.15), (60.0, 0.2, 0.2)):
+        busy(root, 0.0, 0.0, 0.0, 0.0, at=0)
+        looked_at(root, monkeypatch, ago=ago, used=0.0)
+        slept = list[float]()
+        choose(None, environment={}, root=root, sleep=slept.append)
+        assert least <= sum(slept) <= most
+
+
 # What was asked for
 
 
@@ -245,6 +277,45 @@ def test_torch_computes_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) ->
     ).stdout.splitlines()
     assert found[0].startswith("computing with 3 of ")
     assert found[1] == "3 7"
+
+
+def test_torchs_libraries_are_loaded_beside_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was chosen set before, since OpenMP reads it then."""
+    code = (
+        "import os, sys, threading\nfrom bass_cli.system import threads\n"
+        "threads.choose = lambda wanted: (threads.Threads(wanted, 'why', True, False), "
+        "{'GOMP_SPINCOUNT': '7'})\n"
+        "def there(): return 'libtorch_cpu' in open('/proc/self/maps').read()\n"
+        "load = threads._load_libraries\n"
+        "def loading(): print(os.environ['GOMP_SPINCOUNT'], there()); load()\n"
+        "threads._load_libraries = loading\n"
+        "threads.begin(3)\n"
+        "[one.join() for one in threading.enumerate() if one.name == 'loading torch']\n"
+        "print(there(), 'torch' in sys.modules)\n"
+        "threads.choose = None\n"
+        "threads.settle(3, print)\nprint(sys.modules['torch'].get_num_threads())"
+    )
+    for name in WAITING:
+        monkeypatch.delenv(name, raising=False)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert found == ["7 False", "True False", "3"]
+
+
+@pytest.mark.parametrize("command", COMMANDS[:2])
+def test_a_command_begins_it_before_it_reads_anything(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where others draw."""
+    begun: list[Any] = []
+    for module in ("commands", "evaluate"):
+        monkeypatch.setattr(f"bass_cli.cli.{module}.begin", begun.append)
+        monkeypatch.setattr(f"bass_cli.cli.{module}.expect", begun.append)
+    monkeypatch.chdir(tmp_path)  # where there is no file to read
+    for more in (["--threads", "3", "--device", "cpu"], ["--ray", "local", "--out", "o.jsonl"]):
+        assert CliRunner().invoke(app, [*command.split(), *more]).exit_code == 2
+    assert begun == [3, "cpu"]
 
 
 def test_a_number_that_is_none_of_threads_is_refused(tmp_path: Path) -> None:
