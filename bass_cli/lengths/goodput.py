@@ -12,7 +12,7 @@ import numpy
 
 from bass_cli.engine.contracts import NOTHING_KNOWN, Outlook, Round
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
+from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those of graphs, and two more
@@ -95,11 +95,11 @@ class Goodput:
         line = numpy.interp(range(most + 1), self._choices, choices)
         tokens, plain = self._acceptance.tokens(counts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
-        once = first_use(range(most + 1), outlook, plain, self._acceptance.unsure)
+        once = first_use(range(most + 1), outlook)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
-        paces = line / tokens + once
+        paces = line / tokens + once + self._bound(range(most + 1), line)
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
-        if best == 0 or not self._affords(0.0):
+        if best == 0:
             self._now = self._probe(min(most, _OPENING), choices)
             best = self._now[0]
         return best
@@ -131,13 +131,13 @@ class Goodput:
     def _decide(self) -> None:
         """Learn from the last round; then choose for the rows of now."""
         self._learn()
-        outlook, first = self._outlook, min(_OPENING, self._choices[-1])
+        outlook = self._outlook
         self._acceptance.follow(outlook.samples or tuple(range(self._rows)))
         if self._costs.known:
             self._line = self._costs.line(self._rows, outlook.context, free=outlook.free)
             self._plain = float(self._line[0])
         if self._line is None:
-            self._next = 0 if outlook.free or outlook.entry(first) else first, False
+            self._next = 0, False
         elif outlook.free:
             looks = self._looks.due and self._affords(self._looks.cost * self._plain)
             self._next = self._choices[-1] if looks else 0, False
@@ -149,13 +149,12 @@ class Goodput:
         paces = line * self._acceptance.rounds(self._rows, outlook.rooms)[[*self._choices]]
         self._pace = float(paces.min())
         lead = self._plain / self._pace - 1
-        self._budget.expect(lead)
-        paces += first_use(self._choices, outlook, self._plain, self._acceptance.unsure)
+        paces += first_use(self._choices, outlook) + self._bound(self._choices, line)
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
         length = self._choices[self._last]
-        if length and self._affords(outlook.catch_up and outlook.catch_up + self._plain):
+        if length:
             unsure = self._costs.tells(self._rows, self._last, outlook.context)
             if self._now[0] and unsure > min(max(lead, _UNSURE[0]), _UNSURE[1]):
                 return 0, False
@@ -163,18 +162,25 @@ class Goodput:
         short = [k for k in self._choices if 1 <= k <= (_PROBE if any(outlook.entries) else 1)]
         return self._probe(min(short, key=outlook.entry, default=0), line)
 
+    def _bound(self, lengths: Sequence[int], line: Array) -> Array:
+        """No end where a round of which nothing stands would lose more than may be lost."""
+        outlook, unsure = self._outlook, self._acceptance.unsure
+        may = self._budget.left(plain=self._plain, rounds=outlook.left)
+        once = [outlook.cold(k) * unsure + outlook.catch_up for k in lengths]
+        found: Array = numpy.where(line - self._plain + once > may, numpy.inf, 0.0)
+        found[0] = 0.0
+        return found
+
     def _probe(self, length: int, line: Array) -> tuple[int, bool]:
         """A short draft, if it is time for one and it can be afforded; otherwise none."""
         outlook, plain, tries = self._outlook, self._plain, self._probes
         loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
-        most = trial(plain, min(tries.idle, outlook.left))  # for what the length costs once
         due = length > 0 and tries.thinkable and tries.due(loss / plain)
-        due = due and outlook.entry(length) - outlook.catch_up <= most
-        due = due and self._affords(loss + (plain if outlook.catch_up else 0.0))
-        return (length, True) if due else (0, False)
+        loss += outlook.entry(length) - outlook.catch_up
+        return (length, True) if due and self._affords(loss) else (0, False)
 
     def _affords(self, seconds: float) -> bool:
-        return self._budget.affords(seconds, plain=self._plain, left=self._outlook.left)
+        return seconds <= self._budget.left(plain=self._plain, rounds=self._outlook.left)
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""
@@ -196,5 +202,5 @@ class Goodput:
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))
         won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - self._outlook.catch_up
-        self._budget.spend(taken, won=won if done.width or asked else 0.0, plain=plain)
+        self._budget.spend(taken, won=won if done.width or asked else 0.0)
         self._looks.observe(cost=done.asking / plain if asked else 0.0, gain=won / plain)

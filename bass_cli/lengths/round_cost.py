@@ -39,6 +39,7 @@ _SURPRISE = 3.0
 # Of its square, this is laid to all parts alike, as much to chance: one stumble is not believed.
 _SHARE = 0.25
 _STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
+_ITERATED = 4  # times that a round's parts are looked at anew: the third moves them by 1 % at most
 _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
 
 
@@ -266,21 +267,39 @@ class RoundCost:
         self._met[rows] += 1
         place = int(abs(self._choices - width).argmin())
         parts = self._scaled(rows, context, free)[:, place]
-        due = float(parts.sum())
         # A clock may stand still.
-        told, noise, shares = math.log(max(seconds, 1e-9) / due), _NOISE**2, parts / due
-        off, seen = told, self._doubt @ shares
+        told = math.log(max(seconds, 1e-9) / float(parts.sum()))
         if self.known:
-            off = min(max(off, -_STUMBLE), _STUMBLE)
-            if off * off > _SURPRISE**2 * (shares @ seen + noise):
-                noise = _SHARE * off * off
-                self._doubt = self._doubt + noise
-                seen = self._doubt @ shares
+            told = min(max(told, -_STUMBLE), _STUMBLE)
+        moved, shares, off, noise = self._moved(parts, told)
+        if self.known and off * off > _SURPRISE**2 * (shares @ self._doubt @ shares + noise):
+            noise = _SHARE * off * off
+            self._doubt = self._doubt + noise
+            moved, shares, off, noise = self._moved(parts, told, noise)
+        seen = self._doubt @ shares
         gain = seen / (shares @ seen + noise)
-        self._factors = self._factors * numpy.exp(gain * off)
-        self._inferred = float(gain[0]) * off + (self._inferred if width else -told)
+        self._factors = self._factors * numpy.exp(moved)
+        self._inferred = float(moved[0]) + (self._inferred if width else -told)
         self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
+
+    def _moved(
+        self, parts: Array, told: float, noise: float = _NOISE**2
+    ) -> tuple[Array, Array, float, float]:
+        """By how much the factors move if a round of these parts took exp(told) of its time (logs);
+        the parts' shares of it then; how far off it was, seen from there; the noise.
+
+        A sum of exponentials is no line: a part of which next to nothing is known may become most
+        of a round, and is a smaller surprise then. So it is looked at from where it leads to.
+        """
+        due, moved = math.log(float(parts.sum())), numpy.zeros(3)
+        for _ in range(_ITERATED):
+            there = parts * numpy.exp(moved)
+            shares = there / there.sum()
+            off = due + told - math.log(float(there.sum())) + float(shares @ moved)
+            seen = self._doubt @ shares
+            moved = seen / (shares @ seen + noise) * off
+        return moved, shares, off, noise
 
     def tells(self, rows: int, place: int, context: float | None = None) -> float:
         """How much a plain round would tell of what a round of this choice takes in plain ones.
