@@ -28,7 +28,7 @@ Grid = tuple[tuple[float, ...], ...]
 Array = NDArray[numpy.float64]
 
 # How far off drafting's parts of a measured or another surface may be, beside what all are (logs);
-_TRUST = {True: 0.15, False: 0.7}
+_TRUST = {True: (0.0, 0.15, 0.15), False: (0.0, 0.5, 1.0)}
 _TOGETHER = 0.1  # and how far all of them: a busy or throttled device
 _ANYTHING = 100.0  # the variance of what a pass takes where nothing was ever measured
 _NOISE = 0.03  # of one round's seconds
@@ -238,7 +238,7 @@ class RoundCost:
         self._surface = surface or _guess(at_once)
         self._factors, trust = numpy.ones(3), _TRUST[self._surface.measured]
         # Covariance of their logarithms: that of a plain pass is all parts' alike.
-        self._doubt: Array = trust**2 * numpy.diag([0.0, 1.0, 1.0]) + _TOGETHER**2
+        self._doubt: Array = numpy.diag(trust) ** 2 + _TOGETHER**2
         if not self.known:
             self._doubt += _ANYTHING
         # By rows: at the surface's context; what a token more takes.
