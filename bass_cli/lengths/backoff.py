@@ -22,14 +22,24 @@ _LOOKS = (4, 24)  # looks that what is thought at first counts as, and that are 
 _HOPE = 0.1  # what a look is thought to win at first, in plain rounds: a tenth more tokens
 _REGRET = 0.012  # share of the time that drafting may have lost
 _AHEAD = 256.0  # rounds that are still to come, at most, of which that share may be lost already
-_GRACE = 2.0  # plain rounds that it may lose besides
+_GRACE = 1.5  # plain rounds that it may lose besides
 _KEPT = 0.2  # share of all that it has won that it keeps in any case, and may lose the rest
 
 
-def first_use(lengths: Sequence[int], outlook: Outlook) -> Array:
-    """What these lengths cost once, in seconds a round left."""
-    found: Array = numpy.array([outlook.entry(k) for k in lengths]) * (_CAUTION / outlook.left)
-    return found
+def first_use(
+    lengths: Sequence[int], outlook: Outlook, losses: Array, most: float, unsure: bool
+) -> Array:
+    """What these lengths cost once, in seconds a round left; no end: too dear to try.
+
+    `losses`: seconds that a round of each may lose, if nothing stands. `most`: that may still be
+    lost in all, with catching up, and where nobody knows what rows keep (`unsure`) with what a
+    first use takes before it tells of that.
+    """
+    entries, colds = (numpy.array([of(k) for k in lengths]) for of in (outlook.entry, outlook.cold))
+    once: Array = entries * (_CAUTION / outlook.left)
+    lost = losses + outlook.catch_up + (colds if unsure else 0.0)
+    once[(lost > most) & (numpy.array(lengths) > 0)] = numpy.inf
+    return once
 
 
 class Tries:

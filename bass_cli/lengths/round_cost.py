@@ -29,7 +29,7 @@ Array = NDArray[numpy.float64]
 
 # How far off drafting's parts of a measured or another surface may be, beside what all are (logs);
 _TRUST = {True: (0.0, 0.15, 0.15), False: (0.0, 0.5, 1.0)}
-_TOGETHER = 0.1  # and how far all of them: a busy or throttled device
+_TOGETHER = {True: 0.1, False: 0.5}  # and how far all of them: a busy or throttled device
 _ANYTHING = 100.0  # the variance of what a pass takes where nothing was ever measured
 _NOISE = 0.03  # of one round's seconds
 # What each part, and all of them, may change from one round to the next: 0.4 %.
@@ -39,7 +39,7 @@ _SURPRISE = 3.0
 # Of its square, this is laid to all parts alike, as much to chance: one stumble is not believed.
 _SHARE = 0.25
 _STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
-_ITERATED = 4  # times that a round's parts are looked at anew: the third moves them by 1 % at most
+_ITERATED = 4  # times that a round is looked at anew; a fifth would move its parts by less than 1 %
 _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
 
 
@@ -238,12 +238,11 @@ class RoundCost:
         self._surface = surface or _guess(at_once)
         self._factors, trust = numpy.ones(3), _TRUST[self._surface.measured]
         # Covariance of their logarithms: that of a plain pass is all parts' alike.
-        self._doubt: Array = numpy.diag(trust) ** 2 + _TOGETHER**2
+        self._doubt: Array = numpy.diag(trust) ** 2 + _TOGETHER[self._surface.measured] ** 2
         if not self.known:
             self._doubt += _ANYTHING
         # By rows: at the surface's context; what a token more takes.
         self._parts: dict[int, tuple[Array, Array]] = {}
-        self._inferred = 0.0  # what plain is taken for, over what it was when seen last (log)
         self._met: Counter[int] = Counter()  # rounds by rows
         # A first round is slower than any other (caches, libraries): a guess is not to follow it.
         self._first = not self._surface.measured
@@ -279,7 +278,6 @@ class RoundCost:
         seen = self._doubt @ shares
         gain = seen / (shares @ seen + noise)
         self._factors = self._factors * numpy.exp(moved)
-        self._inferred = float(moved[0]) + (self._inferred if width else -told)
         self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
 
@@ -304,16 +302,14 @@ class RoundCost:
     def tells(self, rows: int, place: int, context: float | None = None) -> float:
         """How much a plain round would tell of what a round of this choice takes in plain ones.
 
-        As a share: a standard deviation, or how far plain ones are taken to be from the last that
-        was seen. 0 where nothing may be learnt.
+        As a share, a standard deviation; 0 where nothing may be learnt.
         """
         if self._frozen:
             return 0.0
         parts = self._scaled(rows, context, False)[:, place]
         apart = parts / parts.sum() - (1.0, 0.0, 0.0)
         plain = self._doubt[0]
-        unsure = abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
-        return max(unsure, abs(self._inferred))
+        return abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
 
     def surface(self, *, acceptance: float) -> Surface | None:
         """What was learnt, for the row counts met often; None if nothing is worth keeping."""
