@@ -27,7 +27,6 @@ from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.model.weights import Checkpoint
 from bass_cli.pair_files import (
     Files,
     check_ranks,

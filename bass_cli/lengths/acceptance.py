@@ -23,6 +23,7 @@ _TELLING = 6  # quick trials that it takes to see one; fewer are luck
 _AFTER = 0.15  # what is known of rows and places weighs so much after a change
 _STALE = 8.0  # trials that plain rounds leave of what was known: a probe is to outweigh it
 _FIRM = 6.0  # trials of a place that half believe what it differs by
+_CHOSEN = 0.05  # of the newest round in what choosing drafts is worth: some twenty rounds count
 
 
 class Acceptance:
@@ -41,6 +42,9 @@ class Acceptance:
         self._rows = numpy.zeros((2, 0))  # by row: kept, trials
         # By place: kept beyond what the rows' rates say; trials.
         self._places = numpy.zeros((2, limit))
+        # Tokens of a round whose drafts are the likeliest of more, over what the rates say of as
+        # many of each row.
+        self._gain = 1.0
 
     @property
     def trials(self) -> float:
@@ -99,6 +103,12 @@ class Acceptance:
         self._places *= _MEMORY
         self._places[:, : len(at)] += (stood - due).sum(0), tried.sum(0)
 
+    def choose(self, accepted: Sequence[int], width: int) -> None:
+        """Before `observe`: these were kept of the likeliest drafts, `width` of a row on average,
+        of more."""
+        due = float(self.tokens((width,) * len(accepted))[width])
+        self._gain += _CHOSEN * ((1 + sum(accepted) / len(accepted)) / due - self._gain)
+
     def idle(self) -> None:
         """A round without drafts: what is known grows old."""
         if self._recalled:
@@ -115,6 +125,7 @@ class Acceptance:
         """
         weights = numpy.array(rooms if len(rooms) == rows else (1.0,) * rows)
         found: Array = weights / weights.sum() @ (1.0 / self._chances(rows).cumsum(1))
+        found[1:] /= self._gain
         return found
 
     def tokens(self, counts: Sequence[int]) -> Array:

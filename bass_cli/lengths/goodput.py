@@ -12,25 +12,24 @@ import numpy
 
 from bass_cli.engine.contracts import NOTHING_KNOWN, Outlook, Round
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
+from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those of graphs, and two more
-_OPENING = 2  # drafts of the first rounds where nobody knows what they cost
-_PROBE = 4  # the longest probe, where one that is captured is better than a shorter one
+_FOUND = 2  # the longest probe of drafts that the host has
+_PROBE = 4  # and of others, where one that is captured is better than a shorter one
 _STAY = 0.01  # by which another length must be better than the last one, or noise would choose
 _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 # A plain round is worth it where costs may be wrong by what drafting wins; these are the least
 _UNSURE = 0.04, 0.25  # (costs drift, and plain rounds cost) and the most that may not be known
-_CHOSEN = 0.05  # of the newest round in what choosing drafts is worth: some twenty rounds count
 
 
 class Goodput:
     """The k of the fewest seconds a round x rounds a token, over the tokens that rows still need.
 
-    0 where drafting does not pay, with a probe now and then, ever more rarely. What drafts, probes
-    and looks for drafts have lost against plain decoding is one budget. If a device would wait, it
-    learns and decides a round later while that one runs, unless it hardly knows a thing yet.
+    0 where drafting does not pay, with a probe now and then, ever more rarely; no round may lose
+    more than is left of one budget. If a device would wait, it learns and decides a round later
+    while that one runs, unless it hardly knows a thing yet.
     `surface`: what rounds cost; if not `measured`, something to begin from. `frozen`: no time that
     is measured reaches the lengths (maximal coupling). `at_once`: one pass makes all drafts.
     """
@@ -48,9 +47,6 @@ class Goodput:
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
         self._frozen = frozen
-        # tokens of a round whose drafts are the likeliest of more, over what the rates say of as
-        # many of each row
-        self._gain = 1.0
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
         self._outlook, self._rows = NOTHING_KNOWN, 0
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
@@ -99,14 +95,14 @@ class Goodput:
         line = numpy.interp(range(most + 1), self._choices, choices)
         tokens, plain = self._acceptance.tokens(counts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
-        once = first_use(range(most + 1), outlook, plain, self._acceptance.unsure)
+        unsure = self._acceptance.unsure
+        once = first_use(range(most + 1), outlook, line - plain, self._most, unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
-        if best == 0 or not self._affords(0.0):
-            self._now = self._probe(min(most, _OPENING), choices)
-            best = self._now[0]
-        return best
+        if best == 0:
+            self._now = self._probe(min(most, _FOUND), choices)
+        return best or self._now[0]
 
     def observe(self, done: Round) -> None:
         self._learn()
@@ -135,34 +131,30 @@ class Goodput:
     def _decide(self) -> None:
         """Learn from the last round; then choose for the rows of now."""
         self._learn()
-        outlook, first = self._outlook, min(_OPENING, self._choices[-1])
+        outlook = self._outlook
         self._acceptance.follow(outlook.samples or tuple(range(self._rows)))
         if self._costs.known:
             self._line = self._costs.line(self._rows, outlook.context, free=outlook.free)
             self._plain = float(self._line[0])
-        if self._line is None:
-            self._next = 0 if outlook.free or outlook.entry(first) else first, False
-        elif outlook.free:
-            looks = self._looks.due and self._affords(self._looks.cost * self._plain)
-            self._next = self._choices[-1] if looks else 0, False
-        else:
+        if self._line is not None and not outlook.free:
             self._next = self._choice(self._line, outlook)
+        else:  # nobody knows what plain rounds take, or it has to be looked first
+            looks = self._looks.due and self._looks.cost * self._plain <= self._most
+            self._next = self._choices[-1] if self._line is not None and looks else 0, False
 
     def _choice(self, line: Array, outlook: Outlook) -> tuple[int, bool]:
         """The length with the fewest seconds a token that is left, or a probe."""
         paces = line * self._acceptance.rounds(self._rows, outlook.rooms)[[*self._choices]]
-        paces[1:] /= self._gain
-        self._pace = float(paces.min())
-        lead = self._plain / self._pace - 1
-        self._budget.expect(lead)
-        paces += first_use(self._choices, outlook, self._plain, self._acceptance.unsure)
+        self._pace, unsure = float(paces.min()), self._acceptance.unsure
+        paces += first_use(self._choices, outlook, line - self._plain, self._most, unsure)
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
         length = self._choices[self._last]
-        if length and self._affords(outlook.catch_up and outlook.catch_up + self._plain):
-            unsure = self._costs.tells(self._rows, self._last, outlook.context)
-            if self._now[0] and unsure > min(max(lead, _UNSURE[0]), _UNSURE[1]):
+        if length:
+            tells = self._costs.tells(self._rows, self._last, outlook.context)
+            lead = self._plain / self._pace - 1
+            if self._now[0] and tells > min(max(lead, _UNSURE[0]), _UNSURE[1]):
                 return 0, False
             return min(2 * length, self._choices[-1]) if outlook.stops else length, False
         short = [k for k in self._choices if 1 <= k <= (_PROBE if any(outlook.entries) else 1)]
@@ -171,15 +163,15 @@ class Goodput:
     def _probe(self, length: int, line: Array) -> tuple[int, bool]:
         """A short draft, if it is time for one and it can be afforded; otherwise none."""
         outlook, plain, tries = self._outlook, self._plain, self._probes
-        loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
-        most = trial(plain, min(tries.idle, outlook.left))  # for what the length costs once
-        due = length > 0 and tries.thinkable and tries.due(loss / plain)
-        due = due and outlook.entry(length) - outlook.catch_up <= most
-        due = due and self._affords(loss + (plain if outlook.catch_up else 0.0))
-        return (length, True) if due else (0, False)
+        loss = float(numpy.interp(length, self._choices, line)) - plain
+        due = tries.thinkable and tries.due((loss + outlook.catch_up) / plain)
+        due = due and loss + outlook.entry(length) <= self._most
+        return length if due else 0, due and length > 0
 
-    def _affords(self, seconds: float) -> bool:
-        return self._budget.affords(seconds, plain=self._plain, left=self._outlook.left)
+    @property
+    def _most(self) -> float:
+        """Seconds that may still be lost."""
+        return self._budget.left(plain=self._plain, rounds=self._outlook.left)
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""
@@ -192,8 +184,7 @@ class Goodput:
         if done.width:
             self._acceptance.follow(done.rows or outlook.samples or tuple(range(rows)))
             if done.drafted is not None and not outlook.free:
-                due = float(self._acceptance.tokens((done.width,) * rows)[done.width])
-                self._gain += _CHOSEN * ((1 + sum(done.accepted) / rows) / due - self._gain)
+                self._acceptance.choose(done.accepted, done.width)
             self._acceptance.observe(done.accepted, done.meant)
         else:
             self._acceptance.idle()
@@ -203,6 +194,9 @@ class Goodput:
         plain, taken, asked = self._plain, done.seconds, done.asking > 0 and not self._frozen
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))
-        won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - self._outlook.catch_up
-        self._budget.spend(taken, won=won if done.width or asked else 0.0, plain=plain)
+        if done.width:
+            once = self._outlook.cold(done.width) if self._acceptance.unsure else 0.0
+            taken += self._outlook.catch_up + (max(once, done.seconds - taken) if once else 0.0)
+        won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken
+        self._budget.spend(taken, won=won if done.width or asked else 0.0)
         self._looks.observe(cost=done.asking / plain if asked else 0.0, gain=won / plain)

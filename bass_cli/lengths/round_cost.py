@@ -28,8 +28,8 @@ Grid = tuple[tuple[float, ...], ...]
 Array = NDArray[numpy.float64]
 
 # How far off drafting's parts of a measured or another surface may be, beside what all are (logs);
-_TRUST = {True: 0.15, False: 0.7}
-_TOGETHER = 0.1  # and how far all of them: a busy or throttled device
+_TRUST = {True: (0.0, 0.15, 0.15), False: (0.0, 0.5, 1.0)}
+_TOGETHER = {True: 0.1, False: 0.5}  # and how far all of them: a busy or throttled device
 _ANYTHING = 100.0  # the variance of what a pass takes where nothing was ever measured
 _NOISE = 0.03  # of one round's seconds
 # What each part, and all of them, may change from one round to the next: 0.4 %.
@@ -39,6 +39,7 @@ _SURPRISE = 3.0
 # Of its square, this is laid to all parts alike, as much to chance: one stumble is not believed.
 _SHARE = 0.25
 _STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
+_ITERATED = 4  # times that a round is looked at anew; a fifth would move its parts by less than 1 %
 _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
 
 
@@ -237,12 +238,11 @@ class RoundCost:
         self._surface = surface or _guess(at_once)
         self._factors, trust = numpy.ones(3), _TRUST[self._surface.measured]
         # Covariance of their logarithms: that of a plain pass is all parts' alike.
-        self._doubt: Array = trust**2 * numpy.diag([0.0, 1.0, 1.0]) + _TOGETHER**2
+        self._doubt: Array = numpy.diag(trust) ** 2 + _TOGETHER[self._surface.measured] ** 2
         if not self.known:
             self._doubt += _ANYTHING
         # By rows: at the surface's context; what a token more takes.
         self._parts: dict[int, tuple[Array, Array]] = {}
-        self._inferred = 0.0  # what plain is taken for, over what it was when seen last (log)
         self._met: Counter[int] = Counter()  # rounds by rows
         # A first round is slower than any other (caches, libraries): a guess is not to follow it.
         self._first = not self._surface.measured
@@ -266,35 +266,50 @@ class RoundCost:
         self._met[rows] += 1
         place = int(abs(self._choices - width).argmin())
         parts = self._scaled(rows, context, free)[:, place]
-        due = float(parts.sum())
         # A clock may stand still.
-        told, noise, shares = math.log(max(seconds, 1e-9) / due), _NOISE**2, parts / due
-        off, seen = told, self._doubt @ shares
+        told = math.log(max(seconds, 1e-9) / float(parts.sum()))
         if self.known:
-            off = min(max(off, -_STUMBLE), _STUMBLE)
-            if off * off > _SURPRISE**2 * (shares @ seen + noise):
-                noise = _SHARE * off * off
-                self._doubt = self._doubt + noise
-                seen = self._doubt @ shares
+            told = min(max(told, -_STUMBLE), _STUMBLE)
+        moved, shares, off, noise = self._moved(parts, told)
+        if self.known and off * off > _SURPRISE**2 * (shares @ self._doubt @ shares + noise):
+            noise = _SHARE * off * off
+            self._doubt = self._doubt + noise
+            moved, shares, off, noise = self._moved(parts, told, noise)
+        seen = self._doubt @ shares
         gain = seen / (shares @ seen + noise)
-        self._factors = self._factors * numpy.exp(gain * off)
-        self._inferred = float(gain[0]) * off + (self._inferred if width else -told)
+        self._factors = self._factors * numpy.exp(moved)
         self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
+
+    def _moved(
+        self, parts: Array, told: float, noise: float = _NOISE**2
+    ) -> tuple[Array, Array, float, float]:
+        """By how much the factors move if a round of these parts took exp(told) of its time (logs);
+        the parts' shares of it then; how far off it was, seen from there; the noise.
+
+        A sum of exponentials is no line: a part of which next to nothing is known may become most
+        of a round, and is a smaller surprise then. So it is looked at from where it leads to.
+        """
+        due, moved = math.log(float(parts.sum())), numpy.zeros(3)
+        for _ in range(_ITERATED):
+            there = parts * numpy.exp(moved)
+            shares = there / there.sum()
+            off = due + told - math.log(float(there.sum())) + float(shares @ moved)
+            seen = self._doubt @ shares
+            moved = seen / (shares @ seen + noise) * off
+        return moved, shares, off, noise
 
     def tells(self, rows: int, place: int, context: float | None = None) -> float:
         """How much a plain round would tell of what a round of this choice takes in plain ones.
 
-        As a share: a standard deviation, or how far plain ones are taken to be from the last that
-        was seen. 0 where nothing may be learnt.
+        As a share, a standard deviation; 0 where nothing may be learnt.
         """
         if self._frozen:
             return 0.0
         parts = self._scaled(rows, context, False)[:, place]
         apart = parts / parts.sum() - (1.0, 0.0, 0.0)
         plain = self._doubt[0]
-        unsure = abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
-        return max(unsure, abs(self._inferred))
+        return abs(float(apart @ plain)) / float(plain[0] + _NOISE**2) ** 0.5
 
     def surface(self, *, acceptance: float) -> Surface | None:
         """What was learnt, for the row counts met often; None if nothing is worth keeping."""

@@ -2,6 +2,7 @@
 against plain decoding, with sudden changes, unlike rows, wrong profiles and one-off costs;
 tables; and what may not depend on time."""
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -189,10 +190,11 @@ def test_most_of_what_drafting_has_won_may_be_lost_again():
     """A bad stretch after a good one must not end all drafting, nor eat up all that was won."""
     budget = Budget()
     for _ in range(1000):
-        budget.spend(1.0, won=0.25, plain=1.0)
-    for lost in range(0, 250, 10):
-        assert budget.affords(10.0, plain=1.0, left=0.0) == (lost + 10 <= 200)
-        budget.spend(0.0, won=-10.0, plain=1.0)
+        budget.spend(1.0, won=0.25)
+    may_be_lost = budget.left(plain=1.0, rounds=0.0)
+    assert 200 < may_be_lost < 220, "80 %, and what any job of 1000 rounds may lose"
+    budget.spend(0.0, won=-may_be_lost)
+    assert budget.left(plain=1.0, rounds=0.0) == pytest.approx(0.0)
 
 
 def distilled(rows, width):
@@ -217,21 +219,54 @@ def test_the_rate_of_an_earlier_job_helps_a_row_and_a_wrong_one_costs_little(rat
     assert plain / seconds(make, distilled, [rate], **options) > due
 
 
-@pytest.mark.parametrize(("rate", "least"), [(0.3, 0.96), (0.5, 0.95), (0.6, 0.97), (0.7, 1.25)])
-def test_a_plain_round_that_was_not_believed_is_looked_at_again(rate, least):
-    """The same pair, eight rows, nothing measured: drafting takes twice what is guessed, so the
-    first plain round is a surprise of which most is laid to chance. While plain rounds were
-    taken for half as long again as they are, all rounds of some jobs were drafted: 0.89 at 0.5."""
+def twice(rows, width):
+    """The same pair's rounds where a round with drafts takes twice a plain one, as was measured."""
+    return (1.7 + 0.016 * rows + (1.75 + 0.008 * rows * width if width else 0.0)) / 1e3
 
-    def cost(rows, width):
-        return (1.83 if not width else 3.6 + 0.078 * width) / 1e3
 
-    def once(make, seed):
-        return run_batch(make(), cost, [rate] * 8, tokens=256, seed=seed).mean
+def speeds(make, cost, rates, *, seeds=24, **options):
+    """Over plain decoding, job by job."""
+    plain = run_batch(Fixed(0), cost, rates, noise=0.0, **options).mean
+    return [plain / run_batch(make(), cost, rates, seed=s, **options).mean for s in range(seeds)]
 
-    for seed in range(12):
-        auto = once(lambda: Goodput(limit=32, at_once=True), seed)
-        assert once(lambda: Fixed(0), seed) / auto > least
+
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.98), (0.3, 0.98), (0.5, 0.98), (0.7, 1.1)])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_no_job_of_256_rounds_loses_more_than_two_percent(rate, least, rows):
+    """Nothing is known beforehand, a draft takes five times what is guessed, and catching up half
+    a plain round. While a round of both was taken for a slow device, and lost rounds were counted
+    by what plain ones were taken for then, it was 0.926 at worst."""
+    found = speeds(
+        lambda: Goodput(limit=16, at_once=True), twice, [rate] * rows, tokens=256, feeding=1e-3
+    )
+    assert min(found) > (0.98 if rows == 1 else least)
+    assert statistics.fmean(found) > least
+
+
+def test_a_bad_beginning_leaves_something_to_try_again_with():
+    """40 tokens of which a third can be foreseen, then 216 of which most can: what may be lost is
+    not spent on tries right behind each other."""
+    rates = [lambda tokens: 0.3 if tokens < 40 else 0.87] * 8
+    found = speeds(
+        lambda: Goodput(limit=16, at_once=True), twice, rates, tokens=256, feeding=1.1e-3
+    )
+    assert statistics.fmean(found) > 1.35, found
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_costs_that_were_learnt_beside_other_work_do_little_harm(rows):
+    """An earlier job of the pair had half of the device: all takes two thirds of what it learnt.
+    That plain rounds are faster has to be seen, or rounds with drafts seem to win."""
+    learnt = surface_of(lambda *round_: 1.5 * twice(*round_), acceptance=0.7)
+    learnt = dataclasses.replace(learnt, measured=False)
+    found = speeds(
+        lambda: Goodput(limit=16, surface=learnt, at_once=True),
+        twice,
+        [0.4] * rows,
+        tokens=256,
+        feeding=1e-3,
+    )
+    assert min(found) > 0.96, found
 
 
 def dear(rows, width):
