@@ -46,9 +46,8 @@ class Goodput:
     ):
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
-        self._frozen = frozen
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
-        self._outlook, self._rows = NOTHING_KNOWN, 0
+        self._outlook, self._rows, self._frozen = NOTHING_KNOWN, 0, frozen
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain = self._pace = 0.0  # the first of them; the least seconds a token of a row
         self._last = 0  # the place of the last choice that was made for its goodput
@@ -153,8 +152,7 @@ class Goodput:
         length = self._choices[self._last]
         if length:
             tells = self._costs.tells(self._rows, self._last, outlook.context)
-            lead = self._plain / self._pace - 1
-            if self._now[0] and tells > min(max(lead, _UNSURE[0]), _UNSURE[1]):
+            if self._now[0] and tells > numpy.clip(self._plain / self._pace - 1, *_UNSURE):
                 return 0, False
             return min(2 * length, self._choices[-1]) if outlook.stops else length, False
         short = [k for k in self._choices if 1 <= k <= (_PROBE if any(outlook.entries) else 1)]

@@ -138,8 +138,7 @@ class KVCache:
             [layer for block in self._own for layer in block[:, part]] for part in (0, 1)
         )
         self.prompt_keys, self.prompt_values = zeros(), zeros()
-        self.span = span
-        self.version = 0
+        self.span, self.version = span, 0
         self._sender = Sender(device)
         # together, so that one operation sets both
         self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
