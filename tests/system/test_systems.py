@@ -173,7 +173,10 @@ def test_where_no_temporary_folder_can_be_written_a_sentence_says_so(
         pass
 
 
-@pytest.mark.parametrize(("named", "node", "due"), [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("named", "node", "due"),
+    [(None, "nvidiactl", 1), ("cuda", "dxg", 1), ("cpu", "nvidiactl", 0), (None, "null", 0)],
+)
 def test_triton_is_digested_beside_a_commands_start_where_there_may_be_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, node: str, due: int
 ) -> None:
