@@ -18,9 +18,11 @@ from test_parallel import bass, lines
 from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
+from bass_cli.config.args import JobArgs
+from bass_cli.config.job import load_pair, make_job
 from bass_cli.drafting.factory import make_drafter
-from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.cutting import Cut
+from bass_cli.engine.batch import Batch, Row, beyond
+from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -35,6 +37,8 @@ from bass_cli.model.head_config import head_of_config
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Change
 from bass_cli.model.weights import load, open_checkpoint, open_head
+from bass_cli.pair_files import cut_of
+from bass_cli.plan import make_plan
 from bass_cli.profiling.measure import measure
 
 CPU = torch.device("cpu")
@@ -343,6 +347,25 @@ def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
         assert lines(here / out) == due
         rows = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
         assert sum(row["drafted"] for row in rows) > 0
+
+
+def test_where_a_job_cuts_rows(here):
+    """Where the drafter makes a block, more of which is drafted than verified on average, in places
+    that rows have; not under maximal coupling, nor of a target that is split, nor without one."""
+
+    def plan(**flags):
+        return make_plan(make_job(load_pair("pair.yaml"), JobArgs(device="cpu", **flags)))
+
+    most = plan().files.draft.head.drafts
+    assert plan().cut == Cut(most, CHEAP["cpu"], 4)
+    fixed = plan(draft_length=2)
+    assert fixed.cut is not None
+    assert fixed.span - fixed.new_tokens >= beyond(fixed.cut.drafted(2))
+    assert plan(coupling="maximal").cut is None
+    assert plan(draft="none").cut is None
+    assert plan(draft="lookup").cut is None
+    job = fixed.job.model_copy(update={"tensor_parallel": 2})
+    assert cut_of(job, fixed.files, CPU) is None
 
 
 def test_another_drafter_is_another_run_under_maximal_coupling(here):

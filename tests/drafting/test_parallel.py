@@ -1,6 +1,7 @@
 """Drafting in one pass: the very drafts of a full forward over tokens and masks, whatever came
 before; where a model says its mask token, and what is said if it does not."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,11 +17,15 @@ from typer.testing import CliRunner
 
 import bass_kernels as ops
 from bass_cli.cli.commands import app
-from bass_cli.engine.batch import Row
+from bass_cli.config.args import JobArgs
+from bass_cli.config.job import load_pair, make_job
+from bass_cli.engine.batch import Row, beyond
+from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model import fused_decode
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.plan import make_plan
 
 MASK = 300  # no token of the tokenizer's
 
@@ -371,6 +376,20 @@ def test_a_gguf_file_has_its_mask_in_its_metadata(tmp_path):
     assert open_checkpoint(tmp_path / "with.gguf").mask() == 17
     with pytest.raises(Exception, match=f'without.gguf: the key "{key}" is missing'):
         open_checkpoint(tmp_path / "without.gguf").mask()
+
+
+def test_a_draft_whose_tokens_are_dear_is_not_cut(here):
+    """Two more that are drafted take four tokens of its pass: worth it only where it is much smaller
+    than its target. What rows may be drafted has place in the cache."""
+    place_with(here, pard_token=MASK)
+    flags = JobArgs(device="cpu", draft_length=3)
+    plan = make_plan(make_job(load_pair("pair.yaml"), flags))
+    assert plan.cut is None
+    large = dataclasses.replace(plan.files.target.spec, layers=400)
+    target = dataclasses.replace(plan.files.target, spec=large)
+    plan = dataclasses.replace(plan, files=plan.files._replace(target=target))
+    assert plan.cut == Cut(plan.job.speculation.max, CHEAP["cpu"], 2)
+    assert plan.span - plan.new_tokens == beyond(5)
 
 
 def test_a_plan_without_masks_is_the_draft_models(here):

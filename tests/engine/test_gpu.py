@@ -41,6 +41,7 @@ from bass_kernels import (
     ragged_kernel,
     rejection,
     residual,
+    selection_kernels,
     skinny,
     truncation,
 )
@@ -269,7 +270,13 @@ def test_prepared_graphs_are_all_that_a_run_needs(decoders):
 
 @pytest.mark.parametrize(
     ("draft", "coupling"),
-    [("model", "shared"), ("model", "maximal"), ("at once", "shared"), ("lookup", "shared")],
+    [
+        ("model", "shared"),
+        ("model", "maximal"),
+        ("at once", "shared"),
+        ("cut", "shared"),
+        ("lookup", "shared"),
+    ],
 )
 def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch, draft, coupling):
     """Nothing runs meanwhile: the rows get the tokens that they would have got, and no kernel is
@@ -279,13 +286,15 @@ def test_what_is_compiled_ahead_is_all_that_rounds_launch(decoders, monkeypatch,
         loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False, coupling=coupling), rows()
     )
     forget_kernels()
+    at_once = AtOnce(model, 300)
     loop = loop_for(
         target,
-        {"model": model, "at once": AtOnce(model, 300)}.get(draft, draft),
+        {"model": model, "at once": at_once, "cut": at_once}.get(draft, draft),
         batch=5,
         lengths=Fixed(3),
         graphs=True,
         coupling=coupling,
+        cut=Cut(16, 0, 2) if draft == "cut" else None,
     )
     row = Row("alone", 0, 0, [5, 6, 7], 8)
     loop.open(row.key, row.tokens)
@@ -315,6 +324,7 @@ def forget_kernels():
         ragged_kernel,
         rejection,
         residual,
+        selection_kernels,
         skinny,
         truncation,
     ):

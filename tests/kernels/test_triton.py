@@ -380,6 +380,7 @@ def test_all_kernels_compile_for_hopper(tmp_path):
     [
         ("quick", [("heads:head", "maximal")]),
         pytest.param("whole", [("heads:head", "maximal")], marks=pytest.mark.slow),
+        ("quick", [("parallel:model", "shared")]),
         pytest.param("whole", [("heads:chain", "shared")], marks=pytest.mark.slow),
         pytest.param("whole", [("model", "shared"), ("lookup", "maximal")], marks=pytest.mark.slow),
     ],

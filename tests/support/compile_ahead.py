@@ -19,6 +19,7 @@ from triton.backends.nvidia import compiler
 import bass_kernels as ops
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.cutting import Cut
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.step import Loop
@@ -83,9 +84,11 @@ def loop_for(folder, draft, coupling):
         target = target.read_by(head)
     whole = Runner(target, rows=5, span=64, lag=1)
     runner = None if head is None else whole
-    if draft == "model":
+    mask = 5 if draft.startswith("parallel:") else None
+    if draft == "model" or mask is not None:
         runner = Runner(target.keep_layers([0]), rows=5, span=64, lag=2)
-    drafter = make_drafter(draft, runner=runner, head=head, coupling=coupling, temperature=None)
+    words = {"runner": runner, "head": head, "mask": mask, "temperature": None}
+    drafter = make_drafter(draft, coupling=coupling, **words)
     return Loop(
         batch=Batch(rows=5, context=64, device=torch.device("cpu")),
         target=whole,
@@ -94,6 +97,7 @@ def loop_for(folder, draft, coupling):
         coupling=coupling,
         clock=Clock(),
         graphs=Uncapturable(),
+        cut=Cut(16, 0, 2),
     )
 
 

@@ -34,7 +34,7 @@ FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr
 INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
-         "block_ptr"}  # fmt: skip
+         "block_ptr", "begin_ptr"}  # fmt: skip
 NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
 
 
@@ -111,6 +111,7 @@ if __name__ == "__main__":
             D=head,
             SIZE=size,
             PIECES=pieces,
+            PACKED=size == 1 and not pad,
             PAD=pad,
             BLOCK_M=block,
             BLOCK_N=32,
