@@ -14,6 +14,7 @@ from bass_cli.engine.contracts import Outlook
 from bass_cli.lengths.round_cost import Array
 
 _CAUTION = 2.0  # how many times what a length costs once must be saved: hopes may not come true
+_TRIAL = 0.02  # share of the time left that a first use may take while nobody knows what is kept
 _PATIENCE = 4  # rounds before the next try, at least
 # Of the time since the last try, what one may lose: at first, and after some that failed. With
 # less, waiting would save nothing worth having, and a change is missed.
@@ -26,19 +27,24 @@ _GRACE = 1.5  # plain rounds that it may lose besides
 _KEPT = 0.2  # share of all that it has won that it keeps in any case, and may lose the rest
 
 
+def trial(plain: float, rounds: float) -> float:
+    """Seconds that a first use may take on trial, of so many rounds of `plain` seconds."""
+    return _TRIAL * plain * rounds
+
+
 def first_use(
-    lengths: Sequence[int], outlook: Outlook, losses: Array, most: float, unsure: bool
+    lengths: Sequence[int], outlook: Outlook, line: Array, most: float, unsure: bool
 ) -> Array:
     """What these lengths cost once, in seconds a round left; no end: too dear to try.
 
-    `losses`: seconds that a round of each may lose, if nothing stands. `most`: that may still be
-    lost in all, with catching up, and where nobody knows what rows keep (`unsure`) with what a
-    first use takes before it tells of that.
+    `line`: seconds of a round of each, the first of plain ones. `most`: seconds that may still be
+    lost, by a round of which nothing stands and by catching up for it. `unsure`: nobody knows yet
+    what rows keep of a draft.
     """
     entries, colds = (numpy.array([of(k) for k in lengths]) for of in (outlook.entry, outlook.cold))
     once: Array = entries * (_CAUTION / outlook.left)
-    lost = losses + outlook.catch_up + (colds if unsure else 0.0)
-    once[(lost > most) & (numpy.array(lengths) > 0)] = numpy.inf
+    dear = (line - line[0] + outlook.catch_up > most) & (numpy.array(lengths) > 0)
+    once[dear | (unsure & (colds > trial(float(line[0]), outlook.left)))] = numpy.inf
     return once
 
 

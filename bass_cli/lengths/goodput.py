@@ -12,7 +12,7 @@ import numpy
 
 from bass_cli.engine.contracts import NOTHING_KNOWN, Outlook, Round
 from bass_cli.lengths.acceptance import Acceptance
-from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use
+from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
 
 _CHOICES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64)  # those of graphs, and two more
@@ -95,7 +95,7 @@ class Goodput:
         tokens, plain = self._acceptance.tokens(counts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
         unsure = self._acceptance.unsure
-        once = first_use(range(most + 1), outlook, line - plain, self._most, unsure)
+        once = first_use(range(most + 1), outlook, line, self._most, unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
@@ -145,7 +145,7 @@ class Goodput:
         """The length with the fewest seconds a token that is left, or a probe."""
         paces = line * self._acceptance.rounds(self._rows, outlook.rooms)[[*self._choices]]
         self._pace, unsure = float(paces.min()), self._acceptance.unsure
-        paces += first_use(self._choices, outlook, line - self._plain, self._most, unsure)
+        paces += first_use(self._choices, outlook, line, self._most, unsure)
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
@@ -161,9 +161,10 @@ class Goodput:
     def _probe(self, length: int, line: Array) -> tuple[int, bool]:
         """A short draft, if it is time for one and it can be afforded; otherwise none."""
         outlook, plain, tries = self._outlook, self._plain, self._probes
-        loss = float(numpy.interp(length, self._choices, line)) - plain
-        due = tries.thinkable and tries.due((loss + outlook.catch_up) / plain)
-        due = due and loss + outlook.entry(length) <= self._most
+        loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
+        due = tries.thinkable and tries.due(loss / plain) and loss <= self._most
+        most = trial(plain, min(tries.idle, outlook.left))  # for what the length costs once
+        due = due and outlook.entry(length) - outlook.catch_up <= most
         return length if due else 0, due and length > 0
 
     @property
@@ -192,9 +193,7 @@ class Goodput:
         plain, taken, asked = self._plain, done.seconds, done.asking > 0 and not self._frozen
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))
-        if done.width:
-            once = self._outlook.cold(done.width) if self._acceptance.unsure else 0.0
-            taken += self._outlook.catch_up + (max(once, done.seconds - taken) if once else 0.0)
+        taken += self._outlook.catch_up if done.width else 0.0
         won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken
         self._budget.spend(taken, won=won if done.width or asked else 0.0)
         self._looks.observe(cost=done.asking / plain if asked else 0.0, gain=won / plain)
