@@ -128,11 +128,16 @@ def measure(args, rows):
             prompts if args.device != "cpu" and loop.graphs.enabled else prompts[:1],
         )
     seconds, samples = {draft: [] for draft in args.drafts}, {}
+    drafted = {draft: [] for draft in args.drafts}
     for _ in range(args.repeats):
         for draft, plan in plans.items():
             samples[draft], taken = run(plan, loops[draft], prompts)
             seconds[draft].append(taken)
-    return [line(draft, rows, samples, seconds, args.drafts[0]) for draft in args.drafts]
+            drafted[draft].append(sum(c.drafted for c in samples[draft].values()))
+    return [
+        line(draft, rows, samples, seconds, args.drafts[0]) | {"drafted": drafted[draft]}
+        for draft in args.drafts
+    ]
 
 
 def line(draft, rows, samples, seconds, base):
