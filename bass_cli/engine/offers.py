@@ -57,7 +57,9 @@ class Offers:
         if not best:
             return _nothing(self._batch)
         tokens = offered.tokens[:, :best]
-        if tokens.device != self._batch.device:
+        if (
+            tokens.device.type != self._batch.device.type
+        ):  # a device may be named without its number
             tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
         return Proposal(tokens, None, tuple(min(count, best) for count in offered.counts))
 

@@ -181,9 +181,14 @@ def test_which_passes_take_them():
     from bass_cli.model.spec import Norm
 
     spec, like = spec_of("tiny", option="--shape"), randn(1)
-    step, prefill, block = (
-        SimpleNamespace(prefill=span, mutual=mutual)
-        for span, mutual in ((None, False), ("a span", False), (None, True))
+    step, prefill, block, packed = (
+        SimpleNamespace(prefill=span, mutual=mutual, segments=SimpleNamespace(packed=queries))
+        for span, mutual, queries in (
+            (None, False, None),
+            ("a span", False, None),
+            (None, True, None),
+            (None, False, "some"),
+        )
     )
     few, many = torch.zeros(4, 4), torch.zeros(3, 6)
     assert serves(spec, few, like, step)
@@ -194,6 +199,7 @@ def test_which_passes_take_them():
     assert not serves(spec, many, like, step)
     assert not serves(spec, few, like, prefill)
     assert not serves(spec, few, like, block)
+    assert not serves(spec, few, like, packed)
     assert not serves(spec, few, like.half(), step)
     for other in (
         {"biases": frozenset({"qkv", "o"})},
