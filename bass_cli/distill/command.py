@@ -87,7 +87,7 @@ def _make(
         supply = Supply(asked, n=plan.job.n, wanted=results["tokens"])
         makers.draw(supply, results, places)
     document = makers.train(source, training, places)
-    _write_pair(places, pair)
+    _write_pair(places, pair, training)
     write_json(places.report, document, f"{places.report}: cannot write the report")
     places.checkpoint.unlink(missing_ok=True)
     screen.note(f"a draft in {places.draft}; try: bass generate PROMPTS --pair {places.pair}")
@@ -157,9 +157,9 @@ def _begin(
     return False
 
 
-def _write_pair(places: Places, pair: Pair) -> None:
-    """The pair of the target and its new draft; paths that were relative to another file are
-    made absolute."""
+def _write_pair(places: Places, pair: Pair, training: Training) -> None:
+    """The pair of the target and its new draft, of which no more is asked than it was trained
+    for; paths that were relative to another file are made absolute."""
 
     def found(source: str) -> str:
         places = [Path(source).expanduser()]
@@ -171,6 +171,7 @@ def _write_pair(places: Places, pair: Pair) -> None:
     words: dict[str, Any] = {"target": found(pair.target), "draft": "parallel:./draft"}
     if pair.tokenizer is not None:
         words["tokenizer"] = found(pair.tokenizer)
+    words["speculation"] = {"max": training.draft_length}
     sampling = pair.sampling.model_dump(mode="json", exclude_unset=True)
     if sampling:
         words["sampling"] = sampling

@@ -136,6 +136,7 @@ def used(here):
     pair = yaml.safe_load((here / "out/pair.yaml").read_text())
     assert pair["draft"] == "parallel:./draft"
     assert pair["sampling"] == {"temperature": 0.7}
+    assert pair["speculation"] == {"max": 4}, "drafts beyond those of the training hardly stand"
     flags = (
         "--n",
         "3",
