@@ -27,7 +27,7 @@ class Flight(NamedTuple):
     `width` drafts each (and maybe more `places`), or where it is `cut` on average,
     of which `meant` were the host's (None: all are the device's), `began` and `asking` as for
     Round.seconds; what went into `capturing`; whether nothing was captured or ran uncaptured
-    (`steady`)."""
+    (`steady`); `waiting`: as Round's."""
 
     rows: tuple[Row, ...]
     changes: int
@@ -41,6 +41,7 @@ class Flight(NamedTuple):
     looked: bool
     capturing: float
     steady: bool
+    waiting: float
 
     @property
     def length(self) -> int:
@@ -87,6 +88,7 @@ class Flight(NamedTuple):
             self.asking if self.looked else 0.0,
             self.rows,
             self.capturing,
+            waiting=self.waiting,
         )
 
 

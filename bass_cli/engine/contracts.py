@@ -54,7 +54,9 @@ class Round(NamedTuple):
     in which the host looked for drafts, whether it found any or not, and the device waited for it,
     though it would not have waited for a round without a look. `rows`: those that
     `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
-    took, beside the seconds. `capacity`: rows that the batch has (0: whoever asks knows)."""
+    took, beside the seconds. `capacity`: rows that the batch has (0: whoever asks knows).
+    `waiting`: how long the device waited before it, beside the seconds too, since the controller
+    had to know the last round's tokens first."""
 
     width: int
     accepted: tuple[int, ...]
@@ -65,6 +67,7 @@ class Round(NamedTuple):
     rows: tuple[Hashable, ...] = ()
     capturing: float = 0.0
     capacity: int = 0
+    waiting: float = 0.0
 
     @property
     def meant(self) -> tuple[int, ...]:

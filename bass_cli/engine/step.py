@@ -97,6 +97,7 @@ class Loop:
         )
         self._flight: Flight | None = None  # launched, and not yet returned by any call
         self._worth, self._ahead = Worth(), False  # whether rounds may be launched ahead at all
+        self._held = False  # whether the next one had to wait for the last one's tokens
 
     @property
     def lengths(self) -> Lengths:
@@ -231,12 +232,9 @@ class Loop:
 
     def _may_go_on(self, flight: Flight) -> bool:
         """Whether the round after this one may, and should, begin before it is over."""
-        return (
-            self._ahead
-            and flight.steady
-            and self._next.foreseeable(flight.width)
-            and self._worth.pays(waiting=self._next.backlog.tokens > 0)
-        )
+        self._held = not self._next.foreseeable(flight.width)
+        may = self._ahead and flight.steady and not self._held
+        return may and self._worth.pays(waiting=self._next.backlog.tokens > 0)
 
     def _launch(self, asked: Asked, deadline: float | None, *, behind: bool = False) -> Flight:
         """Begin a round; `behind` another one that is not over. Without graphs it is over when
@@ -254,8 +252,9 @@ class Loop:
             self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
-        waits = 0.0  # of the device, for a look: another round would have been launched ahead
-        if asked.looked and self._ahead:
+        # of the device, for a look or for the last round: another would have been launched ahead
+        waits = 0.0
+        if self._ahead and (asked.looked or (self._held and not behind)):
             waits = self._worth.saves(waiting=self._next.backlog.tokens > 0)
         width = min(shape.width, self._verifier.most)
         return Flight(
@@ -267,10 +266,11 @@ class Loop:
             asked.meant(width),
             running,
             began,
-            asked.asking + waits,
+            asked.asking + (waits if asked.looked else 0.0),
             asked.looked,
             captured.capturing if captured else 0.0,
             captured is None or captured.steady,
+            0.0 if asked.looked else waits,
         )
 
     def _land(self, flight: Flight, *, late: bool) -> Round:

@@ -194,6 +194,7 @@ class Goodput:
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))
         taken += self._outlook.catch_up if done.width else 0.0
-        won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken
-        self._budget.spend(taken, won=won if done.width or asked else 0.0)
+        waited = 0.0 if self._frozen else done.waiting
+        won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - waited
+        self._budget.spend(taken, won=won if done.width or asked else -waited)
         self._looks.observe(cost=done.asking / plain if asked else 0.0, gain=won / plain)
