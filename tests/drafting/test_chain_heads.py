@@ -2,28 +2,24 @@
 target's law; what is refused."""
 
 import functools
-import json
 import re
 
 import pytest
 import torch
 from chains import chain_config, write_chain
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_checkpoint
 from fakes import FakeGraphs
+from reading import goes_on_and_is_plain, has_the_targets_law, write_pair
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from test_feature_heads import loop_of
-from test_parallel import bass, lines
 from toys import Reactive, drive, plain
 
 import bass_kernels as ops
-from bass_cli.drafting.factory import make_drafter
-from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import DraftsAtOnce, StopsShort
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.step import Loop
 from bass_cli.errors import UserError
 from bass_cli.footprint import footprint
 from bass_cli.lengths.controllers import Fixed
@@ -221,38 +217,11 @@ def test_it_drafts_step_by_step(models):
 
 
 def test_maximal_coupling_has_the_targets_law(tmp_path):
-    """The first two tokens of many samples against the law of transformers' model, over a
-    vocabulary of twelve, by chi-square; some drafts are kept, and some are not."""
+    """Over a vocabulary of twelve."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     write_chain(tmp_path / "head", "deepspec", vocab=12, target_layer_ids=[0, 1])
     target, head = opened(tmp_path, CPU)
-    count, prompt, warm = 3000, [3, 1, 4], 2.0
-    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
-    words = {"runner": runner, "head": head, "coupling": "maximal", "temperature": None}
-    loop = Loop(
-        batch=Batch(rows=count, context=24, device=CPU),
-        target=runner,
-        drafter=make_drafter("heads:x", **words),
-        lengths=Fixed(3),
-        coupling="maximal",
-        clock=Clock(),
-    )
-    done = []
-    found = drive(
-        loop,
-        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
-        on_round=lambda one, _: done.append(one),
-    )
-    with torch.inference_mode():
-        texts = torch.tensor([[*prompt, token] for token in range(12)])
-        logits = theirs(texts).logits.double() / warm
-        first, second = logits[0, 2].softmax(-1), logits[:, 3].softmax(-1)
-    law = (first[:, None] * second).flatten()
-    seen = torch.tensor([12 * one + other for one, other in found.values()]).bincount(minlength=144)
-    square = ((seen - count * law) ** 2 / (count * law)).sum().item()
-    assert square < 143 + 4 * (2 * 143) ** 0.5
-    kept = sum(done[0].accepted) / count
-    assert 0.3 < kept < 2.7
+    has_the_targets_law(theirs, target, head)
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
@@ -323,40 +292,18 @@ def test_a_row_that_has_just_begun_writes_to_no_other_row(models):
     assert all(torch.equal(*both) for both in zip(prompts, runner.cache.prompt_keys, strict=True))
 
 
-FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A pair with a drafter in each layout."""
     monkeypatch.chdir(tmp_path)
-    write_checkpoint("qwen3", tmp_path / "target", shards=False, use_sliding_window=False)
-    write_tokenizer(tmp_path / "target")
+    write_pair(tmp_path)
     write_chain(tmp_path / "head", "authors")
     write_chain(tmp_path / "other", "speculators", seed=1)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
     return tmp_path
 
 
 def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
-    for out, *runs in (
-        ("plain.jsonl", ("--draft", "none")),
-        ("whole.jsonl", ("--draft-length", "4")),
-        ("other.jsonl", ("--draft", "heads:other", "--draft-length", "auto")),
-        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
-    ):
-        for flags in runs:
-            found = bass(*FLAGS, *flags, "--out", out)
-            assert found.exit_code == 0, found.stderr
-            if flags[:1] == ("--limit",):  # killed within a line
-                (here / out).write_text((here / out).read_text()[:-30])
-    due = lines(here / "plain.jsonl")
-    assert len(due) == 15
-    for out in ("whole.jsonl", "other.jsonl", "parts.jsonl"):
-        assert lines(here / out) == due
-        found = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
-        assert sum(row["drafted"] for row in found) > 0
+    goes_on_and_is_plain(here, ("--draft", "heads:other", "--draft-length", "auto"))
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ import re
 
 import pytest
 import torch
-from checkpoints import write_checkpoint, write_tokenizer
+from checkpoints import write_checkpoint
 from fakes import FakeGraphs
 from heads import MASK, config_of, write_head
+from reading import FLAGS, goes_on_and_is_plain, has_the_targets_law, write_pair
 from safetensors.torch import load_file, save_file
 from test_ahead import Settled, ready
 from test_captured import Tour, rows
 from test_cutting import watched
-from test_parallel import bass, lines
+from test_parallel import bass
 from toys import SPAN, Reactive, drive, loop_for, plain
 
 import bass_kernels as ops
@@ -222,8 +223,7 @@ def test_captures_change_no_sample_under_maximal_coupling(models, kind):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
-    """The first two tokens of many samples against the law of transformers' model, over a
-    vocabulary of twelve, by chi-square; some drafts are kept, and some are not."""
+    """Over a vocabulary of twelve."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     mask = {"mask_token_id": 11, "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}}
     write_head(tmp_path / "head", kind, vocab=12, taps=(0,), **mask)
@@ -231,34 +231,7 @@ def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
     target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
     opened = open_head(tmp_path / "head", checkpoint.spec)
     head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
-    count, prompt, warm = 3000, [3, 1, 4], 2.0
-    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
-    loop = Loop(
-        batch=Batch(rows=count, context=24, device=CPU),
-        target=runner,
-        drafter=make_drafter(
-            "heads:x", runner=runner, head=head, coupling="maximal", temperature=None
-        ),
-        lengths=Fixed(3),
-        coupling="maximal",
-        clock=Clock(),
-    )
-    done = []
-    found = drive(
-        loop,
-        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
-        on_round=lambda one, _: done.append(one),
-    )
-    with torch.inference_mode():
-        texts = torch.tensor([[*prompt, token] for token in range(12)])
-        logits = theirs(texts).logits.double() / warm
-        first, second = logits[0, 2].softmax(-1), logits[:, 3].softmax(-1)
-    law = (first[:, None] * second).flatten()
-    seen = torch.tensor([12 * one + other for one, other in found.values()]).bincount(minlength=144)
-    square = ((seen - count * law) ** 2 / (count * law)).sum().item()
-    assert square < 143 + 4 * (2 * 143) ** 0.5
-    kept = sum(done[0].accepted) / count
-    assert 0.3 < kept < 2.7
+    has_the_targets_law(theirs, target, head)
 
 
 def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
@@ -313,40 +286,18 @@ def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, width):
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
 
 
-FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A pair with a drafter in each layout: `head` is a DSpark, `flash` a DFlash."""
     monkeypatch.chdir(tmp_path)
-    write_checkpoint("qwen3", tmp_path / "target", shards=False, use_sliding_window=False)
-    write_tokenizer(tmp_path / "target")
+    write_pair(tmp_path)
     write_head(tmp_path / "head", "dspark")
     write_head(tmp_path / "flash", "dflash-speculators", seed=1)
-    (tmp_path / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
-    (tmp_path / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
     return tmp_path
 
 
 def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
-    for out, *runs in (
-        ("plain.jsonl", ("--draft", "none")),
-        ("whole.jsonl", ("--draft-length", "4")),
-        ("flash.jsonl", ("--draft", "heads:flash", "--draft-length", "30")),
-        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
-    ):
-        for flags in runs:
-            found = bass(*FLAGS, *flags, "--out", out)
-            assert found.exit_code == 0, found.stderr
-            if flags[:1] == ("--limit",):  # killed within a line
-                (here / out).write_text((here / out).read_text()[:-30])
-    due = lines(here / "plain.jsonl")
-    assert len(due) == 15
-    for out in ("whole.jsonl", "flash.jsonl", "parts.jsonl"):
-        assert lines(here / out) == due
-        rows = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
-        assert sum(row["drafted"] for row in rows) > 0
+    goes_on_and_is_plain(here, ("--draft", "heads:flash", "--draft-length", "30"))
 
 
 def test_where_a_job_cuts_rows(here):

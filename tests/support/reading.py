@@ -1,0 +1,84 @@
+"""What every drafter that reads the target's hidden states is held to, whatever its layers are: the
+target's law, runs that go on. No tests."""
+
+import json
+
+import torch
+from checkpoints import write_checkpoint, write_tokenizer
+from test_parallel import bass, lines
+from toys import drive
+
+from bass_cli.drafting.factory import make_drafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.deadline import Clock
+from bass_cli.engine.step import Loop
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.model.runner import Runner
+
+FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
+_IDS = 12  # of the vocabulary whose law is enumerated
+
+
+def write_pair(folder):
+    """A target, a pair of it and the drafter in `folder`/head, and prompts."""
+    write_checkpoint("qwen3", folder / "target", shards=False, use_sliding_window=False)
+    write_tokenizer(folder / "target")
+    (folder / "pair.yaml").write_text("target: target\ndraft: 'heads:head'\n")
+    (folder / "p.txt").write_text("".join(f"the cat number {n} sat\n" for n in range(5)))
+
+
+def goes_on_and_is_plain(here, other):
+    """Samples with the pair's drafter, with another one by these flags, and those of a run that
+    was killed within a line are plain decoding's."""
+    for out, *runs in (
+        ("plain.jsonl", ("--draft", "none")),
+        ("whole.jsonl", ("--draft-length", "4")),
+        ("other.jsonl", other),
+        ("parts.jsonl", ("--limit", "2"), ("--batch-size", "4")),
+    ):
+        for flags in runs:
+            found = bass(*FLAGS, *flags, "--out", out)
+            assert found.exit_code == 0, found.stderr
+            if flags[:1] == ("--limit",):  # killed within a line
+                (here / out).write_text((here / out).read_text()[:-30])
+    due = lines(here / "plain.jsonl")
+    assert len(due) == 15
+    for out in ("whole.jsonl", "other.jsonl", "parts.jsonl"):
+        assert lines(here / out) == due
+        found = [json.loads(line) for line in (here / out).read_bytes().splitlines()]
+        assert sum(row["drafted"] for row in found) > 0
+
+
+def has_the_targets_law(theirs, target, head):
+    """The first two tokens of many samples under maximal coupling against the law of
+    transformers' model, by chi-square; some drafts are kept, and some are not."""
+    count, prompt, warm = 3000, [3, 1, 4], 2.0
+    device = target.device
+    runner = Runner(target.read_by(head), rows=count, span=14, lag=1)
+    loop = Loop(
+        batch=Batch(rows=count, context=24, device=device),
+        target=runner,
+        drafter=make_drafter(
+            "heads:x", runner=runner, head=head, coupling="maximal", temperature=None
+        ),
+        lengths=Fixed(3),
+        coupling="maximal",
+        clock=Clock(),
+    )
+    done = []
+    found = drive(
+        loop,
+        [Row("0", s, 5, prompt, 2, temperature=warm) for s in range(count)],
+        on_round=lambda one, _: done.append(one),
+    )
+    with torch.inference_mode():
+        texts = torch.tensor([[*prompt, token] for token in range(_IDS)])
+        logits = theirs(texts).logits.double() / warm
+        first, second = logits[0, 2].softmax(-1), logits[:, 3].softmax(-1)
+    law, pairs = (first[:, None] * second).flatten(), _IDS * _IDS
+    places = torch.tensor([_IDS * one + other for one, other in found.values()])
+    seen = places.bincount(minlength=pairs)
+    square = ((seen - count * law) ** 2 / (count * law)).sum().item()
+    assert square < pairs - 1 + 4 * (2 * (pairs - 1)) ** 0.5
+    kept = sum(done[0].accepted) / count
+    assert 0.3 < kept < 2.7
