@@ -157,11 +157,13 @@ class NextRound:
         if captured is None:
             return self._clock.longest_in_time(wanted, deadline)
         usual: Callable[[int], int] = int if self.exact else step_down
+        behind = outlook.catch_up
 
         def predict(width: int) -> float:
             wish, left = captured.usual(usual(width)), self.left(rooms)
             step = captured.choose(wish, left=left, deadline=deadline, fit=self._fit)
-            return self._clock.predict(step.shape.width) + captured.delay(step)
+            late = captured.delay(step) + (behind if step.shape.width else 0.0)
+            return self._clock.predict(step.shape.width) + late
 
         return usual(self._clock.longest_in_time(usual(wanted), deadline, predict))
 

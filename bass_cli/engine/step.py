@@ -250,7 +250,7 @@ class Loop:
             wish, step = self._next.served(asked, deadline)
             shape = step.shape
             if not behind:
-                self.catch_up(self._rounds.drafted(shape))
+                self.catch_up(self._rounds.drafted(shape), deadline)
             self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
@@ -324,10 +324,11 @@ class Loop:
         )
 
     @torch.inference_mode()
-    def catch_up(self, width: int) -> None:
+    def catch_up(self, width: int, deadline: float | None = None) -> None:
         """Let the drafter take in what it must before it drafts `width` tokens. It is due to
         plain rounds before, and not counted as what a round of this width takes."""
-        self._catching.run(width, left=self._next.left(self.batch.rooms()))
+        left = self._next.left(self.batch.rooms())
+        self._catching.run(width, left=left, deadline=deadline)
 
     def _run(self, width: int, offered: Proposal | None) -> tuple[Running, Shape, float]:
         """A round without graphs: what it gives, its shape, and when it began."""
