@@ -122,6 +122,7 @@ class NextRound:
 
     def _ask(self, deadline: float | None) -> Asked:
         outlook = self._outlook(rooms := self._batch.rooms())
+        outlook = outlook._replace(padded=self._padded(rooms, deadline))
         width = self._width(rooms, outlook, deadline)
         began = self._clock.now()
         offered = self.offers.ask(width, self.lengths)
@@ -144,6 +145,15 @@ class NextRound:
             free=not self._drafter.on_device,
             foregone=self.offers.recall(),
         )
+
+    def _padded(self, rooms: list[int], deadline: float | None) -> int:
+        """Rows of the graph that serves a plain round, dummies included, which take as long."""
+        captured = self._captured
+        if captured is None:
+            return 0
+        return captured.choose(
+            captured.usual(0), left=self.left(rooms), deadline=deadline
+        ).shape.rows
 
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row

@@ -87,10 +87,7 @@ class Acceptance:
             self._told *= 1 - new
         if self._batches:
             (kept, trials), firm = self._pool, min(self.trials, _FEW)
-            self._pool = (
-                kept + new * (firm * self._past - kept),
-                trials + new * (firm - trials),
-            )
+            self._pool = (kept + new * (firm * self._past - kept), trials + new * (firm - trials))
 
     def recall(self, foregone: Foregone | None) -> None:
         """What has become of drafts that nobody verified.
