@@ -329,8 +329,7 @@ class Loop:
     def catch_up(self, width: int, deadline: float | None = None) -> None:
         """Let the drafter take in what it must before it drafts `width` tokens. It is due to
         plain rounds before, and not counted as what a round of this width takes."""
-        rooms = self.batch.rooms()
-        self._catching.run(width, left=self._next.left(rooms), deadline=deadline)
+        self._catching.run(width, left=self._next.left(self.batch.rooms()), deadline=deadline)
 
     def _run(self, width: int, offered: Proposal | None) -> tuple[Running, Shape, float]:
         """A round without graphs: what it gives, its shape, and when it began."""

@@ -80,10 +80,10 @@ class Acceptance:
     def _succeed(self, new: float) -> None:
         """So much of the rows is new: to that part the pool is what all rows before came to, not
         only the last ones, which may have been of another text."""
-        if self._told:
+        if self._told and new:
             self._batches += new
-            weight = new * max(_KIN, 1 / max(self._batches, 1.0))
-            self._past += weight * (self.rate - self._past) if self._batches > new else self.rate
+            weight = new * max(_KIN, 1 / self._batches)
+            self._past += min(weight, 1.0) * (self.rate - self._past)
             self._told *= 1 - new
         if self._batches:
             (kept, trials), firm = self._pool, min(self.trials, _FEW)

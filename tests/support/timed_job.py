@@ -23,8 +23,8 @@ END = 9  # the token that ends a sample
 
 
 class Drafter(NoDrafter):
-    """Takes 4.5 ms for a prompt, the target's pass included. Knows each row's tokens up to where it has drafted, as drafting/parallel.py does, or with
-    `at_once` False drafting/model_drafter.py."""
+    """Takes 4.5 ms for a prompt, the target's pass included. Knows each row's tokens
+    up to where it has drafted, as drafting/model_drafter.py does."""
 
     def __init__(self, ticks, longest):
         self._ticks, self.longest, self._missed = ticks, longest, 0
@@ -51,6 +51,8 @@ class Drafter(NoDrafter):
 
 
 class AtOnce(Drafter):
+    """The same in one pass, as drafting/parallel.py."""
+
     at_once = True
 
     def _spared(self, length):
