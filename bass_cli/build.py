@@ -238,7 +238,9 @@ def warm_up(loop: Loop, plan: Plan) -> None:
         each=fixed and loop.exact,
     )
     loop.clock.forget()  # it has seen compiling
-    _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=decoded)
+    # A draft pass takes what it takes from the first draft on: what lies between is a line.
+    timed = decoded if fixed else sorted({0, min(longer, 1), *decoded})
+    _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=timed)
     loop.use(controller)
 
 

@@ -110,7 +110,8 @@ class Outlook(NamedTuple):
     `stops`: the drafting will be ended where it is no longer worth it, so a length is only the
     most there can be; `free`: no draft is made in the round, the host only looks for some, and
     `trim` has the last word on the length; `foregone`: what is known since the last outlook of
-    drafts that were not verified."""
+    drafts that were not verified; `padded`: rows of the graph that serves a round, dummies
+    included, 0 if none does."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -122,6 +123,7 @@ class Outlook(NamedTuple):
     stops: bool = False
     free: bool = False
     foregone: Foregone | None = None
+    padded: int = 0
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""

@@ -14,6 +14,7 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.captured import Captured
 from bass_cli.engine.contracts import CatchesUp
 from bass_cli.engine.deadline import Clock
+from bass_cli.engine.graph_policy import Shape, Step
 
 # tokens a row that are taken in at once: few graphs, and a few tokens more cost little
 _SIZES = (2, 8, 32, 128)
@@ -69,9 +70,9 @@ class CatchingUp:
         """Graphs may run now, and must not read beyond a row's end."""
         self._behind.fill_(_SIZES[-1] + 2)
 
-    def run(self, width: int, *, left: float) -> None:
+    def run(self, width: int, *, left: float, deadline: float | None = None) -> None:
         """See to it that `width` tokens can be drafted; `left`: rounds that may still come, at
-        most."""
+        most. With a `deadline` in graphs that are there, if any will do."""
         if self._drafter is None:
             return
         missing = self._drafter.expect(self._batch, width)
@@ -84,7 +85,7 @@ class CatchingUp:
             self._drafter.catch_up(self._batch, self._behind.fill_(missing + 2), missing)
         else:
             captured.start()
-            self._replay(captured, missing, left)
+            self._replay(captured, missing, left, deadline)
         if captured is None or captured.steady:
             self._unit = (
                 self._clock.now() - began - (captured.capturing if captured else 0.0)
@@ -97,13 +98,32 @@ class CatchingUp:
         longest = sizes(self._captured.bucket(len(self._batch)))[-1]
         return -(-missing // longest)
 
-    def _replay(self, captured: Captured, missing: int, left: float) -> None:
+    def _replay(
+        self, captured: Captured, missing: int, left: float, deadline: float | None
+    ) -> None:
         there = sizes(captured.bucket(len(self._batch)))
         while missing > 0:
-            wish = captured.wish(
-                "catch up", next((size for size in there if size >= missing), there[-1])
-            )
-            step = captured.choose(wish, left=left)
+            wish, step = self._step(captured, there, missing, left, deadline)
             self._behind.fill_(max(missing, step.shape.width) + 2)
             captured.perform(wish, step)
             missing -= step.shape.width
+
+    def _step(
+        self,
+        captured: Captured,
+        there: tuple[int, ...],
+        missing: int,
+        left: float,
+        deadline: float | None,
+    ) -> tuple[Shape, Step]:
+        """The next pass: one for all that is missing, or with a deadline the longest that has
+        a graph."""
+
+        def of(size: int) -> tuple[Shape, Step]:
+            wish = captured.wish("catch up", size)
+            return wish, captured.choose(wish, left=left, deadline=deadline)
+
+        best = next((size for size in there if size >= missing), there[-1])
+        shorter = [size for size in reversed(there) if size <= best and deadline is not None]
+        steps = (of(size) for size in shorter)
+        return next((one for one in steps if one[1].how == "replay"), None) or of(best)

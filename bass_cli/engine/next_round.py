@@ -122,6 +122,7 @@ class NextRound:
 
     def _ask(self, deadline: float | None) -> Asked:
         outlook = self._outlook(rooms := self._batch.rooms())
+        outlook = outlook._replace(padded=self._padded(rooms, deadline))
         width = self._width(rooms, outlook, deadline)
         began = self._clock.now()
         offered = self.offers.ask(width, self.lengths)
@@ -145,6 +146,15 @@ class NextRound:
             foregone=self.offers.recall(),
         )
 
+    def _padded(self, rooms: list[int], deadline: float | None) -> int:
+        """Rows of the graph that serves a plain round, dummies included, which take as long."""
+        captured = self._captured
+        if captured is None:
+            return 0
+        return captured.choose(
+            captured.usual(0), left=self.left(rooms), deadline=deadline
+        ).shape.rows
+
     def _width(self, rooms: list[int], outlook: Outlook, deadline: float | None) -> int:
         """The controller's draft length, capped by what the drafter can, by the room of the row
         that has most of it (no other row decides), and by `deadline`, capturing included; with
@@ -157,11 +167,13 @@ class NextRound:
         if captured is None:
             return self._clock.longest_in_time(wanted, deadline)
         usual: Callable[[int], int] = int if self.exact else step_down
+        behind = outlook.catch_up
 
         def predict(width: int) -> float:
             wish, left = captured.usual(usual(width)), self.left(rooms)
             step = captured.choose(wish, left=left, deadline=deadline, fit=self._fit)
-            return self._clock.predict(step.shape.width) + captured.delay(step)
+            late = captured.delay(step) + (behind if step.shape.width else 0.0)
+            return self._clock.predict(step.shape.width) + late
 
         return usual(self._clock.longest_in_time(usual(wanted), deadline, predict))
 

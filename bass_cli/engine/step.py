@@ -215,7 +215,9 @@ class Loop:
             self.catch_up(self._flight.places)  # nothing is missing: the drafter is only told
         else:
             done = self._land(flight, late=late)
-            self._flight = self._launch(asked, until)
+            if until is not None:
+                return done  # the next one is asked for anew: how late it is, is known now
+            self._flight = self._launch(asked, None)
         self._next.reflect()
         return done
 
@@ -248,7 +250,7 @@ class Loop:
             wish, step = self._next.served(asked, deadline)
             shape = step.shape
             if not behind:
-                self.catch_up(self._rounds.drafted(shape))
+                self.catch_up(self._rounds.drafted(shape), deadline)
             self._verifier.look_at(wish.width if self.exact else ALL)
             began = captured.start()
             running = captured.launch(wish, step)
@@ -324,10 +326,10 @@ class Loop:
         )
 
     @torch.inference_mode()
-    def catch_up(self, width: int) -> None:
+    def catch_up(self, width: int, deadline: float | None = None) -> None:
         """Let the drafter take in what it must before it drafts `width` tokens. It is due to
         plain rounds before, and not counted as what a round of this width takes."""
-        self._catching.run(width, left=self._next.left(self.batch.rooms()))
+        self._catching.run(width, left=self._next.left(self.batch.rooms()), deadline=deadline)
 
     def _run(self, width: int, offered: Proposal | None) -> tuple[Running, Shape, float]:
         """A round without graphs: what it gives, its shape, and when it began."""

@@ -21,6 +21,7 @@ _MEMORY, _QUICK = 0.97, 0.6  # what a round weighs one round later: usually, and
 _CHANGED = 3.5  # standard deviations between the two that mean a change
 _TELLING = 6  # quick trials that it takes to see one; fewer are luck
 _AFTER = 0.15  # what is known of rows and places weighs so much after a change
+_KIN = 0.2  # of the rows that end in what is thought of others, at the least
 _STALE = 8.0  # trials that plain rounds leave of what was known: a probe is to outweigh it
 _FIRM = 6.0  # trials of a place that half believe what it differs by
 _CHOSEN = 0.05  # of the newest round in what choosing drafts is worth: some twenty rounds count
@@ -37,6 +38,9 @@ class Acceptance:
         if known is not None:
             self._guess, self._strength = min(max(known, _LEAST), _MOST), _STRENGTH
         self._pool = self._quick = (0.0, 0.0)  # kept, trials
+        # The rate that rows came to, over all that have ended; how many batches of rows that were.
+        self._past, self._batches = 0.0, 0.0
+        self._told = 0.0  # trials of the rows of now
         self._recalled = False  # whether drafts tell that nobody verified
         self._samples: Sequence[Hashable] = ()
         self._rows = numpy.zeros((2, 0))  # by row: kept, trials
@@ -63,14 +67,27 @@ class Acceptance:
         return (kept + self._strength * self._guess) / (trials + self._strength)
 
     def follow(self, samples: Sequence[Hashable]) -> None:
-        """The rows of the next rounds, in order; a new one begins as the pool."""
+        """The rows of the next rounds, in order; a new one begins as those before became."""
         if samples == self._samples:
             return
         known = {sample: place for place, sample in enumerate(self._samples)}
         places = [known.get(sample, -1) for sample in samples]
+        self._succeed(places.count(-1) / len(places))
         # The 0 at the end is at place -1.
         self._rows = numpy.append(self._rows, numpy.zeros((2, 1)), 1)[:, places]
         self._samples = samples
+
+    def _succeed(self, new: float) -> None:
+        """So much of the rows is new: to that part the pool is what all rows before came to, not
+        only the last ones, which may have been of another text."""
+        if self._told and new:
+            self._batches += new
+            weight = new * max(_KIN, 1 / self._batches)
+            self._past += min(weight, 1.0) * (self.rate - self._past)
+            self._told *= 1 - new
+        if self._batches:
+            (kept, trials), firm = self._pool, min(self.trials, _FEW)
+            self._pool = (kept + new * (firm * self._past - kept), trials + new * (firm - trials))
 
     def recall(self, foregone: Foregone | None) -> None:
         """What has become of drafts that nobody verified.
@@ -92,6 +109,7 @@ class Acceptance:
         now = float(kept.sum()), float(trials.sum())
         self._pool = _faded(self._pool, _MEMORY, now)
         self._quick = _faded(self._quick, _QUICK, now)
+        self._told += now[1]
         if live and len(kept) == self._rows.shape[1]:
             self._rows = _MEMORY * self._rows + numpy.stack((kept, trials))
         if self._has_changed():

@@ -68,7 +68,7 @@ class Goodput:
     def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
         before, self._outlook = self._outlook, outlook
         if self._frozen:
-            self._outlook = outlook._replace(entries=(), colds=(), catch_up=0.0)
+            self._outlook = outlook._replace(entries=(), colds=(), catch_up=0.0, padded=0)
         self._acceptance.recall(outlook.foregone)
         same = rows == self._rows and before.catch_up == self._outlook.catch_up
         self._rows = rows
@@ -90,17 +90,15 @@ class Goodput:
         most, outlook = max(counts), self._outlook
         if self._line is None:
             return most
-        choices = self._costs.line(len(counts), outlook.context, free=outlook.free)
-        line = numpy.interp(range(most + 1), self._choices, choices)
+        line = numpy.interp(range(most + 1), self._choices, self._line)
         tokens, plain = self._acceptance.tokens(counts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
-        unsure = self._acceptance.unsure
-        once = first_use(range(most + 1), outlook, line, self._most, unsure)
+        once = first_use(range(most + 1), outlook, line, self._most, self._acceptance.unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
         if best == 0:
-            self._now = self._probe(min(most, _FOUND), choices)
+            self._now = self._probe(min(most, _FOUND), self._line)
         return best or self._now[0]
 
     def observe(self, done: Round) -> None:
@@ -133,7 +131,8 @@ class Goodput:
         outlook = self._outlook
         self._acceptance.follow(outlook.samples or tuple(range(self._rows)))
         if self._costs.known:
-            self._line = self._costs.line(self._rows, outlook.context, free=outlook.free)
+            rows = outlook.padded or self._rows
+            self._line = self._costs.line(rows, outlook.context, free=outlook.free)
             self._plain = float(self._line[0])
         if self._line is not None and not outlook.free:
             self._next = self._choice(self._line, outlook)
@@ -151,7 +150,7 @@ class Goodput:
         self._last = self._last if stays else best
         length = self._choices[self._last]
         if length:
-            tells = self._costs.tells(self._rows, self._last, outlook.context)
+            tells = self._costs.tells(outlook.padded or self._rows, self._last, outlook.context)
             if self._now[0] and tells > numpy.clip(self._plain / self._pace - 1, *_UNSURE):
                 return 0, False
             return min(2 * length, self._choices[-1]) if outlook.stops else length, False
@@ -179,7 +178,8 @@ class Goodput:
         (done, outlook), self._unlearnt = self._unlearnt, None
         rows, took = len(done.accepted), done.seconds - done.asking
         if done.steady:
-            self._costs.learn(rows, done.width, took, outlook.context, free=outlook.free)
+            padded = outlook.padded or rows
+            self._costs.learn(padded, done.width, took, outlook.context, free=outlook.free)
         if done.width:
             self._acceptance.follow(done.rows or outlook.samples or tuple(range(rows)))
             if done.drafted is not None and not outlook.free:
