@@ -21,7 +21,7 @@ _MEMORY, _QUICK = 0.97, 0.6  # what a round weighs one round later: usually, and
 _CHANGED = 3.5  # standard deviations between the two that mean a change
 _TELLING = 6  # quick trials that it takes to see one; fewer are luck
 _AFTER = 0.15  # what is known of rows and places weighs so much after a change
-_KIN = 0.2  # of the rows that end in what is thought of others, at the least
+_KIN = 0.2  # of what a batch of rows told, that the next one makes forgotten
 _STALE = 8.0  # trials that plain rounds leave of what was known: a probe is to outweigh it
 _FIRM = 6.0  # trials of a place that half believe what it differs by
 _CHOSEN = 0.05  # of the newest round in what choosing drafts is worth: some twenty rounds count
@@ -38,9 +38,8 @@ class Acceptance:
         if known is not None:
             self._guess, self._strength = min(max(known, _LEAST), _MOST), _STRENGTH
         self._pool = self._quick = (0.0, 0.0)  # kept, trials
-        # The rate that rows came to, over all that have ended; how many batches of rows that were.
-        self._past, self._batches = 0.0, 0.0
-        self._told = 0.0  # trials of the rows of now
+        # What rows that have ended told, and what the rows of now did: kept, trials.
+        self._past, self._told = numpy.zeros(2), numpy.zeros(2)
         self._recalled = False  # whether drafts tell that nobody verified
         self._samples: Sequence[Hashable] = ()
         self._rows = numpy.zeros((2, 0))  # by row: kept, trials
@@ -80,14 +79,13 @@ class Acceptance:
     def _succeed(self, new: float) -> None:
         """So much of the rows is new: to that part the pool is what all rows before came to, not
         only the last ones, which may have been of another text."""
-        if self._told and new:
-            self._batches += new
-            weight = new * max(_KIN, 1 / self._batches)
-            self._past += min(weight, 1.0) * (self.rate - self._past)
-            self._told *= 1 - new
-        if self._batches:
-            (kept, trials), firm = self._pool, min(self.trials, _FEW)
-            self._pool = (kept + new * (firm * self._past - kept), trials + new * (firm - trials))
+        self._past *= 1 - _KIN * new
+        self._past += new * self._told
+        self._told *= 1 - new
+        kept, trials = self._past
+        if trials:
+            became = self.trials * float(kept / trials)
+            self._pool = (self._pool[0] + new * (became - self._pool[0]), self.trials)
 
     def recall(self, foregone: Foregone | None) -> None:
         """What has become of drafts that nobody verified.
@@ -109,7 +107,7 @@ class Acceptance:
         now = float(kept.sum()), float(trials.sum())
         self._pool = _faded(self._pool, _MEMORY, now)
         self._quick = _faded(self._quick, _QUICK, now)
-        self._told += now[1]
+        self._told += now
         if live and len(kept) == self._rows.shape[1]:
             self._rows = _MEMORY * self._rows + numpy.stack((kept, trials))
         if self._has_changed():
