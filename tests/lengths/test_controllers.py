@@ -230,7 +230,7 @@ def speeds(make, cost, rates, *, seeds=24, **options):
     return [plain / run_batch(make(), cost, rates, seed=s, **options).mean for s in range(seeds)]
 
 
-@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.98), (0.3, 0.98), (0.5, 0.98), (0.7, 1.1)])
+@pytest.mark.parametrize(("rate", "least"), [(0.0, 0.98), (0.3, 0.98), (0.5, 0.98), (0.7, 1.25)])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_no_job_of_256_rounds_loses_more_than_two_percent(rate, least, rows):
     """Nothing is known beforehand, a draft takes five times what is guessed, and catching up half
@@ -241,6 +241,22 @@ def test_no_job_of_256_rounds_loses_more_than_two_percent(rate, least, rows):
     )
     assert min(found) > (0.98 if rows == 1 else least)
     assert statistics.fmean(found) > least
+
+
+@pytest.mark.parametrize(("rate", "least"), [(0.3, 0.98), (0.5, 0.98), (0.6, 0.98), (0.7, 1.24)])
+def test_nor_where_longer_drafts_take_longer(rate, least):
+    """The same pair as it was first measured. One lost draft of many may end drafting for a while:
+    where no round may lose more than is left, the worst of 24 jobs at 0.7 wins 1 % less than when
+    one more always could, and at 0.3 and 0.5 loses 2 % for 4."""
+
+    def cost(rows, width):
+        return (1.83 if not width else 3.6 + 0.078 * width) / 1e3
+
+    plain, auto = (
+        [run_batch(make(), cost, [rate] * 8, tokens=256, seed=seed).mean for seed in range(24)]
+        for make in (lambda: Fixed(0), lambda: Goodput(limit=32, at_once=True))
+    )
+    assert min(one / other for one, other in zip(plain, auto, strict=True)) > least
 
 
 def test_a_bad_beginning_leaves_something_to_try_again_with():
