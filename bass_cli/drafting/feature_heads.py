@@ -100,9 +100,8 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         drawn_from: list[ops.Law] = []
         scores: list[Tensor] = []
         for place in range(logits.shape[1]):
-            further = self._head.follows(chosen[-1])
-            assert further is not None
-            line, at = self._head.whole(logits[:, place] + further), lengths + place
+            line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
+            at = lengths + place
             if self._coupling == "shared":
                 token, score = propose_scored(line, laws, at)
                 scores.append(score)

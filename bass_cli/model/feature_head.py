@@ -80,17 +80,18 @@ class FeatureHead:
 
     def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
         """Logits [B, length, U] of the first drafts of blocks [B, block], over the drafter's own
-        tokens, without what the tokens before them add."""
+        tokens, without what the tokens before them add (`after`); those of a place lie together."""
         hidden = self.body.hidden(tokens, step.block(self._behind))
         first = self.spec.first
-        return self.body.logits(hidden[:, first : first + length].contiguous())
+        by_place = hidden[:, first : first + length].transpose(0, 1).contiguous()
+        return self.body.logits(by_place).transpose(0, 1)
 
-    def follows(self, tokens: Tensor) -> Tensor | None:
-        """What tokens [B] add to the logits of the places behind them, [B, U]: None if
-        nothing."""
-        if self._before is None or self._after is None:
-            return None
-        return ops.linear(ops.embed(tokens, self._before), self._after, None)
+    def after(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Logits [B, U] of a place, with what the tokens [B] before it add; may be written in
+        place."""
+        assert self._before is not None
+        assert self._after is not None
+        return ops.linear_add(ops.embed(tokens, self._before), self._after, None, logits)
 
     def whole(self, logits: Tensor) -> Tensor:
         """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own."""

@@ -68,7 +68,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
         return residual + linear(x, weight, bias)
     from . import skinny
 
-    if x.numel() // x.shape[-1] <= skinny.MOST_ROWS:
+    if skinny.serves(x.numel() // x.shape[-1], weight):
         return skinny.stream(x, weight, bias, residual)
     residual.view(-1, residual.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]), weight.t())
     return residual if bias is None else residual.add_(bias)

@@ -102,11 +102,12 @@ class Compared:
         head = loop.drafter._head
         self._draft = head.draft
         loop.drafter._head = self
-        self.spec, self.follows, self.whole = head.spec, head.follows, head.whole
+        self.spec, self.after, self.whole = head.spec, head.after, head.whole
 
     def draft(self, *given):
-        self._logits = self._draft(*given)
-        return self._logits
+        logits = self._draft(*given)
+        self._logits = logits.clone()  # the drafter may add to them
+        return logits
 
     @torch.inference_mode()
     def propose(self, batch, length):
@@ -411,7 +412,7 @@ def test_a_drafter_of_deepspecs_dflash_has_no_bias(models, tmp_path):
     reading = write_head(tmp_path, "dspark", markov_rank=0)
     opened = open_head(tmp_path, target.spec)
     head = FeatureHead(opened.head, load(opened, dtype=torch.float32, device=CPU), target)
-    assert (head.spec.drafts, head.follows(torch.tensor([1]))) == (5, None)
+    assert (head.spec.drafts, head.spec.rank) == (5, 0)
     reading.bias = lambda token: 0.0
     loop = loop_of(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)

@@ -127,7 +127,8 @@ def test_rope_and_cache_write(dtype, size, rotated, norms):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("rows", "depth", "columns"), [(3, 200, 70), (16, 2048, 32), (1, 1100, 48)]
+    ("rows", "depth", "columns"),
+    [(3, 200, 70), (16, 2048, 32), (1, 1100, 48), (3, 16, 34000), (17, 40, 70)],
 )
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_added_to_the_residual_stream(dtype, rows, depth, columns, bias):
