@@ -84,8 +84,8 @@ def compiled(place):
 
 if __name__ == "__main__":
     for look in (0, 1, 2):
-        compile_one(choice._look, LOOK=look, CHUNK=4096, CHUNKS=64, BLOCK=1024, FIELDS=8)
-    compile_one(choice._decide, BLOCK=1024, FIELDS=8)
+        compile_one(choice._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8)
+    compile_one(choice._decide, BLOCK=8192, FIELDS=8)
     search = {"SHIFT": 16, "PIVOTS": 16, "CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 20}
     compile_one(truncation._survey, **search, BLOCK=1024)
     for last in (False, True):
