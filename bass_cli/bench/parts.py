@@ -50,16 +50,11 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
     with _as_in_a_round(batch, graphs):
         proposal = _for_all_rows(drafter.propose(batch, width), batch)
         width = proposal.tokens.shape[1]
-        lengths = batch.lengths[: batch.rows].clone()
-        pending, positions = batch.last(1)
-        positions = positions + torch.arange(width + 1, device=batch.device)
-        tokens = torch.cat((pending, proposal.tokens), 1)
+        tokens, positions = batch.pending(proposal.tokens)
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = judge(
-                proposal, logits, batch, lengths, coupling=coupling, imposing=loop.imposed
-            )
+            verdict = judge(proposal, logits, batch, coupling=coupling, imposing=loop.imposed)
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:

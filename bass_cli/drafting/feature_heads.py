@@ -74,16 +74,13 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         block, spec = self._block(batch), self._head.spec
-        positions = batch.lengths[: batch.rows, None] + torch.arange(
-            -1, spec.block - 1, device=batch.device
-        )
-        step = self._runner.cache.decode(positions, batch.ends(spec.block - 1))
+        step = self._runner.cache.decode(batch.places(-1, spec.block), batch.ends(spec.block - 1))
         logits = self._head.draft(block, step, length)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        laws = batch.laws.at(self._temperature)
         if not spec.rank:
             logits = self._head.whole(logits)
-            return propose_at_once(logits, laws, lengths, coupling=self._coupling)
-        return self._one_by_one(logits, block[:, 0], laws, lengths)
+            return propose_at_once(logits, laws, batch, coupling=self._coupling)
+        return self._one_by_one(logits, block[:, 0], laws, batch.lengths[: batch.rows])
 
     def _block(self, batch: Batch) -> Tensor:
         """The rows' last tokens and the masks behind them, [B, block]."""
@@ -135,7 +132,7 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
         # by step, so that each is contiguous
-        places = lengths + torch.arange(length, device=batch.device)[:, None]
+        places = lengths + batch.steps(0, length)[:, None]
         # A row's last token stands with the feature of the one before it: at its position.
         positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
         features: Tensor | None = None

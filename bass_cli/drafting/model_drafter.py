@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import numpy
-import torch
 from torch import Tensor
 
 from bass_cli.drafting.sampling import propose_chain
@@ -114,7 +113,7 @@ class ModelDrafter(ModelRows):
         laws = batch.laws.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
         # by step, so that each is contiguous
-        places = lengths + torch.arange(length, device=batch.device)[:, None]
+        places = lengths + batch.steps(0, length)[:, None]
         first = batch.last(2, self._runner.cache.bases(batch.rows))
 
         def logits_of(step: int, last: Tensor | None) -> Tensor:

@@ -47,17 +47,16 @@ class ParallelDrafter(ModelRows):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         logits = self._runner.forward(*self._input(batch, length), last=length)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
-        return propose_at_once(logits, laws, lengths, coupling=self._coupling)
+        laws = batch.laws.at(self._temperature)
+        return propose_at_once(logits, laws, batch, coupling=self._coupling)
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
         """The tokens of a pass and their positions, [B, 2 length] each, and the rows' ends
         behind them."""
         known, positions = batch.last(length + 1, self._runner.cache.bases(batch.rows))
         masks = known.new_full((batch.rows, length - 1), self._mask)
-        further = batch.lengths[: batch.rows, None] + torch.arange(length - 1, device=batch.device)
         return (
             torch.cat((known, masks), 1),
-            torch.cat((positions, further), 1),
+            torch.cat((positions, batch.places(0, length - 1)), 1),
             batch.ends(length - 1),
         )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import bass_kernels as ops
+from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.laws import Laws
 
@@ -76,17 +77,17 @@ def propose_chain(
     return Proposal(torch.stack(chosen, 1), stacked(drawn_from) if drawn_from else None)
 
 
-def propose_at_once(logits: Tensor, laws: Laws, lengths: Tensor, *, coupling: str) -> Proposal:
-    """Drafts from logits [B, k, V] of the places behind rows of `lengths` [B] tokens, each by
-    itself; under shared coupling with their scores."""
+def propose_at_once(logits: Tensor, laws: Laws, batch: Batch, *, coupling: str) -> Proposal:
+    """Drafts from logits [B, k, V] of the places behind the batch's rows, each by itself; under
+    shared coupling with their scores."""
     rows, length = logits.shape[:2]
-    starts = lengths[:, None].expand(-1, length)
-    places = (starts + torch.arange(length, device=lengths.device)).flatten()
+    places = batch.places(0, length).flatten()
     flat, each = logits.flatten(0, 1), laws.repeat(length)
     if coupling == "shared":
         found, scores = propose_scored(flat, each, places)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
-    tokens, law = propose_maximal(flat, each, places, starts.flatten())
+    starts = batch.lengths[:rows].repeat_interleave(length)
+    tokens, law = propose_maximal(flat, each, places, starts)
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Law(values, edges))

@@ -39,6 +39,8 @@ class Batch:
     The rows after the live ones are dummies: one token long, never advanced. `pad` lets the
     device's operations run over some of them too, so that a captured graph serves several
     numbers of live rows. `version` changes whenever `tokens` moves to another address.
+
+    Rounds count with what lies on the device already: an operation that makes numbers is a launch.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Batch:
         self.slabs = Slabs(rows, pieces or Pieces(rows))
         self.tokens = torch.zeros(rows, context, dtype=torch.int64, device=device)
         self.lengths = torch.ones(rows, dtype=torch.int64, device=device)
+        self._steps = torch.arange(-context, context, device=device)
         # What only the host changes is set by one copy of all of it, whatever has changed.
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
@@ -261,7 +264,19 @@ class Batch:
             grown = self.tokens.new_zeros(self.capacity, max(context, 2 * self.tokens.shape[1]))
             grown[:, : self.tokens.shape[1]] = self.tokens
             self.tokens = grown
+            self._steps = torch.arange(-grown.shape[1], grown.shape[1], device=self.device)
             self.version += 1
+
+    def steps(self, first: int, count: int) -> Tensor:
+        """first, first + 1, ..., [count] int64."""
+        start = self.tokens.shape[1] + first
+        assert 0 <= start <= start + count <= len(self._steps)
+        return self._steps[start : start + count]
+
+    def places(self, first: int, count: int) -> Tensor:
+        """Of each row `count` positions from `first` behind its end on (before it where that is
+        negative), [B, count]."""
+        return self.lengths[: self.rows, None] + self.steps(first, count)
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
         """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a
@@ -270,12 +285,17 @@ class Batch:
         The whole block is written: what lies beyond a row's new length is written over by its
         next round.
         """
-        rows, width = block.shape
-        places = self.lengths[:rows, None] + torch.arange(width, device=self.device)
-        # only a row at its end goes there, and it ends now
-        places = places.clamp(max=self.tokens.shape[1] - 1)
-        self.tokens[:rows].scatter_(1, places, block)
-        self.lengths[:rows] += (accepted + 1) * self._alive[:rows]
+        # only a row at its end goes beyond, and it ends now
+        places = self.places(0, block.shape[1]).clamp(max=self.tokens.shape[1] - 1)
+        self.tokens[: self.rows].scatter_(1, places, block)
+        self.lengths[: self.rows].addcmul_(accepted + 1, self.alive)
+
+    def pending(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
+        """What the target has not seen: each row's last token and drafts [B, k], and their
+        positions, [B, k + 1] each."""
+        positions = self.places(-1, drafts.shape[1] + 1)
+        last = self.tokens[: self.rows].gather(1, positions[:, :1])
+        return torch.cat((last, drafts), 1), positions
 
     def last(
         self, count: int, floor: Tensor | None = None, *, behind: Tensor | None = None
@@ -284,12 +304,12 @@ class Batch:
         `behind` (a number on the device, int64) the `count` tokens that begin so far before the
         row's end. Positions below floor [B] (0) are raised to it: the same token is then fed
         more than once, which writes the same key again."""
-        rows = self.rows
         if behind is None:
-            positions = self.lengths[:rows, None] + torch.arange(-count, 0, device=self.device)
+            positions = self.places(-count, count)
         else:
-            positions = self.lengths[:rows, None] - behind + torch.arange(count, device=self.device)
-        positions = (
-            positions.clamp(min=0) if floor is None else torch.maximum(positions, floor[:, None])
-        )
-        return self.tokens[:rows].gather(1, positions), positions
+            positions = self.lengths[: self.rows, None] - behind + self.steps(0, count)
+        if floor is not None:
+            positions = torch.maximum(positions, floor[:, None])
+        elif behind is not None or count > 1:  # no row is shorter than one token
+            positions = positions.clamp(min=0)
+        return self.tokens[: self.rows].gather(1, positions), positions

@@ -35,12 +35,11 @@ class Proposal(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the target says of the drafts. accepted [B]: how many each row keeps. next [B]: the
-    target's token after them. Both int64. block [B, k + 1]: the tokens to append, valid up to
-    and including place `accepted`; scores [B, k + 1]: their log-probabilities, float32."""
+    """What the target says of the drafts. accepted [B] int64: how many each row keeps. block [B,
+    k + 1] int64: the tokens to append, valid up to and including place `accepted`, where the
+    target's own stands; scores [B, k + 1]: their log-probabilities, float32."""
 
     accepted: Tensor
-    next: Tensor
     block: Tensor
     scores: Tensor
 

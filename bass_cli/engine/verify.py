@@ -38,15 +38,11 @@ class Verifier:
         int64, how many drafts were accepted; the block of k + 1 tokens, valid up to and
         including that place; and the bits of their log-probabilities."""
         batch, width = self._batch, proposal.tokens.shape[1]
-        lengths = batch.lengths[: batch.rows].clone()
-        pending, positions = batch.last(1)
-        positions = positions + torch.arange(width + 1, device=batch.device)
-        tokens = torch.cat((pending, proposal.tokens), 1)
+        tokens, positions = batch.pending(proposal.tokens)
         verdict = judge(
             proposal,
             self._target.forward(tokens, positions, batch.ends(width)),
             batch,
-            lengths,
             coupling=self._coupling,
             imposing=self._imposing,
             most=self._bound if bounded else None,
@@ -61,7 +57,7 @@ class Verifier:
         its end, how many drafts of a row were verified."""
         batch, (rows, width) = self._batch, proposal.tokens.shape
         assert isinstance(self._target, TakesPacked)
-        lengths, alive = batch.lengths[:rows].clone(), batch.alive
+        lengths, alive = batch.lengths[:rows], batch.alive
         chosen = cutting.choose(proposal, rows * each, batch.last(1)[0], lengths, alive)
         packed = chosen.packed
         logits = self._target.forward_packed(
@@ -77,7 +73,6 @@ def judge(
     proposal: Proposal,
     logits: Tensor,
     batch: Batch,
-    lengths: Tensor,
     *,
     coupling: str,
     imposing: Imposed | None,
@@ -88,42 +83,35 @@ def judge(
     been proposed; None: all."""
     drafts, law = proposal.tokens, proposal.law
     if imposing is not None:
-        return imposed(drafts, logits, batch.laws, lengths, imposing, most)
+        return imposed(drafts, logits, batch, imposing, most)
     if coupling == "shared":
-        return shared(drafts, logits, batch.laws, lengths, most)
-    return maximal(drafts, law, logits, batch.laws, lengths, most)
+        return shared(drafts, logits, batch.laws, batch.places(0, logits.shape[1]), most)
+    return maximal(drafts, law, logits, batch.laws, batch.lengths[: batch.rows], most)
 
 
 def shared(
-    drafts: Tensor, logits: Tensor, laws: Laws, lengths: Tensor, most: Tensor | None
+    drafts: Tensor, logits: Tensor, laws: Laws, places: Tensor, most: Tensor | None
 ) -> Verdict:
     """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V]
-    with the noise of their positions; lengths [B] is the position of the first draft."""
-    places = lengths[:, None] + torch.arange(logits.shape[1], device=lengths.device)
+    with the noise of their positions, places [B, k + 1]."""
     targets, scores = _choices(logits, laws, places)
-    accepted, following = ops.accept_shared(drafts, targets, most)
-    return Verdict(accepted, following, targets, scores)
+    return Verdict(ops.accept_shared(drafts, targets, most), targets, scores)
 
 
 def imposed(
-    drafts: Tensor,
-    logits: Tensor,
-    laws: Laws,
-    lengths: Tensor,
-    imposing: Imposed,
-    most: Tensor | None,
+    drafts: Tensor, logits: Tensor, batch: Batch, imposing: Imposed, most: Tensor | None
 ) -> Verdict:
     """For benchmarks of random weights only: does shared coupling's work, then accepts what
     `imposing` says, whatever the target says."""
     width = logits.shape[1]
-    places = lengths[:, None] + torch.arange(width, device=lengths.device)
-    targets, scores = _choices(logits, laws, places)
+    places = batch.places(0, width)
+    targets, scores = _choices(logits, batch.laws, places)
     ops.accept_shared(drafts, targets)
     accepted = imposing.accepted(places[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
-    kept = torch.arange(width, device=lengths.device) < accepted[:, None]
+    kept = batch.steps(0, width) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
-    return Verdict(accepted, block.gather(1, accepted[:, None])[:, 0], block, scores)
+    return Verdict(accepted, block, scores)
 
 
 def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,8 +141,7 @@ def maximal(
     """Maximal coupling: drafts [B, k] drawn from law [B, k, U] (None: point masses), U at most
     V, against the processed laws of logits [B, k + 1, V]; lengths [B] is the position of the
     first draft."""
-    return Verdict(
-        *ops.rejection_sample(
-            drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths, most
-        )
+    accepted, _following, block, scores = ops.rejection_sample(
+        drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths, most
     )
+    return Verdict(accepted, block, scores)

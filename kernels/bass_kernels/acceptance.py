@@ -8,20 +8,16 @@ from .noise import BONUS, DRAFT, RESIDUAL, TEST, bits, uniform
 from .sampling import Law, draw, log_probability, process
 
 
-def accept_shared(
-    drafts: Tensor, targets: Tensor, most: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def accept_shared(drafts: Tensor, targets: Tensor, most: Tensor | None = None) -> Tensor:
     """Shared coupling (arXiv 2408.07978): a draft stands while it equals the target's own token at
     its place.
 
-    drafts [B, k], targets [B, k + 1] int64. Returns accepted [B] and next [B]: the target's
-    token at the first difference, or after all k. most ([] or [B] int64): as if no more drafts
-    had been proposed.
+    drafts [B, k], targets [B, k + 1] int64. Returns how many stand, [B] int64; the target's token
+    at that place follows them. most ([] or [B] int64): as if no more drafts had been proposed.
     """
     agree = (drafts == targets[:, :-1]).int()
     accepted = agree.cumprod(-1).sum(-1)
-    accepted = accepted if most is None else torch.minimum(accepted, most)
-    return accepted, targets.gather(1, accepted[:, None])[:, 0]
+    return accepted if most is None else torch.minimum(accepted, most)
 
 
 def accept_maximal(

@@ -83,7 +83,7 @@ def settle(
     """
     index, counts = chosen.packed.by_row, chosen.counts
     targets, bits = targets[index], told[index].view(torch.int32).long()
-    accepted, _ = accept_shared(drafts, targets, counts)
+    accepted = accept_shared(drafts, targets, counts)
     bins = (_doubt(scores) * BINS).long().clamp(max=BINS - 1)
     places = torch.arange(drafts.shape[1], device=drafts.device)
     stood = places < (accepted * alive)[:, None]

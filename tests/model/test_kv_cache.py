@@ -383,6 +383,14 @@ def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
     tokens, positions = batch.last(6, torch.tensor([1, 0]))
     assert positions.tolist() == [[1, 1, 1, 1, 2, 3], [0, 0, 0, 1, 2, 3]]
     assert tokens[0].tolist() == [2, 2, 2, 2, 3, 10]
+    version = batch.version
+    batch.exchange([1], [Row("long", 0, 0, list(range(1, 41)), 200)])
+    assert batch.version > version  # it has moved, and counts as far as it is long now
+    assert batch.places(-2, 3).tolist() == [[2, 3, 4], [38, 39, 40]]
+    assert batch.steps(0, 170).tolist() == list(range(170))
+    tokens, positions = batch.pending(torch.tensor([[7, 8], [9, 9]]))
+    assert tokens.tolist() == [[10, 7, 8], [40, 9, 9]]
+    assert positions.tolist() == [[3, 4, 5], [39, 40, 41]]
 
 
 def test_noise_keys_differ_in_seed_prompt_and_sample():
