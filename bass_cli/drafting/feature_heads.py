@@ -80,7 +80,7 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         if not spec.rank:
             logits = self._head.whole(logits)
             return propose_at_once(logits, laws, batch, coupling=self._coupling)
-        return self._one_by_one(logits, block[:, 0], laws, batch.lengths[: batch.rows])
+        return self._one_by_one(logits, block[:, 0], laws, batch)
 
     def _block(self, batch: Batch) -> Tensor:
         """The rows' last tokens and the masks behind them, [B, block]."""
@@ -90,15 +90,16 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         masks = anchors.new_full((batch.rows, spec.block - 1), spec.mask)
         return torch.cat((anchors, masks), 1)
 
-    def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, lengths: Tensor) -> Proposal:
+    def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, batch: Batch) -> Proposal:
         """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
         `anchors` [B] the first."""
+        lengths = batch.lengths[: batch.rows]
+        places = lengths + batch.steps(0, logits.shape[1])[:, None]
         chosen: list[Tensor] = [anchors]
         drawn_from: list[ops.Law] = []
         scores: list[Tensor] = []
-        for place in range(logits.shape[1]):
+        for place, at in enumerate(places):
             line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
-            at = lengths + place
             if self._coupling == "shared":
                 token, score = propose_scored(line, laws, at)
                 scores.append(score)

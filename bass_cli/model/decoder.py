@@ -258,5 +258,5 @@ def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor
     """cos and sin, each [B, W, size / 2] float32."""
     if inverse is None:
         return None
-    angles = positions[..., None].float() * inverse
+    angles = positions[..., None] * inverse  # in float32
     return angles.cos(), angles.sin()
