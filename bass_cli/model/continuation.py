@@ -152,6 +152,8 @@ class StopDetector:
         assert stops
         assert all(stops)
         self._text, self._stops, self._tokens = text, tuple(stops), tokens
+        # A stop string with U+FFFD is there while a character is half: only every id's look tells.
+        self._every = any(_CUT in stop for stop in stops)
         # characters that the tail must show of what came before
         self._needed = max(map(len, stops)) + _MARGIN
         self._ids: list[int] = []
@@ -168,7 +170,7 @@ class StopDetector:
         text = self._text.decode(self._ids[self._tail :])
         # A cut character shows as U+FFFD and may hide what stood there a token ago: then every
         # id is looked at alone.
-        if _CUT in text or _has_any(text, self._stops):
+        if self._every or _CUT in text or _has_any(text, self._stops):
             for end in ends:
                 found = self._look(end, text if end == len(self._ids) else None)
                 if found is not None:
