@@ -49,10 +49,14 @@ def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     """These pairs (names or files), or every packaged one: its models, the bytes of its weights
     (None: unknown), whether it runs here, and why not."""
     memory = available_memory()
-    return [_describe_pair(load_pair(name), memory) for name in names or packaged_pairs()]
+    return [_describe_pair(load_pair(name), memory)[0] for name in names or packaged_pairs()]
 
 
-def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
+def _describe_pair(
+    pair: Pair, memory: dict[str, Any], ranks: int = 1
+) -> tuple[dict[str, Any], Plan | None]:
+    """Also the plan of a job with it, by its checkpoints' headers, where all of it is here and
+    sound."""
     draft = parse_draft(pair.draft).files
     models = {"target": pair.target} | ({"draft": draft} if draft else {})
     missing: dict[str, str] = {}
@@ -67,6 +71,14 @@ def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
         else [f"needs more memory than the {gigabytes(memory['bytes'])} here"]
     )
     reasons += [f"{roles}: {place}" for place, roles in missing.items()]
+    plan = None
+    if not reasons:
+        from bass_cli.plan import make_plan
+
+        try:
+            plan = make_plan(make_job(pair, JobArgs(tensor_parallel=ranks)))
+        except UserError as error:
+            reasons.append(str(error))
     return {
         "name": pair.name,
         "target": pair.target,
@@ -76,7 +88,7 @@ def _describe_pair(pair: Pair, memory: dict[str, Any]) -> dict[str, Any]:
         "fits": fits,
         "ready": not reasons,
         "here": "; ".join(reasons) or "ready",
-    }
+    }, plan
 
 
 def place_of(model: str, folder: Path | None = None) -> str:
@@ -275,31 +287,22 @@ def _chosen(args: DoctorArgs) -> Job | None:
 
 
 def _one_pair(job: Job, memory: dict[str, Any]) -> dict[str, Any]:
-    """A pair, and, where all of it is here, the memory plan of a job with it, by its checkpoints'
-    headers."""
-    from bass_cli.plan import make_plan
-
+    """A pair, and the memory plan of a job with it, if there is one."""
     pair, ranks = job.pair, job.tensor_parallel
-    found = _describe_pair(pair, memory)
-    here, ready = found["here"], found["ready"]
+    found, plan = _describe_pair(pair, memory, ranks)
     planned: dict[str, Any] = {}
-    if ready:
-        try:
-            plan = make_plan(make_job(pair, JobArgs(tensor_parallel=ranks)))
-        except UserError as error:
-            here, ready = str(error), False
-        else:
-            split = f" on each of {ranks} devices" if ranks > 1 else ""
-            found["weights"] = gigabytes(plan.footprint.weights) + split
-            planned = _memory_plan(plan)
+    if plan is not None:
+        split = f" on each of {ranks} devices" if ranks > 1 else ""
+        found["weights"] = gigabytes(plan.footprint.weights) + split
+        planned = _memory_plan(plan)
     return {
         "pair": pair.name,
         "pair_target": pair.target,
         "pair_draft": pair.draft,
         "pair_weights": found["weights"],
         **planned,
-        "pair_here": here,
-        "pair_ready": ready,
+        "pair_here": found["here"],
+        "pair_ready": found["ready"],
     }
 
 

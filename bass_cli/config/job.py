@@ -93,7 +93,8 @@ class Speculation(Strict):
     def _within_max(self) -> Speculation:
         if self.length not in CONTROLLERS and int(self.length) > self.max:
             raise ValueError(
-                f"the draft length {self.length} is above speculation.max, which is {self.max}"
+                f"the draft length {self.length} is above speculation.max, which is {self.max}; "
+                "a pair file may set up to 64"
             )
         return self
 

@@ -127,10 +127,11 @@ class Supply(Iterator[Prompt]):
         return sum(count.tokens for count in self._counts.values())
 
     def _expected(self, kind: str) -> float:
-        """Tokens of a kind that there are, with those that are on their way: until one is there, a
-        sample counts as one, which keeps the kinds apart and ends nothing."""
+        """Tokens of a kind that there are, with those that are on their way: a sample counts as
+        one at least, which keeps the kinds apart, and ends also where samples are empty."""
         count = self._counts[kind]
-        return count.tokens + count.coming * (count.tokens / count.samples if count.samples else 1)
+        there = max(count.tokens, count.samples)
+        return there + count.coming * (there / count.samples if count.samples else 1)
 
     def _next(self) -> Prompt:
         if self._file is not None:

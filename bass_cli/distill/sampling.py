@@ -28,6 +28,8 @@ from bass_cli.plan import Plan
 
 ENOUGH = 0.98  # of the tokens that were asked for: how long samples get is only expected
 _TRIES = 4  # passes over the prompts until there are enough, where samples got shorter on the way
+# Samples one after the other that met logits which are not finite: a target may do so now and then.
+_BROKEN = 64
 
 
 def is_complete(path: Path, results: dict[str, Any]) -> bool:
@@ -101,9 +103,15 @@ def _draw(
     samples = hand.samples(supply)
     # loading, and the first round, are phases of their own, where nobody else says what goes on
     first = next(samples, None) if hand.line is None else None
+    broken = 0
     with screen.counting("tokens", wanted, beside=hand.line) as step:
         for one in itertools.chain([] if first is None else [first], samples):
             write(one)
+            broken = broken + 1 if one.finish_reason == "error" and not one.is_of_prompt else 0
+            if broken == _BROKEN:
+                raise MachineError(
+                    f"none of the target's last {_BROKEN} samples is sound: {one.error}"
+                )
             supply.take(one)
             step(min(supply.tokens, wanted), wanted)
 

@@ -35,9 +35,10 @@ class Forecast:
         self._tokens += tokens
 
     def length(self, generated: float) -> float:
-        """Tokens that a sample is likely to have. While none has ended: twice what the live rows
-        have on average (`generated`), for all that lasts is likely to last as long again."""
-        return self._tokens / self._ended if self._ended else 2 * generated + 1
+        """Tokens that a sample is likely to have, 1 at least. While none has ended: twice what the
+        live rows have on average (`generated`), for all that lasts is likely to last as long
+        again."""
+        return max(self._tokens / self._ended, 1.0) if self._ended else 2 * generated + 1
 
     def becomes(self, limit: int, generated: int) -> float:
         """The same, to admit rows by, of which too many are worse than too few: what all samples

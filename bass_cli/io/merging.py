@@ -32,6 +32,8 @@ from bass_cli.io.shards import Shard, parse_shard, shard_of
 
 _NAMED = 5  # prompts that a message names; the others are counted
 _OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest
+# by finish_reason, why a file is not finished though no line is missing
+_UNFINISHED = {"error": "say that something could not be run", "budget": "ran out of time"}
 
 
 class _Line(NamedTuple):
@@ -92,7 +94,12 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         results = {key: value for key, value in _results(parts[0]).items() if key != "shard"}
         ids = _prompt_ids(parts[0].manifest, results)
         if ids is None:
-            note("the prompts of these parts are not here as they were: the parts in order")
+            why = (
+                "prompts of a data set are not read here"
+                if parts[0].manifest.get("source") is None
+                else "the prompts of these parts are not here as they were"
+            )
+            note(f"{why}: the parts in order")
         _refuse_unknown(parts, ids)
         missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results.get("n"))]
         if ids is None:  # a prompt without any line is not known to be one
@@ -119,6 +126,9 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             writer.totals["seconds"] = round(sum(known), 3) if whole else None  # one after another
         counts = f"{writer.totals['samples']} samples of {sum(len(p.lines) for p in parts)} prompts"
         note(f"{out}: {counts}, from {len(parts)} parts")
+        for reason, words in _UNFINISHED.items():
+            if count := writer.totals["finish_reasons"].get(reason):
+                note(f"{count} of the lines {words}")
     return not missing and writer.finished
 
 

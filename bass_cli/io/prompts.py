@@ -322,7 +322,10 @@ def _spool(stream: IO[bytes]) -> Source:
         start = next(
             (line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b""
         )
-    return Source("-", "jsonl" if start.startswith(b"{") else "txt", spooled)
+    kind = "jsonl" if start.startswith(b"{") else "txt"
+    if start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b""):  # "[INST]" is a text
+        kind = "json"
+    return Source("-", kind, spooled)
 
 
 def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:

@@ -209,8 +209,9 @@ def refusals(fault: str) -> Iterator[None]:
     except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        reason = (str(error).strip().splitlines() or [repr(error)])[0]
-        raise UserError(f"{fault}: {reason[:300]}") from None
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [repr(error)]
+        reason = " ".join(lines) if lines[0].endswith(":") else lines[0]  # a list follows
+        raise UserError(f"{fault}: {reason[:400]}") from None
 
 
 def _refuse_code(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Texts in windows, batches that follow from a seed and a step alone, prompts that a target asks
 itself, and samples that a killed run goes on with."""
 
+import dataclasses
 import itertools
 import json
 
@@ -14,8 +15,10 @@ from hypothesis import strategies as st
 from bass_cli.distill.corpus import Batches, Corpus, Text, split
 from bass_cli.distill.layout import thinned
 from bass_cli.distill.prompts import Own, Supply, own_beginnings
-from bass_cli.errors import UserError
+from bass_cli.distill.sampling import draw
+from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
+from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.model.tokenizer import Tokenizer
 
@@ -172,6 +175,29 @@ def test_a_file_is_asked_again_and_again():
         "file/2/a",
     ]
     assert found[0].meta == {"text": "text a"}
+
+
+def test_empty_samples_end_too():
+    prompts = [Prompt("a", "text", None, {}, None, "a")]
+    assert len(drain(Supply(lambda: iter(prompts), n=2, wanted=40), tokens=0)) == 20
+
+
+def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
+    class Broken:
+        line = None
+
+        def samples(self, supply):
+            for prompt in supply:
+                for number in range(2):
+                    yield dataclasses.replace(
+                        sample(prompt, number, "", "error", 0), error="logits are not finite"
+                    )
+
+    supply = Supply(Own("<user>", ""), n=2, wanted=1000)
+    where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Screen(True)}
+    with pytest.raises(MachineError, match="last 64 samples is sound: logits are not finite"):
+        draw(Broken(), supply, wanted=1000, **where)
+    assert len(where["path"].read_text().splitlines()) == 64
 
 
 def test_where_a_turn_begins(tmp_path):

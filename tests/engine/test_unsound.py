@@ -15,6 +15,7 @@ import bass_kernels as ops
 from bass_cli.conductor import Conductor
 from bass_cli.engine.batch import Row
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.goodput import Goodput
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.weights import load, open_checkpoint
 
@@ -228,14 +229,16 @@ def test_a_sample_ends_with_an_error_where_its_logits_are_not_finite_and_no_othe
         assert 3 <= reasons.count("error") < len(reasons)
 
 
-def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples():
+@pytest.mark.parametrize("lengths", [lambda: Fixed(2), lambda: Goodput(limit=8)])
+def test_a_prompt_whose_first_logits_are_not_finite_gives_empty_samples(lengths):
+    """Nothing but empty samples has ended then: no divisor may be how long samples become."""
     found = conduct(
         broken_after(SPOILER),
         table(1),
         job(n=3, max_new_tokens=5),
         prompts("j", "a"),
         rows=2,
-        lengths=Fixed(2),
+        lengths=lengths(),
         coupling="shared",
     )
     failed = [c for c in found if c.id == "p0"]

@@ -159,6 +159,9 @@ def test_a_forecast_learns_how_long_samples_become():
     assert forecast.length(10) == 50
     assert forecast.waiting(3, ended=False) == 3 + 12
     assert forecast.waiting(3, ended=True) == 3
+    empty = Forecast(4)
+    empty.end(0)
+    assert empty.length(0) == 1  # a row has a token at least before it ends
     unknown = Forecast(None)
     unknown.begin(8)
     unknown.begin(8)
