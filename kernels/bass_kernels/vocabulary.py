@@ -126,9 +126,9 @@ def everything(
         most = tl.max(x, 0)
         top = tl.maximum(peak, most)
         mass = mass * tl.exp(peak - top) + tl.sum(tl.exp(x - top), 0)
-        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(
-            tl.exp(raw - top * divisor), 0
-        )
+        # where nothing can come so far, the product may be beyond float32, and -inf - -inf is NaN
+        raw_top = tl.where(top > LOWEST, top * divisor, 0.0)
+        raw_mass = raw_mass * tl.exp((peak - top) * divisor) + tl.sum(tl.exp(raw - raw_top), 0)
         peak = top
         scores = x
         if temperature > 0:

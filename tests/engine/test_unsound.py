@@ -88,6 +88,25 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
     assert not ((tokens[::2] >= 5) & (tokens[::2] < 40)).any()
 
 
+def test_tokens_that_cannot_come_may_fill_all_that_a_program_looks_at(kind):
+    """Its peak is then that of nothing, which times a temperature above 1 is beyond float32."""
+    vocab = 4200
+    temperature = torch.tensor([0.7, 1.5, 30.0], device=DEVICE)
+    rows, logits = len(temperature), 2 * randn(3, vocab, seed=8)
+    logits[:, :2060] = -INF
+    logits[1, 2060:4100] = -INF
+    keys = torch.arange(2 * rows, device=DEVICE).view(rows, 2)
+    laws = (temperature, torch.zeros_like(keys[:, 0]), torch.full_like(temperature, 0.9), keys)
+    tokens, scores = ops.sample_scored(logits, *laws, keys[:, 0])
+    due = logits.log_softmax(-1)
+    torch.testing.assert_close(scores, due.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+    drafts, both = tokens[:, None], torch.stack((logits, logits), 1)
+    accepted, _, block, scores = ops.rejection_sample(drafts, None, both, *laws, keys[:, 0])
+    for row, kept in enumerate(accepted.tolist()):
+        found, chosen = scores[row, : kept + 1], block[row, : kept + 1]
+        torch.testing.assert_close(found, due[row, chosen], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("points", [True, False])
 def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_probability(
     kind, points
