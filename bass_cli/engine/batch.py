@@ -80,8 +80,10 @@ class Batch:
         """While it lasts, no row advances, whatever is committed."""
         alive = self._alive.clone()
         self._alive.zero_()
-        yield
-        self._alive.copy_(alive)
+        try:
+            yield
+        finally:
+            self._alive.copy_(alive)
 
     def ends(self, further: int) -> list[int] | None:
         """Each live row's length plus `further`, from the host; None while padded."""

@@ -155,5 +155,7 @@ class Captured:
     @contextlib.contextmanager
     def _padded(self, rows: int) -> Iterator[None]:
         self._batch.pad(rows)
-        yield
-        self._batch.pad(None)
+        try:
+            yield
+        finally:
+            self._batch.pad(None)

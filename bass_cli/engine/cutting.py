@@ -46,7 +46,9 @@ class Cutting:
         # at first: half of a draft's doubt comes true, for noise is shared
         middles = (torch.arange(ops.BINS, device=device) + 0.5) / ops.BINS
         kept = _STRENGTH * (1 - middles * middles / 2)
-        self.known = ops.Known(kept, torch.full_like(kept, _STRENGTH))
+        first = torch.stack((kept, torch.full_like(kept, _STRENGTH)))
+        kept, trials = first.clone()
+        self.known = ops.Known(kept, trials, first)
 
     def pays(self, rows: int, width: int) -> bool:
         """Whether rounds of so many rows are cut that verify `width` drafts of each on average."""

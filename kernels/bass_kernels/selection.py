@@ -18,10 +18,17 @@ MEMORY = 0.995  # what a round's drafts weigh one round later
 
 
 class Known(NamedTuple):
-    """By bin of doubt, [BINS] float32 each: drafts that stood, of those whose turn came."""
+    """By bin of doubt, [BINS] float32 each: drafts that stood, of those whose turn came; and what
+    both are taken for before any, `first` [2, BINS], which never weighs less."""
 
     kept: Tensor
     trials: Tensor
+    first: Tensor
+
+    def fade(self) -> None:
+        """One more round has gone by: what was learnt weighs less."""
+        for count, first in zip((self.kept, self.trials), self.first, strict=True):
+            count.lerp_(first, 1 - MEMORY)
 
 
 class Chosen(NamedTuple):
@@ -89,8 +96,9 @@ def settle(
     stood = places < (accepted * alive)[:, None]
     tried = places < (torch.minimum(accepted + 1, counts) * alive)[:, None]
     which = bins[:, :, None] == torch.arange(BINS, device=drafts.device)
+    known.fade()
     for count, counted in ((known.kept, stood), (known.trials, tried)):
-        count.mul_(MEMORY).add_((which & counted[:, :, None]).sum((0, 1)))
+        count.add_((which & counted[:, :, None]).sum((0, 1)))
     return accepted, torch.cat((accepted[:, None], targets, bits, counts[:, None]), 1)
 
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .segments import Packed
-from .selection import BINS, MEMORY, Chosen, Known, most_likely
+from .selection import BINS, Chosen, Known, most_likely
 
 _BLOCK = 1024  # chosen drafts at a time
 
@@ -18,7 +18,8 @@ def standing(scores: Tensor, known: Known, alive: Tensor) -> Tensor:
     found = torch.empty(rows, width, dtype=torch.float32, device=scores.device)
     _stand[(rows,)](
         scores.contiguous(),
-        *known,
+        known.kept,
+        known.trials,
         alive,
         found,
         width,
@@ -68,15 +69,15 @@ def settle(
     """As selection.settle."""
     rows, width = drafts.shape
     accepted, table = drafts.new_empty(rows), drafts.new_empty(rows, 2 * width + 4)
-    for count in known:
-        count.mul_(MEMORY)
+    known.fade()
     _settle[(rows,)](
         drafts.contiguous(),
         scores.contiguous(),
         chosen.packed.begin,
         targets,
         told,
-        *known,
+        known.kept,
+        known.trials,
         alive,
         accepted,
         table,

@@ -145,7 +145,8 @@ def attend_packed(dtype, *, rows, tokens, widest):
 
 def choose(dtype):
     """Of 32 rows' drafts those that are verified; the choice of the highest is the library's."""
-    scores, known = empty(32, 7, dtype=torch.float32), Known(*empty(2, BINS, dtype=torch.float32))
+    scores, first = empty(32, 7, dtype=torch.float32), empty(2, BINS, dtype=torch.float32)
+    known = Known(*first, first)
     alive, tokens = empty(32, dtype=torch.int64), empty(32, 8, dtype=torch.int64)
     standing = selection_kernels.standing(scores, known, alive)
     chosen = selection_kernels.likeliest(standing, 160, tokens, alive)
