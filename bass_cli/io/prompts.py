@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
-from bass_cli.io.readers import BOM, LONGEST_LINE, READERS, hub_records
+from bass_cli.io.readers import LONGEST_LINE, READERS, format_of, hub_records
 from bass_cli.io.reading import shown
 from bass_cli.io.shards import Shard, held_by
 
@@ -319,13 +319,7 @@ def _spool(stream: IO[bytes]) -> Source:
             ) from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
-        start = next(
-            (line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b""
-        )
-    kind = "jsonl" if start.startswith(b"{") else "txt"
-    if start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b""):  # "[INST]" is a text
-        kind = "json"
-    return Source("-", kind, spooled)
+        return Source("-", format_of(lines), spooled)
 
 
 def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -25,6 +25,16 @@ LONGEST_LINE = 64 * 2**20
 # bytes of a .json file, which is in memory as a whole, and once more as values
 _LONGEST_LIST = 2**30
 SPLITS = ("train", "validation", "test", "dev")
+
+
+def format_of(lines: Iterable[bytes]) -> str:
+    """The format of what comes without a name, by its first line that is not blank: an object is
+    one of JSON lines, a list that begins with one is JSON, all else text, "[INST]" too."""
+    start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
+    if start.startswith(b"{"):
+        return "jsonl"
+    listed = start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"")
+    return "json" if listed else "txt"
 
 
 def _text_lines(

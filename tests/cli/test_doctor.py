@@ -71,6 +71,8 @@ def test_a_pair_of_ones_own_is_looked_at(place: Path) -> None:
     facts = json.loads(cli("doctor", "--pair", file, "--json").stdout)
     assert (facts["pair_ready"], "pair_rows" in facts) == (False, False)
     assert "safetensors: the file is truncated" in facts["pair_here"]
+    (row,) = json.loads(cli("pairs", file, "--json").stdout)
+    assert (row["ready"], "safetensors: the file is truncated" in row["here"]) == (False, True)
     (place / "mine.yaml").write_text("target: nowhere.gguf\n")
     table = cli("doctor", "--pair", file)
     assert "target: no such file or folder" in next(

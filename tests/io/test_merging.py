@@ -190,7 +190,9 @@ def test_failures_are_taken_over_and_are_an_exit_code() -> None:
     lines = write("1.jsonl", "1/3")
     failed = Completion.failed(lines[0].id, "too long", seed=0, meta={})
     write("1.jsonl", "1/3", [failed, *(one for one in lines if one.id != failed.id)])
-    assert "missing" not in merge("all.jsonl", *names, code=1)
+    said = merge("all.jsonl", *names, code=1)
+    assert "missing" not in said
+    assert "1 of the lines say that something could not be run" in said
     assert Path("all.jsonl").read_text().count("too long") == 1
 
 

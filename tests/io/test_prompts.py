@@ -86,6 +86,9 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
     [
         (b"\xef\xbb\xbf\n" + lines(RECORDS).encode(), EXPECTED),
         (b"one\ntwo\n", [("0", "one", None, {}, None), ("1", "two", None, {}, None)]),
+        (b'[{"prompt": "a"}]', [("0", "a", None, {}, None)]),
+        (b'[\n  {"prompt": "a"}\n]\n', [("0", "a", None, {}, None)]),
+        (b"[INST] one\n", [("0", "[INST] one", None, {}, None)]),
     ],
 )
 def test_stdin_is_read_once_and_twice_over(
