@@ -1,7 +1,8 @@
 """One file of the parts that `--shard` made of a job: what a single run would have written.
 
 Lines are taken over as they are, in the order of the prompt file where that is still what the
-manifests say, else part after part; of a prompt, by sample number. Not here: which prompts a part
+manifests say, else by the numbers of prompts that have any, else part after part; of a prompt, by
+sample number. Not here: which prompts a part
 has (io/shards.py), writing lines (io/results.py).
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
@@ -31,6 +33,7 @@ from bass_cli.io.resume import (
 from bass_cli.io.shards import Shard, parse_shard, shard_of
 
 _NAMED = 5  # prompts that a message names; the others are counted
+_NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
 _OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest
 # by finish_reason, why a file is not finished though no line is missing
 _UNFINISHED = {"error": "say that something could not be run", "budget": "ran out of time"}
@@ -93,13 +96,14 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             part.read(note)
         results = {key: value for key, value in _results(parts[0]).items() if key != "shard"}
         ids = _prompt_ids(parts[0].manifest, results)
+        order = _numbers(parts) if ids is None else ids
         if ids is None:
             why = (
                 "prompts of a data set are not read here"
                 if parts[0].manifest.get("source") is None
                 else "the prompts of these parts are not here as they were"
             )
-            note(f"{why}: the parts in order")
+            note(f"{why}: {'the parts in order' if order is None else 'by their numbers'}")
         _refuse_unknown(parts, ids)
         missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results.get("n"))]
         if ids is None:  # a prompt without any line is not known to be one
@@ -118,7 +122,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         manifest = {key: value for key, value in parts[0].manifest.items() if key not in _OF_A_RUN}
         with open_output(out, manifest | {"results": results}, overwrite=overwrite) as writer:
             writer.complete = not missing
-            for part, line in _in_order(parts, ids):
+            for part, line in _in_order(parts, order):
                 content = part.line(line)
                 writer.append(content, parse_object(content))
             known = [part.seconds for part in parts if part.seconds is not None]
@@ -204,6 +208,14 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
         return None
 
 
+def _numbers(parts: Sequence[_Part]) -> dict[str, int] | None:
+    """The prompts with their numbers, if they are told apart by these alone: 7, or HumanEval/7."""
+    found = {id_: _NUMBERED.fullmatch(id_) for part in parts for id_ in part.lines}
+    if len({one and one[1] for one in found.values()}) != 1 or None in found.values():
+        return None
+    return {id_: int(one[2]) for id_, one in found.items() if one is not None}
+
+
 def _refuse_unknown(parts: Sequence[_Part], ids: Collection[str] | None) -> None:
     if ids is None:
         return
@@ -249,11 +261,13 @@ def _some(names: Iterator[str]) -> str:
     return ", ".join(every[:_NAMED]) + more
 
 
-def _in_order(parts: Sequence[_Part], ids: dict[str, int] | None) -> Iterator[tuple[_Part, _Line]]:
-    """All lines: by the places of their prompts, or else as the parts have them."""
+def _in_order(
+    parts: Sequence[_Part], order: dict[str, int] | None
+) -> Iterator[tuple[_Part, _Line]]:
+    """All lines: in this order of their prompts, or else as the parts have them."""
     prompts = [(part, id_) for part in parts for id_ in part.lines]
-    if ids is not None:
-        prompts.sort(key=lambda one: ids[one[1]])
+    if order is not None:
+        prompts.sort(key=lambda one: order[one[1]])
     for part, id_ in prompts:
         for line in sorted(part.lines[id_]):
             yield part, line

@@ -116,17 +116,26 @@ def test_a_merged_file_is_that_of_a_single_run() -> None:
         assert len(writer.done) == len(IDS) * N
 
 
-def test_without_the_prompts_the_parts_stand_in_order(place: Path) -> None:
+@pytest.mark.parametrize("numbered", [True, False])
+def test_without_the_prompts_numbers_or_parts_stand_in_order(
+    place: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool
+) -> None:
+    if not numbered:
+        monkeypatch.setitem(globals(), "IDS", [f"{id_}x" for id_ in IDS])
     names, lines = three(), write("1.jsonl", "1/3")
     write("one less.jsonl", "1/3", lines[1:])
     with (place / "p.jsonl").open("a") as file:
         file.write(' \n{"prompt": "one more"}')
     said = merge("all.jsonl", *reversed(names))
     assert "not here as they were" in said
+    assert ("by their numbers" in said) == numbered
     rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
-    assert [shard_of(row["id"], 3).number for row in rows] == sorted(
-        shard_of(id_, 3).number for id_ in IDS for _ in range(N)
-    )
+    found = [row["id"] for row in rows]
+    if numbered:  # 2 before 10
+        assert found == [id_ for id_ in IDS for _ in range(N)]
+    else:
+        shards = [shard_of(id_, 3).number for id_ in found]
+        assert shards == sorted(shard_of(id_, 3).number for id_ in IDS for _ in range(N))
     # a shard, and a sample of a prompt that has another, are missed all the same
     said = merge("all.jsonl", "one less.jsonl", "3.jsonl", "--overwrite", code=1)
     assert "missing: shard 2/3" in said
