@@ -100,17 +100,17 @@ NO_MORE = Backlog()
 
 
 class Outlook(NamedTuple):
-    """What lies before a controller. `left`: tokens that each row of the batch may still
-    generate, its share of those of waiting samples included; `entries`: seconds that a draft
-    length costs once, on top of its rounds (what is beyond the end costs nothing); `catch_up`:
-    seconds that drafting costs once after plain rounds; `context`: tokens of the mean row, None
-    if nobody knows; `samples`: which ones the rows are; `rooms`: tokens that each of them may
-    still get; `colds`: the part of the entries that comes before anything is learnt of a length;
-    `stops`: the drafting will be ended where it is no longer worth it, so a length is only the
-    most there can be; `free`: no draft is made in the round, the host only looks for some, and
-    `trim` has the last word on the length; `foregone`: what is known since the last outlook of
-    drafts that were not verified; `padded`: rows of the graph that serves a round, dummies
-    included, 0 if none does."""
+    """What lies before a controller. `left`: tokens that each row of the batch may still generate,
+    its share of those of waiting samples included; `entries`: seconds that a draft length costs
+    once, on top of its rounds (beyond the end as there: longer drafts are made by the longest
+    graph; none: nothing); `catch_up`: seconds that drafting costs once after plain rounds;
+    `context`: tokens of the mean row, None if nobody knows; `samples`: which ones the rows are;
+    `rooms`: tokens that each of them may still get; `colds`: the part of the entries that comes
+    before anything is learnt of a length; `stops`: the drafting will be ended where it is no longer
+    worth it, so a length is only the most there can be; `free`: no draft is made in the round, the
+    host only looks for some, and `trim` has the last word on the length; `foregone`: what is known
+    since the last outlook of drafts that were not verified; `padded`: rows of the graph that serves
+    a round, dummies included, 0 if none does."""
 
     left: float = math.inf
     entries: tuple[float, ...] = ()
@@ -126,14 +126,13 @@ class Outlook(NamedTuple):
 
     def entry(self, length: int) -> float:
         """Seconds that a draft length costs once."""
-        return (self.entries[length] if length < len(self.entries) else 0.0) + (
-            self.catch_up if length else 0.0
-        )
+        once = self.entries[min(length, len(self.entries) - 1)] if self.entries else 0.0
+        return once + (self.catch_up if length else 0.0)
 
     def cold(self, length: int) -> float:
         """The part of a draft length's entry before anything is learnt of it; 0 for plain decoding,
         of which nothing has to be learnt."""
-        return self.colds[length] if 0 < length < len(self.colds) else 0.0
+        return self.colds[min(length, len(self.colds) - 1)] if length and self.colds else 0.0
 
 
 NOTHING_KNOWN = Outlook()
