@@ -16,10 +16,9 @@ cut are cut here too. Within a repeat the ways take turns; a job before the firs
 In float32 on a CPU all samples must equal plain decoding's.
 """
 
-import argparse
 import statistics
 
-from lookup import STOPS, prompts_for, run, show
+from lookup import STOPS, options, prompts_for, run, show
 from stopping import chat
 
 from bass_cli.build import build, load_models
@@ -115,25 +114,11 @@ def line(name, rows, way, samples, seconds, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    rounds = {"batch_sizes": "8,32,64", "lengths": "auto,2,4,6,8", "more": "2,4"}
+    words = {"draft": None, "device": "auto", "dtype": "auto", "prompts": None}
+    numbers = {"limit": 8, "n": 8, "tokens": 256, "repeats": 3}
+    parser = options(__doc__, **rounds, **words, **numbers, sets=("code", "chat"))
     parser.add_argument("--pair", required=True)
-    for name, default in (
-        ("draft", None),
-        ("batch-sizes", "8,32,64"),
-        ("lengths", "auto,2,4,6,8"),
-        ("more", "2,4"),
-        ("device", "auto"),
-        ("dtype", "auto"),
-        ("prompts", None),
-    ):
-        parser.add_argument(f"--{name}", default=default)
-    for name, default in (("limit", 8), ("n", 8), ("tokens", 256), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--sets", nargs="+", default=["code", "chat"], choices=["code", "chat"])
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     args.copy_heavy, models = False, []
     batches = [int(rows) for rows in args.batch_sizes.split(",")]

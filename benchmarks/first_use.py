@@ -12,11 +12,10 @@ without captured graphs. Kernels are compiled before. Within a repeat the ways t
 Seconds are of whole jobs, prefill included.
 """
 
-import argparse
 import statistics
 import time
 
-from lookup import STOPS, human_eval, run, show
+from lookup import STOPS, human_eval, options, run, show
 from stopping import chat
 
 from bass_cli.build import build, load_models
@@ -125,22 +124,9 @@ def line(name, way, rows, samples, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (
-        ("pair", "qwen2.5-coder-1.5b"),
-        ("device", "auto"),
-        ("dtype", "auto"),
-        ("batch-sizes", "1,8"),
-    ):
-        parser.add_argument(f"--{name}", default=default)
-    for name, default in (("limit", 8), ("n", 8), ("tokens", 256), ("repeats", 3)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--sets", nargs="+", default=["code", "chat"], choices=["code", "chat"])
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    words = {"pair": "qwen2.5-coder-1.5b", "device": "auto", "dtype": "auto", "batch_sizes": "1,8"}
+    numbers = {"limit": 8, "n": 8, "tokens": 256, "repeats": 3}
+    args = options(__doc__, **words, **numbers, sets=("code", "chat")).parse_args()
     sizes = [int(rows) for rows in args.batch_sizes.split(",")]
     models = load_models(plan_for(args, sizes[0]))
     show(args, (found for rows in sizes for found in measure(args, models, rows)))

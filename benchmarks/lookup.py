@@ -172,28 +172,38 @@ def show(args, found):
         print(json.dumps({"settings": vars(args), "lines": lines}, indent=1))
 
 
-def main():
+def options(description, **defaults):
+    """A parser with --temperature, --json and an option for each of these, of its default's kind:
+    a number, a text (None too), several texts (a list), or some of these (a tuple)."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in (
-        ("pair", "smollm2"),
-        ("batch-sizes", "1,8"),
-        ("coupling", "shared"),
-        ("draft-length", "auto"),
-        ("device", "auto"),
-        ("dtype", "auto"),
-        ("prompts", None),
-    ):
-        parser.add_argument(f"--{name}", default=default)
-    for name, default in (("limit", 8), ("n", 8), ("tokens", 128), ("repeats", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument(
-        "--drafts", nargs="+", default=["none", "lookup:own,prompt,reference", "lookup"]
+    for name, default in ({"temperature": 0.8} | defaults).items():
+        kind = {"type": type("" if default is None else default)}
+        if isinstance(default, list | tuple):
+            kind = {"nargs": "+", "choices": default if isinstance(default, tuple) else None}
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def main():
+    parser = options(
+        __doc__,
+        pair="smollm2",
+        batch_sizes="1,8",
+        coupling="shared",
+        draft_length="auto",
+        device="auto",
+        dtype="auto",
+        prompts=None,
+        limit=8,
+        n=8,
+        tokens=128,
+        repeats=2,
+        drafts=["none", "lookup:own,prompt,reference", "lookup"],
     )
-    for name in ("copy-heavy", "json"):
-        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--copy-heavy", action="store_true")
     args = parser.parse_args()
     show(
         args,

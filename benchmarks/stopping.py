@@ -12,10 +12,9 @@ plain decoding's. A job before the first repeat is not counted; every job begins
 controller that knows nothing.
 """
 
-import argparse
 import statistics
 
-from lookup import STOPS, human_eval, run, show
+from lookup import STOPS, human_eval, options, run, show
 
 from bass_cli.build import build
 from bass_cli.config.args import JobArgs
@@ -121,22 +120,17 @@ def line(name, way, samples, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options(
+        __doc__,
+        pair="qwen2.5-coder-1.5b",
+        dtype="auto",
+        limit=8,
+        n=4,
+        batch_size=8,
+        tokens=96,
+        repeats=2,
+        sets=("code", "chat"),
     )
-    for name, default in (("pair", "qwen2.5-coder-1.5b"), ("dtype", "auto")):
-        parser.add_argument(f"--{name}", default=default)
-    for name, default in (
-        ("limit", 8),
-        ("n", 4),
-        ("batch-size", 8),
-        ("tokens", 96),
-        ("repeats", 2),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--temperature", type=float, default=0.8)
-    parser.add_argument("--sets", nargs="+", default=["code", "chat"], choices=["code", "chat"])
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     show(args, (found for name in args.sets for found in measure(args, name)))
 

@@ -36,7 +36,7 @@ _NAMED = 5  # prompts that a message names; the others are counted
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
 _OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest
 # by finish_reason, why a file is not finished though no line is missing
-_UNFINISHED = {"error": "say that something could not be run", "budget": "ran out of time"}
+_UNFINISHED = {"error": "with an error", "budget": "that ran out of time"}
 
 
 class _Line(NamedTuple):
@@ -132,7 +132,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         note(f"{out}: {counts}, from {len(parts)} parts")
         for reason, words in _UNFINISHED.items():
             if count := writer.totals["finish_reasons"].get(reason):
-                note(f"{count} of the lines {words}")
+                note(f"lines {words}: {count}")
     return not missing and writer.finished
 
 

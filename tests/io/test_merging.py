@@ -201,7 +201,7 @@ def test_failures_are_taken_over_and_are_an_exit_code() -> None:
     write("1.jsonl", "1/3", [failed, *(one for one in lines if one.id != failed.id)])
     said = merge("all.jsonl", *names, code=1)
     assert "missing" not in said
-    assert "1 of the lines say that something could not be run" in said
+    assert "lines with an error: 1" in said
     assert Path("all.jsonl").read_text().count("too long") == 1
 
 
