@@ -147,10 +147,9 @@ def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
     target = runner_for(decoder, followers, rows=rows, span=span, lag=1)
 
     def loop(drafter: Drafter, acceptance: tuple[Rate, ...] | None) -> Loop:
-        plain = isinstance(drafter, NoDrafter)
         return Loop(
             batch=batch,
-            target=target.read_by_nobody() if plain else target,
+            target=target if drafter.longest else target.read_by_nobody(),
             drafter=drafter,
             lengths=Fixed(0),
             coupling=coupling,
