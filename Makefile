@@ -37,7 +37,7 @@ test-slow: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -rs tests/kernels/test_triton.py tests/kernels/test_ragged.py tests/model/test_fused_decode.py tests/kernels/test_rejection.py \
 		tests/kernels/test_truncation.py tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_gpu_ranks.py \
-		tests/distill/test_training.py tests/distill/test_exchange.py tests/kernels/test_distances.py tests/kernels/test_trained.py tests/kernels/test_gated.py tests/drafting/test_feature_heads.py \
+		tests/distill/test_training.py tests/distill/test_exchange.py tests/kernels/test_distances.py tests/kernels/test_trained.py tests/kernels/test_gated.py tests/kernels/test_causal.py tests/drafting/test_feature_heads.py \
 		tests/drafting/test_chain_heads.py
 	$(BIN)/python benchmarks/plain.py
 

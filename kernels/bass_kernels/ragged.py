@@ -3,11 +3,10 @@
 A row's queries that share a key/value head are stacked into one matrix, its keys cut into pieces of
 one unit of work each, so that a short row costs little. Rows that share a prompt form teams, which
 read its keys once. Everything that varies by row is read on the device, so a captured launch serves
-any lengths. A pass over much of one prompt is no ragged one: torch's own attention takes it. Here:
-shapes, launches, schedules; the kernel: ragged_kernel.py.
+any lengths. A pass over much of one prompt is no ragged one: causal.py. Here: shapes, launches,
+schedules; the kernel: ragged_kernel.py.
 """
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,18 +14,17 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
-from . import dispatch
+from . import causal, dispatch
 from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
 from .segments import Group, Segments, by_row, one_after_other
 from .softmax import merge_rows
 
 _KEYS = 256  # keys that make a further piece worth its merge
-# Queries of one prompt from which torch's attention takes them: blocks of 128 of each of some 28
-# heads then keep all processors of an H200 busy. Its largest head is 256.
-_MANY, _LARGEST = 640, 256
+# Queries of one prompt from which they are no ragged pass: blocks of 128 of each of some 28 heads
+# then keep all processors of an H200 busy.
+_MANY = 640
 
 
 class Cut(NamedTuple):
@@ -113,18 +111,9 @@ def _schedule(segments: Segments) -> str:
 def _one_prompt(q: Tensor, segments: Segments) -> Group | None:
     """The prompt of which this pass computes much, and nothing else; None for other passes."""
     groups = segments.groups or ()
-    if segments.extent or len(groups) != 1 or not _suits_flash(q.dtype, q.shape[3], q.device):
+    if segments.extent or len(groups) != 1 or not causal.suits(q.dtype, q.shape[3], q.device):
         return None
     return groups[0] if groups[0].queries >= _MANY else None
-
-
-@functools.cache
-def _suits_flash(dtype: torch.dtype, size: int, device: torch.device) -> bool:
-    here = device.type != "cuda" or (
-        torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(device)[0] >= 8
-    )
-    return here and dtype != torch.float32 and size % 8 == 0 and size <= _LARGEST
 
 
 def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float) -> Tensor:
@@ -132,29 +121,12 @@ def _within(q: Tensor, prompt: tuple[Tensor, Tensor], group: Group, scale: float
     `group.queries` tokens are the last of that prompt; what fills the tiles up gives zeros."""
     rows, width, heads, size = q.shape
     span = slice(group.start, group.start + group.length)
-    keys, values = (store[None, :, span] for store in prompt)
-    tokens = q.view(1, -1, heads, size)[:, : group.queries].transpose(1, 2)
-    out = q.new_zeros(rows * width, heads, size)
-    out[: group.queries] = _flash(tokens, keys, values, scale)[0].transpose(0, 1)
+    keys, values = (store[:, span] for store in prompt)
+    tokens, out = q.reshape(-1, heads, size), q.new_empty(rows * width, heads, size)
+    out[group.queries :].zero_()
+    many = slice(0, group.queries)
+    causal.attention(tokens[many].contiguous(), keys, values, out[many], scale=scale)
     return out.view(rows, width, heads * size)
-
-
-def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention of q [1, H, M, D] over keys [1, K, N, D], the last query at the last key.
-    What torch has for that under a public name imports its compiler first, for 4 s."""
-    if q.is_cuda:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        found: Tensor = flash(q, keys, values, 0.0, True, scale=scale)[0]
-        return found
-    mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
-    return functional.scaled_dot_product_attention(
-        q,
-        keys,
-        values,
-        attn_mask=mask.tril(keys.shape[2] - q.shape[2]),
-        scale=scale,
-        enable_gqa=True,
-    )
 
 
 def _launch(

@@ -181,7 +181,7 @@ def test_tiles_of_prompts_are_no_rows_of_the_store(schedule, window, monkeypatch
 
 
 @pytest.mark.parametrize("window", [0, 30])
-def test_a_pass_over_much_of_one_prompt_is_torchs(window, monkeypatch):
+def test_a_pass_over_much_of_one_prompt_is_no_ragged_one(window, monkeypatch):
     """37 tokens, the last of 61, in tiles of 16, one of them not full; with a window it is a
     ragged one all the same. What stands behind and before the prompt is not seen."""
     from bass_kernels import ragged

@@ -17,6 +17,7 @@ from compile_ahead import Absent, skip_machine_code
 from triton.backends.compiler import GPUTarget
 
 from bass_kernels import (
+    causal,
     choice,
     cuts,
     drawing,
@@ -39,7 +40,7 @@ from bass_kernels.selection import BINS, Known
 # specifications by capability).
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 PROCESSORS = 128
-MODULES = (cuts, gated, mixing, ragged, skinny)
+MODULES = (causal, cuts, gated, mixing, ragged, skinny)
 
 
 def empty(*shape, dtype):
@@ -115,6 +116,15 @@ def gate_up(dtype):
     weight = empty(2 * 18944, 3584, dtype=dtype)
     if gated.serves(64, weight):
         gated.gate_up(empty(8, 8, 3584, dtype=dtype), weight, activation="silu")
+
+
+def attend_long(dtype):
+    """As in a pass over much of one prompt."""
+    for size in (64, 128):
+        q = empty(8192, 12, size, dtype=dtype)
+        if causal.suits(dtype, size, q.device):
+            keys, values = caches(1, 2, size, dtype)[1]
+            causal.attention(q, keys, values, torch.empty_like(q), scale=0.1)
 
 
 def attend(dtype, *, size, rows, width, team=0):
@@ -196,6 +206,7 @@ LAUNCHES = {
     "mix-256": functools.partial(mix, heads=8, kv_heads=4, size=256, width=8),
     "stream": stream,
     "gate-up": gate_up,
+    "attend-long": attend_long,
     "attend-128": functools.partial(attend, size=128, rows=8, width=9),
     "attend-128-in-teams": functools.partial(attend, size=128, rows=16, width=1, team=8),
     "attend-128-packed": functools.partial(attend_packed, rows=32, tokens=160, widest=9),

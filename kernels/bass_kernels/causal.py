@@ -1,0 +1,162 @@
+"""Causal attention of many tokens of one prompt over its keys, as in a pass over a long prompt: a
+Triton kernel on Hopper, elsewhere torch's own flash attention.
+
+Tensor descriptors bring blocks of keys in, with zeros for what is beyond the prompt. An H200,
+8,192 tokens at the end of 8,192 / 32,768: 465 / 589 TFLOP/s for 248 / 328 of torch's. Not here:
+rows with spans of their own, and tiles of several prompts (ragged.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import card
+
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # before Triton 3.4
+    TensorDescriptor = None
+
+_LOG2_E = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Queries of one head a program, keys at a time, warps and stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# By the size of a head the best of nine (docs/LOG.md): up to 64, and up to 128.
+_TILES = {64: Tile(64, 128, 4, 3), 128: Tile(128, 128, 8, 3)}
+_LARGEST = 256  # the largest head of torch's flash attention
+
+
+@functools.cache
+def suits(dtype: torch.dtype, size: int, device: torch.device) -> bool:
+    """Whether `attention` is there for heads of this size: in 16 bits, on a device that it was
+    made for."""
+    if dtype.itemsize != 2 or size % 8:
+        return False
+    return _has_kernel(size, device) or (device.type == "cuda" and _has_flash(size, device))
+
+
+def _has_kernel(size: int, device: torch.device) -> bool:
+    here = card(device).capability[0] == 9 and TensorDescriptor is not None
+    return here and size <= max(_TILES)
+
+
+def _has_flash(size: int, device: torch.device) -> bool:
+    capable = torch.cuda.get_device_capability(device)[0] >= 8
+    return torch.backends.cuda.is_flash_attention_available() and capable and size <= _LARGEST
+
+
+def attention(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, *, scale: float, tile: Tile | None = None
+) -> None:
+    """Into `out` [M, H, D], for q [M, H, D] over keys and values [K, N, D], N >= M: query i is at
+    key N - M + i and sees it and those before it. 16 bits; q and out are contiguous, and keys lie
+    at multiples of 16 bytes. `tile`: by the size of a head where None."""
+    if not _has_kernel(q.shape[2], q.device):
+        out.copy_(_flash(q, keys, values, scale))
+        return
+    (count, heads, size), (kv_heads, length, _) = q.shape, keys.shape
+    tile = tile or _TILES[64 if size <= 64 else 128]
+    wide, tiles = max(16, triton.next_power_of_2(size)), triton.cdiv(count, tile.queries)
+    stored = (
+        TensorDescriptor(it, list(it.shape), list(it.stride()), [1, tile.keys, wide])
+        for it in (keys, values)
+    )
+    _attend[(tiles * heads,)](
+        q,
+        *stored,
+        out,
+        scale * _LOG2_E,
+        count,
+        length,
+        tiles,
+        H=heads,
+        K=kv_heads,
+        D=size,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
+        BLOCK_D=wide,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _flash(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """The same by torch. What it has for that under a public name imports its compiler first, for
+    4 s."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    found: Tensor = flash(
+        q.transpose(0, 1)[None], keys[None], values[None], 0.0, True, scale=scale
+    )[0]
+    return found[0].transpose(0, 1)
+
+
+@triton.jit
+def _fold(q, keys, values, seen, peak, mass, total, scale):
+    """softmax.fold where each query sees some key of the first block, so that what is not seen
+    weighs nothing by its score alone; scores are scaled within the exponent, in one operation."""
+    scores = tl.dot(q, tl.trans(keys))
+    if seen is not None:
+        scores = tl.where(seen, scores, -1e30)
+    high = tl.maximum(peak, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - high[:, None])
+    fade = tl.exp2(peak - high)
+    total = tl.dot(weights.to(values.dtype), values, total * fade[:, None])
+    return high, mass * fade + tl.sum(weights, 1), total
+
+
+@triton.jit(do_not_specialize=["count", "length", "tiles"])
+def _attend(
+    q_ptr,
+    keys,
+    values,
+    out_ptr,
+    scale,
+    count,
+    length,
+    tiles,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program: BLOCK_M queries of one head. Those that see most begin first, and heads that
+    share keys run side by side."""
+    program = tl.program_id(0)
+    head, tile = program % H, tiles - 1 - program // H
+    kv, before = head // (H // K), length - count
+    query = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    at = (query.to(tl.int64) * H + head)[:, None] * D + d[None, :]
+    real = (query < count)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + at, mask=real, other=0.0)
+    peak = tl.full([BLOCK_M], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    first = tile * BLOCK_M + before  # the position of the first query
+    whole = (first + 1) // BLOCK_N  # blocks of which all queries see all keys
+    for block in range(0, whole):
+        k = keys.load([kv, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D])
+        v = values.load([kv, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D])
+        peak, mass, total = _fold(q, k, v, None, peak, mass, total, scale)
+    for block in range(whole, tl.cdiv(tl.minimum(first + BLOCK_M, length), BLOCK_N)):
+        k = keys.load([kv, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D])
+        v = values.load([kv, block * BLOCK_N, 0]).reshape([BLOCK_N, BLOCK_D])
+        seen = (block * BLOCK_N + n)[None, :] <= (query + before)[:, None]
+        peak, mass, total = _fold(q, k, v, seen, peak, mass, total, scale)
+    tl.store(out_ptr + at, (total / mass[:, None]).to(out_ptr.dtype.element_ty), mask=real)

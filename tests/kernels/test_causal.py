@@ -1,0 +1,75 @@
+"""Causal attention of many tokens of one prompt against torch, by relative RMS error: blocks that are
+not full, heads that fill none, keys that several heads share, and what it is there for."""
+
+import pytest
+import torch
+from test_triton import DEVICE, DTYPES, close, randn, triton  # noqa: F401 (a fixture)
+
+causal = pytest.importorskip("bass_kernels.causal")
+from bass_kernels.launch import Card  # noqa: E402
+
+HALF = [dtype for dtype in DTYPES if dtype.itemsize == 2]
+SMALL = causal.Tile(16, 32, 4, 2)
+
+
+def due(q, keys, values, scale):
+    """In float64, written down as it is defined."""
+    count, length, share = len(q), keys.shape[1], q.shape[1] // len(keys)
+    k, v = (it.double().repeat_interleave(share, 0) for it in (keys, values))
+    scores = torch.einsum("mhd,hnd->hmn", q.double(), k) * scale
+    seen = torch.ones(count, length, dtype=torch.bool, device=q.device).tril(length - count)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hmn,hnd->mhd", weights, v)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    ("count", "length", "size", "tile"),
+    [
+        (53, 53, 16, SMALL),
+        (53, 150, 24, SMALL),
+        (16, 32, 16, SMALL),
+        (1, 97, 64, SMALL),
+        (70, 141, 64, None),
+        (70, 141, 128, None),
+    ],
+)
+def test_causal_attention(dtype, count, length, size, tile):
+    """Beside what stands before and behind the prompt, which is not seen, in q and out neither."""
+    q = randn(count + 3, 6, size, dtype=dtype, seed=0)
+    out = torch.full_like(q, 7.0)
+    q[count:] = torch.nan
+    stored = [randn(2, length + 40, size, dtype=dtype, seed=seed) for seed in (1, 2)]
+    for it in stored:
+        it[:, :8] = it[:, length + 8 :] = torch.nan
+    keys, values = (it[:, 8 : length + 8] for it in stored)
+    causal.attention(q[:count], keys, values, out[:count], scale=0.3, tile=tile)
+    close(out[:count], due(q[:count], keys, values, 0.3), dtype)
+    assert torch.equal(out[count:], torch.full_like(out[count:], 7.0))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="thousands of programs")
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_at_lengths_that_it_is_made_for(size):
+    """And by torch's own attention, where a head is too large."""
+    q, dtype = randn(1500, 12, size, dtype=torch.bfloat16, seed=0), torch.bfloat16
+    keys, values = (randn(2, 6000, size, dtype=dtype, seed=seed) for seed in (1, 2))
+    out = torch.empty_like(q)
+    causal.attention(q, keys, values, out, scale=size**-0.5)
+    close(out, due(q, keys, values, size**-0.5), dtype)
+
+
+def test_what_it_is_there_for(monkeypatch):
+    def suits(dtype, size):
+        causal.suits.cache_clear()
+        return causal.suits(dtype, size, torch.device("cpu"))
+
+    assert suits(torch.bfloat16, 128)
+    assert suits(torch.float16, 80)
+    assert not suits(torch.float32, 128)
+    assert not suits(torch.bfloat16, 100)
+    assert not suits(torch.bfloat16, 256)
+    monkeypatch.setattr(causal, "card", lambda device: Card((8, 0), 163 * 1024))
+    assert not suits(torch.bfloat16, 128)
+    monkeypatch.undo()
+    causal.suits.cache_clear()
