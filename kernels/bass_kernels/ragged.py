@@ -269,9 +269,9 @@ def _members(lines: int, rows: int) -> int:
 
 def _cut(units: int, device: torch.device) -> Cut:
     """For the keys of rows without teams, of which `units` programs of one piece each would be
-    launched. More pieces for long rows gained nothing."""
-    few = max(1, min(8 if units <= 16 else 4, 2 * processors(device) // units))
-    return Cut(few, few)
+    launched: a program a processor, and two where rows are long, up to eight or four pieces."""
+    limit, each = 8 if units <= 16 else 4, processors(device) / units
+    return Cut(max(1, min(limit, int(each))), max(1, min(limit, int(2 * each))))
 
 
 def _team_cut(units: int, device: torch.device) -> Cut:
@@ -305,7 +305,7 @@ def _tilings(lines: int, members: int, size: int) -> Iterator[Tiling]:
     for rows in dict.fromkeys((members, 1)):
         most = max(16, triton.next_power_of_2(lines * rows))
         for block in (most,) if rows > 1 else (m for m in (64, 32, 16) if m <= most):
-            best = 64 if block == 16 or rows > 1 else 32
+            best = 64 if size <= 128 or block == 16 or rows > 1 else 32
             for keys in (n for n in (64, 32, 16) if n <= best):
                 for stages in range(3 if size <= 128 else 2, 1, -1):
                     yield Tiling(rows, block, keys, 8 if block > 64 else 4, stages)

@@ -192,7 +192,7 @@ def attend(
             asking = position_ptr + query * position_place
         position = tl.load(asking, mask=inside, other=-1).to(tl.int32)
         base = tl.load(base_ptr + first_row).to(tl.int32)
-        start = tl.load(start_ptr + first_row)
+        start, own = tl.load(start_ptr + first_row), tl.load(own_ptr + first_row)
         d = tl.arange(0, BLOCK_D)
         places = query * H + head
         grid = places[:, None] * D + d[None, :]
@@ -256,7 +256,6 @@ def attend(
                 BLOCK_D,
                 WIDE,
             )
-            own = tl.load(own_ptr + first_row)
             offset = kv.to(tl.int64) * key_head + own * key_step
             peak, mass, total = _blocks(
                 q,
