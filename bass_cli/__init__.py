@@ -29,7 +29,12 @@ __all__ = [
     "generate",
     "load_pair",
 ]
-_PLACES = {"generate": "bass_cli.library", "Completion": "bass_cli.io.completion"}
+_PLACES = {
+    "generate": "bass_cli.library",
+    "Completion": "bass_cli.io.completion",
+    "MachineError": "bass_cli.errors",
+    "UserError": "bass_cli.errors",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,7 @@ from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_shared_files
-from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import Prompt, check_prompts, open_prompts, read_prompts
 from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path
 from bass_cli.io.shards import Shard, held_by, parse_shard
@@ -36,7 +36,9 @@ from bass_cli.model.sources import files_of
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     """`bass generate`. Says whether every sample was finished."""
-    out = args.out or "-"
+    out = "-" if args.out is None else args.out
+    if not out:
+        raise UserError("--out (or BASS_OUT): it is empty; give a file, or - for standard output")
     if descriptor_of(out) == 1:
         out = "-"
     if args.json_summary and out == "-":
@@ -54,11 +56,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
     shard, request = read_shard(args, job), read_request(args, job, out)
-    source = open_source(args.prompts)
-    if source.kind == "txt" and args.prompt_column is not None:
-        raise UserError(
-            "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
-        )
+    source = open_prompts(args.prompts, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
     identity = {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
 
@@ -205,7 +203,7 @@ def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
     pair nor flags say."""
     pair = chosen_pair(args)
     args = replace(
-        args, stop=[unescape(text) for text in args.stop] if args.stop else _stops_of_environment()
+        args, stop=[unescape(text) for text in args.stop] if args.stop else stops_of_environment()
     )
     unsaid = {
         key: value
@@ -229,15 +227,20 @@ def read_shard(args: SampleArgs, job: Job) -> Shard | None:
     return shard
 
 
-def _stops_of_environment() -> list[str] | None:
+def stops_of_environment() -> list[str] | None:
     """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no
     blank."""
-    value = os.environ.get("BASS_STOP")
+    value = os.environ.get("BASS_STOP") or None  # an empty variable is none, as of all options
     with contextlib.suppress(ValueError):
         listed = json.loads(value or "")
         if isinstance(listed, list):
             return listed
     return None if value is None else [unescape(value)]
+
+
+def escape(text: str) -> str:
+    """What `unescape` makes this stop string of."""
+    return text.replace("\\", "\\\\")
 
 
 def unescape(text: str) -> str:

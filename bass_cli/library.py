@@ -6,13 +6,16 @@ heavy is imported before it is called.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
+from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt, check, prompts_of
+from bass_cli.io.reading import shown
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
@@ -56,9 +59,11 @@ def generate(
     """
     from bass_cli import scheduler
 
+    _check_kind(prompts)
     if isinstance(job, Job):
         settle(job.threads, _LOG.info)
         longest = ""
+        prompts = _first(prompts, job.limit)
         if isinstance(prompts, Sequence):
             prompts = whole = list(prompts_of(prompts, column=job.prompt_column))
             checked = check(whole)
@@ -77,6 +82,22 @@ def generate(
         on_note=on_note,
         loop=loop,
     )
+
+
+def _check_kind(prompts: Any) -> None:
+    """UserError for one prompt where many are needed: its characters or fields would be taken."""
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; of one prompt "
+            "make a list"
+        )
+
+
+def _first(prompts: Iterable[Any], limit: int | None) -> Iterable[Any]:
+    """So many of them at most; a list stays one, of which all can be checked."""
+    if limit is None:
+        return prompts
+    return prompts[:limit] if isinstance(prompts, Sequence) else itertools.islice(prompts, limit)
 
 
 def _plan_of(job: Job, longest: str, count: int | None) -> Plan:

@@ -8,6 +8,7 @@ import itertools
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,23 @@ def test_wrong_prompts_are_refused_when_it_is_called(
 ) -> None:
     with pytest.raises(UserError, match=fault):
         generate(prompts, job(model))
+
+
+@pytest.mark.parametrize("prompts", ["the cat", b"the cat", {"id": "a", "prompt": "b"}, None, 3])
+def test_what_is_no_list_of_prompts_is_refused(model: Path, prompts: Any) -> None:
+    with pytest.raises(UserError, match=r"^prompts: a list of texts or mappings is needed"):
+        generate(prompts, job(model))
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_the_limit_of_a_job_holds(model: Path, kind: Any) -> None:
+    given = kind([types.MappingProxyType({"prompt": "the cat"}), "a dog"])
+    assert [one.id for one in generate(given, job(model, limit=1, n=1))] == ["0"]
+
+
+def test_every_name_that_it_offers_is_there() -> None:
+    for name in bass_cli.__all__:
+        assert getattr(bass_cli, name).__name__ == name
 
 
 def test_a_model_that_is_not_there_is_said_when_it_is_called(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.intake import Intake, Task
 from bass_cli.io.prompts import Prompt
 from bass_cli.plan import Plan
 
@@ -60,14 +61,17 @@ def measure(
 ) -> dict[str, Any]:
     """The document. `command`: our own job, but for its output; `on_ray`: what it is given besides
     to be drawn by actors, none if it is not to be; `rivals`: those installed. Each repeat runs
-    every engine once. MachineError where a process fails, with its last words."""
+    every engine once. UserError for a prompt that cannot be run, MachineError where a process
+    fails, with its last words."""
+    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    tasks = [intake.take(prompt, (), now=0.0) for prompt in prompts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
         commands = {_OURS: ours} | ({_ON_RAY: [*ours, *on_ray]} if on_ray else {})
         for rival in rivals:
             order = folder / f"{rival}.json"
-            order.write_text(json.dumps(_order(plan, prompts, rival)), encoding="utf-8")
+            order.write_text(json.dumps(_order(plan, tasks, rival)), encoding="utf-8")
             module = "bass_cli.bench.rival_job"
             commands[rival] = [sys.executable, "-m", module, str(order)]
         runs: dict[str, list[Ran]] = {engine: [] for engine in commands}
@@ -151,7 +155,7 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
     }
 
 
-def _order(plan: Plan, prompts: Sequence[Prompt], engine: str) -> dict[str, Any]:
+def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
     """What a rival is to do. It gets token ids, so no template or tokenizer of its own decides."""
     sampling, eos = plan.job.sampling, sorted(plan.eos_ids)
     return {
@@ -160,7 +164,7 @@ def _order(plan: Plan, prompts: Sequence[Prompt], engine: str) -> dict[str, Any]
         "tokenizer": str(plan.files.tokenizer.path),
         "device": plan.device.type,
         "dtype": str(plan.dtype).removeprefix("torch."),
-        "prompts": _token_ids(plan, prompts),
+        "prompts": _token_ids(plan, tasks),
         "n": plan.job.n,
         "rows": plan.rows,
         "eos": eos,
@@ -172,23 +176,15 @@ def _order(plan: Plan, prompts: Sequence[Prompt], engine: str) -> dict[str, Any]
     }
 
 
-def _token_ids(plan: Plan, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Of the prompts that can be run with all new tokens; UserError if there are none."""
-    from bass_cli.intake import Intake
-
-    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
-    found = []
-    for prompt in prompts:
-        with contextlib.suppress(UserError):
-            task = intake.take(prompt, (), now=0.0)
-            if task.limit == plan.job.sampling.max_new_tokens:
-                found.append(task.tokens)
-    if len(found) < len(prompts):
+def _token_ids(plan: Plan, tasks: Sequence[Task]) -> list[list[int]]:
+    """Of the prompts; UserError unless all of them can be run with all new tokens."""
+    short = sum(task.limit < plan.job.sampling.max_new_tokens for task in tasks)
+    if short:
         raise UserError(
-            f"--job: {len(prompts) - len(found)} prompts cannot be run with all --max-new-tokens "
-            "in the model's context, and engines differ in what they do then; leave them out"
+            f"--job: {short} prompts cannot be run with all --max-new-tokens in the model's "
+            "context, and engines differ in what they do then; leave them out"
         )
-    return found
+    return [task.tokens for task in tasks]
 
 
 def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
@@ -212,11 +208,11 @@ def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
         written.seek(0)
         told.seek(0)
         lines, words = written.read().splitlines(), told.read().strip().splitlines()
+    ours = engine in (_OURS, _ON_RAY)
     if process.returncode or not lines:
         last = words[-1] if words else f"exit code {process.returncode}"
         raise MachineError(f"{engine}: the job could not be run: {last}")
     done = json.loads(lines[-1])
-    ours = engine in (_OURS, _ON_RAY)
     generating = done["decoding_seconds" if ours else "generating_seconds"]
     most = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return Ran(

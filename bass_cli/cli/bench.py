@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from bass_cli.bench import plot, report
 from bass_cli.cli.options import OF_A_JOB, ON_RAY, OPTIONS
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import BenchArgs, LawArgs, job_args
 from bass_cli.errors import UserError
-from bass_cli.generation import files_read, read_job
+from bass_cli.generation import escape, files_read, read_job, stops_of_environment
 from bass_cli.io import charts
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
-from bass_cli.io.prompts import check_prompts, open_source, read_prompts
+from bass_cli.io.prompts import check_prompts, open_prompts, open_source, read_prompts
 from bass_cli.system.threads import settle
 
 _OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_document", "quiet"}
@@ -92,8 +92,10 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         raise UserError("--job (or BASS_JOB): a file is needed, which can be read more than once")
     asked = job_args(args)
     job = read_job(asked)
+    if args.stop in (None, []):  # those of a variable, which the process of a job does not see
+        args = replace(args, stop=[escape(text) for text in stops_of_environment() or []])
     read_request(asked, job, out="a file beside")  # whatever makes no sense on Ray
-    source = open_source(file)
+    source = open_prompts(file, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
 
     from bass_cli.bench import jobs

@@ -57,6 +57,7 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
         else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
     )
     path = args.file
+    scoring.refuse_twice(args)
     if args.overwrite and args.report is None:
         raise UserError(
             "--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; "

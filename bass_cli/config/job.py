@@ -30,7 +30,7 @@ from bass_cli.config.fields import (
     Stops,
 )
 from bass_cli.errors import UserError, nearest
-from bass_cli.io.reading import read_bytes, shown
+from bass_cli.io.reading import is_unicode, read_bytes, shown
 from bass_cli.io.yaml_file import MOST_BYTES, BrokenYamlError, parse_yaml
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     with --model."""
     name, model = args.pair, args.model
     if model is None:
-        return load_pair(name or DEFAULT_PAIR)
+        return load_pair(DEFAULT_PAIR if name is None else name)
     if name is not None:
         raise UserError(
             "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
@@ -188,6 +188,8 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
         raise UserError(
             "--model (or BASS_MODEL): it is empty; name a hub id, a folder or a .gguf file"
         )
+    if not is_unicode(model):
+        raise UserError(f"--model (or BASS_MODEL): {shown(model)} is not valid UTF-8")
     is_pair = model in packaged_pairs() and not os.path.exists(model)
     if is_pair or model.endswith(_PAIR_FILES):
         raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')

@@ -35,7 +35,7 @@ from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places
 from bass_cli.errors import UserError
 from bass_cli.io.console import Screen
-from bass_cli.io.prompts import open_source, read_prompts
+from bass_cli.io.prompts import open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
 from bass_cli.io.saving import write_file
@@ -100,7 +100,7 @@ def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dic
         asked: Any = own_beginnings(plan.files.tokenizer, args.chat)
         digest: dict[str, Any] = {"prompts": list(asked)}
     else:
-        file = open_source(args.prompts)
+        file = open_prompts(args.prompts, args.prompt_column)
         column = plan.job.prompt_column
         prompts = usable(read_prompts(file, column=column, limit=plan.job.limit), plan, screen)
         asked = functools.partial(iter, prompts)

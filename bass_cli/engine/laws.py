@@ -51,7 +51,7 @@ class Laws:
     def at(self, temperature: float | None, factor: float = 1.0) -> Laws:
         """The same at another temperature, where it is not 0; None: at `factor` times its own."""
         if temperature is not None:
-            changed = torch.where(self.temperature > 0, temperature, 0.0)
+            changed = torch.where(self.temperature > 0, min(temperature, ops.HOTTEST), 0.0)
         elif factor != 1:
             changed = self.temperature * factor
         else:
@@ -86,7 +86,8 @@ class Columns:
         """A row lives there."""
         self._alive[place], self._top_k[place], self._top_p[place] = 1, top_k, top_p
         self._keys[place] = key
-        self._temperature[place] = temperature if temperature >= ops.COLDEST else 0.0
+        warm = temperature >= ops.COLDEST
+        self._temperature[place] = min(temperature, ops.HOTTEST) if warm else 0.0
 
     def clear(self, places: slice) -> None:
         """Dummies live there."""

@@ -10,7 +10,7 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.eval.tasks import Problem
 from bass_cli.io.prompts import open_source
 from bass_cli.io.readers import READERS, hub_records
-from bass_cli.io.reading import text, whole
+from bass_cli.io.reading import is_unicode, whole
 
 # by name, what raises ValueError at a value of another type
 Fields = Mapping[str, Callable[[Any], Any]]
@@ -53,7 +53,11 @@ def read_problems(
 
 def identity(value: Any) -> str:
     """What tells a record from the others: a text or a whole number."""
-    return text(value) if isinstance(value, str) else str(whole(value))
+    if not isinstance(value, str):
+        return str(whole(value))
+    if not is_unicode(value):
+        raise ValueError("it holds half of a surrogate pair, which is not text")
+    return value
 
 
 def _records(source: str) -> Iterator[tuple[str, Any]]:

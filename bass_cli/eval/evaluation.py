@@ -62,6 +62,7 @@ class Evaluation:
             raise UserError(
                 "--plot (or BASS_PLOT): a chart shows a sweep; add --budgets, like 0.5s,1s,2s"
             )
+        scoring.refuse_twice(args)
         self._args, self._screen, self.report = args, screen, args.report
         self.failed = False  # whether a prompt could not be run
         timeout = (

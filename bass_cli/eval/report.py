@@ -209,9 +209,9 @@ def _total(generations: list[Generation], name: str) -> int | None:
 
 
 def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) -> float | None:
-    """The whole run's time if the manifest has it; with a budget prompts ran one at a time, so
-    their times add up."""
-    if file.total_seconds is not None or file.budget is None:
+    """The whole run's time if the manifest has it. With a budget and no --batch-size prompts ran
+    one at a time, so their times add up; else nobody knows."""
+    if file.total_seconds is not None or file.budget is None or not file.one_at_a_time:
         return file.total_seconds
     return sum(max(_seconds(outcomes), default=0.0) for outcomes in problems.values())
 

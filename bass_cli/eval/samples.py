@@ -73,6 +73,11 @@ class GenerationFile:
         return _number(self.setting("budget"))
 
     @property
+    def one_at_a_time(self) -> bool:
+        """Whether prompts with a budget were decoded one after the other."""
+        return _part(self.manifest, "job").get("batch_size", "auto") == "auto"
+
+    @property
     def total_seconds(self) -> float | None:
         """How long the whole generation took, if the manifest says so."""
         return _number(_part(self.manifest, "totals").get("seconds"))
@@ -88,11 +93,11 @@ def read_generations(path: str) -> GenerationFile:
     for number, row in _records(path, notes):
         place = f"{path}:{number}"
         generation = _read_row(row, place, number, order)
-        key = (generation.task_id, generation.sample)
+        key = (_bare(generation.task_id), generation.sample)
         if key in seen:
             raise UserError(
-                f'{place}: sample {key[1]} of "{key[0]}" is in the file twice, first in line '
-                f"{seen[key]}"
+                f'{place}: sample {generation.sample} of "{generation.task_id}" is in the file '
+                f"twice, first in line {seen[key]}"
             )
         seen[key] = number
         rows.append(generation)
@@ -161,8 +166,8 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     whole, text = _text(row, place)
     sample = _figure(row, "sample", int, place)
     if sample is None:
-        sample = order[task_id]
-        order[task_id] += 1
+        sample = order[_bare(task_id)]
+        order[_bare(task_id)] += 1
     reason = row.get("finish_reason")
     if reason is not None and not isinstance(reason, str):
         raise UserError(f'{place}: field "finish_reason": it must be a text')
@@ -173,11 +178,18 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
     return Generation(number, task_id, int(sample), text, whole, reason, logprob, seconds, *counts)
 
 
+def _bare(task_id: str) -> str:
+    """MBPP's own number of a problem, which other tools write "Mbpp/11"; else what it is."""
+    return task_id.removeprefix("Mbpp/")
+
+
 def _task_id(row: dict[str, Any], place: str) -> str:
     """The line's problem: `task_id`, which bass puts under `meta` if the prompt file had it; or
     an `id` like "a/1"."""
     meta = row.get("meta")
-    value = row.get("task_id", meta.get("task_id") if isinstance(meta, dict) else None)
+    value = row.get("task_id")
+    if value is None and isinstance(meta, dict):
+        value = meta.get("task_id")
     if value is None and "/" in str(row.get("id", "")):
         value = row["id"]
     if value is None:
@@ -191,7 +203,8 @@ def _text(row: dict[str, Any], place: str) -> tuple[bool, str]:
     """Whether the text stands alone, and the text; a `solution` goes before a `completion`, as
     other scorers have it."""
     ours = ("text",) if "finish_reason" in row else ()
-    key = next((key for key in ("solution", "completion", *ours) if key in row), None)
+    there = [key for key in ("solution", "completion", *ours) if key in row]
+    key = next((key for key in there if row[key] is not None), there[0] if there else None)
     if key is None:
         raise UserError(
             f'{place}: field "completion" (or "solution"): it is missing{_hint(row, "completion")}'
@@ -266,8 +279,7 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
     unknown task_id."""
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
-        # MBPP's own numbers, and as other tools write them
-        bare = row.task_id.removeprefix("Mbpp/")
+        bare = _bare(row.task_id)
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
             name = row.task_id[:80]

@@ -57,10 +57,18 @@ def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
             )
 
 
+def refuse_twice(args: EvaluateArgs | ScoreArgs) -> None:
+    """UserError where the report would be printed beside the one that --json prints."""
+    if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
+        raise UserError(f"--report {args.report}: --json prints it there too; leave one out")
+
+
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
     """UserError where a report on `samples` (a `sweep`: on the files beside it) could not be
     written, or would replace anything but an earlier one: a document with a report's keys, on a
     file of that name."""
+    if path == "-":
+        raise UserError("--report -: a file is needed; --json prints a report of one line")
     if path is None or descriptor_of(path) is not None:
         return
     check_format("--report", path, suffix=".json", written="a report is one JSON document")

@@ -105,7 +105,7 @@ def code_in(text: str, name: str | None = None) -> str:
     one that was never closed counts too. The text itself if there is no block."""
     blocks: list[str] = []
     lines: list[str] | None = None
-    for line in text.splitlines():
+    for line in text.replace("\r\n", "\n").split("\n"):  # Python's lines end there alone
         if line.lstrip().startswith("```"):
             if lines is not None:
                 blocks.append("\n".join(lines))

@@ -22,7 +22,7 @@ from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.io.readers import LONGEST_LINE, READERS, format_of, hub_records
-from bass_cli.io.reading import shown
+from bass_cli.io.reading import is_unicode, shown
 from bass_cli.io.shards import Shard, held_by
 
 IN_MEMORY = 64 * 2**20
@@ -88,6 +88,16 @@ class Source:
             while block := stream.read(BLOCK):
                 summary.update(block)
             return summary.hexdigest()
+
+
+def open_prompts(source: str, column: str | None) -> Source:
+    """`open_source`; UserError where a field is asked of lines of text."""
+    found = open_source(source)
+    if found.kind == "txt" and column is not None:
+        raise UserError(
+            "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
+        )
+    return found
 
 
 def open_source(source: str) -> Source:
@@ -226,7 +236,7 @@ def _refuse(place: str, field: str, reason: str) -> NoReturn:
 
 
 def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
-    if not isinstance(record, dict):
+    if not isinstance(record, Mapping):
         raise UserError(
             f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}'
         )
@@ -252,19 +262,13 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     _check_text(identity, "id", place)
     fault = (
         None
-        if _is_unicode(identity)
+        if is_unicode(identity)
         else f'{place}: field "id": it holds half of a surrogate pair, which is not text'
     )
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
         del fields[key]  # it could not be written to the line that says so
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} deep'
     return Prompt(identity, text, messages, fields, reference, place, fault)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it is free of halves of surrogate pairs, which JSON can spell and no encoding has
-    bytes for."""
-    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _is_deeper(value: Any, most: int) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -34,6 +36,7 @@ def format_of(lines: Iterable[bytes]) -> str:
     if start.startswith(b"{"):
         return "jsonl"
     listed = start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"")
+    listed = listed or start.strip() == b"[]"
     return "json" if listed else "txt"
 
 
@@ -112,6 +115,8 @@ def read_json(stream: IO[bytes], name: str) -> Records:
         position, line = _skip_blank(text, end, line + text.count("\n", position, end))
         if text[position : position + 1] == ",":
             position, line = _skip_blank(text, position + 1, line)
+            if text[position : position + 1] == "]":
+                raise UserError(f'{name}:{line}: broken JSON: "," before the closing "]"')
         elif text[position : position + 1] != "]":
             raise UserError(
                 f'{name}:{line}: broken JSON: a "," or the closing "]" of the list is missing'
@@ -131,18 +136,28 @@ def _skip_blank(text: str, position: int, line: int) -> tuple[int, int]:
 def read_parquet(stream: IO[bytes], name: str) -> Records:
     """The rows of a parquet file, counted from 1, a small batch of them in memory at a time."""
     import pyarrow
+
+    rows = _parquet_rows(stream)
+    for number in itertools.count(1):
+        try:
+            row = next(rows, None)
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+            what = str(error).splitlines()[0]
+            raise UserError(f"{name}:{number}: broken parquet: {what}") from None
+        if row is None:
+            return
+        yield number, row
+
+
+def _parquet_rows(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
-    number = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=256):
-            for row in batch.to_pylist():
-                number += 1
-                yield number, _plain(row)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(
-            f"{name}:{number + 1}: broken parquet: {str(error).splitlines()[0]}"
-        ) from None
+    file = pyarrow.parquet.ParquetFile(stream)
+    for column, count in Counter(file.schema_arrow.names).items():
+        if count > 1:
+            raise ValueError(f'{count} columns are called "{column}"')
+    for batch in file.iter_batches(batch_size=256):
+        yield from map(_plain, batch.to_pylist())
 
 
 def hub_records(source: str) -> Records:

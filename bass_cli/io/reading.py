@@ -85,6 +85,12 @@ def finite(value: Any, *, least: float = -math.inf) -> float:
     return float(value)
 
 
+def is_unicode(text: str) -> bool:
+    """Whether it is free of halves of surrogate pairs, which JSON can spell, and names of files
+    that are no UTF-8 hold, and no encoding has bytes for."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def text(value: Any) -> str:
     """The value if it is a text."""
     if not isinstance(value, str):

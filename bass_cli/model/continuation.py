@@ -82,6 +82,9 @@ class StopTokens:
 
     def __init__(self, text: Continuation, stops: Sequence[str]):
         self._text, self._stops = text, tuple(stops)
+        # U+FFFD stands for half a character, and for a run of bytes as soon as it ends: whatever
+        # comes may complete such a stop string.
+        self._every = any(_CUT in stop for stop in stops)
         self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
         self._longest = max(map(len, stops))
         self._known = numpy.zeros(0, dtype=numpy.int8)  # by id: 0 nobody knows, 1 no, 2 yes
@@ -110,7 +113,7 @@ class StopTokens:
         return [
             at + 1
             for at, id_ in enumerate(ids[begin:], begin)
-            if id_ not in innocent and self._shows(ids, at)
+            if self._every or (id_ not in innocent and self._shows(ids, at))
         ]
 
     def _shows(self, ids: Sequence[int], at: int) -> bool:
@@ -129,7 +132,7 @@ class StopTokens:
         return self._texts[id_]
 
     def _may(self, id_: int) -> bool:
-        text = self._alone(id_)
+        text = None if self._every else self._alone(id_)
         return text is None or text.startswith(self._ends) or _has_any(text, self._stops)
 
 

@@ -21,7 +21,7 @@ from .fused import linear_add, norm_up, project
 from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .sampling import COLDEST, Law, draw, log_probability
+from .sampling import COLDEST, HOTTEST, Law, draw, log_probability
 from .segments import Group, Packed, Segments, Teams, pack_queries
 from .selection import BINS, Chosen, Known
 
@@ -48,6 +48,7 @@ __all__ = [
     "BONUS",
     "COLDEST",
     "DRAFT",
+    "HOTTEST",
     "RESIDUAL",
     "SCHEDULES",
     "SHARED",

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from bass_cli.bench import jobs
 from bass_cli.bench.rival_job import _to_end
 from bass_cli.cli.commands import app
+from bass_cli.errors import UserError
 
 
 @pytest.fixture
@@ -25,6 +26,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_tokenizer(tmp_path / name)
     (tmp_path / "pair.yaml").write_text("target: target\ndraft: draft\n")
     (tmp_path / "p.jsonl").write_text('{"prompt": "the cat sat on"}\n{"prompt": "all"}\n')
+    (tmp_path / "p.txt").write_text("the cat\n")
+    (tmp_path / "long.txt").write_text("the cat\n" + "the cat " * 999)
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -73,12 +78,15 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
         (("--job", "p.jsonl", "--actors", "2"), "--actors (or BASS_ACTORS) has no meaning"),
         (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
+        (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN)"),
         (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
         (("--job", "-"), "--job (or BASS_JOB): a file is needed"),
         (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),
         (("--job", "p.jsonl", "--repeats", "0"), "--repeats (or BASS_REPEATS)"),
         (("--job", "p.jsonl", "--draft-length", "x"), "x"),
         (("--job", "p.jsonl", "--max-new-tokens", "999", *RIVALS), "the model's context"),
+        (("--job", "chat.jsonl", "--no-chat"), "chat.jsonl:1: the prompt has messages"),
+        (("--job", "long.txt"), "and the model's context 256"),
     ],
 )
 def test_mistakes_are_found_before_a_process_is_started(
@@ -88,6 +96,24 @@ def test_mistakes_are_found_before_a_process_is_started(
     result = bench(*arguments)
     assert result.exit_code == 2, result.stderr
     assert says in result.stderr
+
+
+def test_a_stop_string_of_the_environment_is_said_to_the_job(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def run(engine: str, command: list[str], cuda: bool) -> object:
+        commands.append(command)
+        raise UserError("enough")
+
+    monkeypatch.setattr(jobs, "_run", run)
+    monkeypatch.setenv("BASS_STOP", json.dumps(["\n", "a\\nb"]))
+    assert bench("--job", "p.jsonl").exit_code == 2
+    assert [word for word in commands[0] if word.startswith("--stop")] == [
+        "--stop=\n",
+        "--stop=a\\\\nb",
+    ]
 
 
 def test_what_fills_a_row_up_is_no_token() -> None:

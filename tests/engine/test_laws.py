@@ -9,16 +9,18 @@ t^2) (McDiarmid); the tests allow one in a million.
 import functools
 import itertools
 import math
+import warnings
 from collections import Counter
 
 import pytest
 import torch
 from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
+import bass_kernels as ops
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine import ledger
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.laws import Laws, noise_key
+from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 
@@ -281,3 +283,14 @@ def test_a_temperature_that_is_set_replaces_the_factor_of_the_rows_own():
     due = {(None, 1.0): [0.0, 0.8], (None, 0.5): [0.0, 0.4], (0.6, 0.5): [0.0, 0.6]}
     for given, temperatures in due.items():
         torch.testing.assert_close(whole.at(*given).temperature, torch.tensor(temperatures))
+
+
+def test_a_temperature_beyond_float32_is_the_hottest():
+    """Without a word on standard error."""
+    whole = Laws(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
+    assert whole.at(1e39).temperature.tolist() == [0.0, torch.tensor(ops.HOTTEST).item()]
+    columns = Columns(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        columns.set(0, temperature=1e39, top_k=0, top_p=1.0, key=(1, 2))
+    assert laws_of(torch.from_numpy(columns.whole), 1)[1].temperature.item() >= 1e30

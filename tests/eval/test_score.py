@@ -22,6 +22,7 @@ from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.scoring import score_file
 from bass_cli.io.console import Screen
+from bass_cli.io.resume import manifest_path
 
 ALLOW = "--allow-code-execution"
 SUMMARIES = Texts({str(number): Problem(str(number), "", {}) for number in range(3)})
@@ -209,6 +210,26 @@ def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:
     assert scored(write("g.jsonl", rows))["tokens_per_second"] is None
 
 
+@pytest.mark.parametrize(("size", "expected"), [("auto", 1.0), (6, None)])
+def test_seconds_of_prompts_add_up_only_where_they_ran_alone(
+    size: object, expected: float | None
+) -> None:
+    """Ten tokens of each of two prompts that took 10 s each, in a run that did not end."""
+    rows = [line(0, 0, "+ 1") | {"tokens": 10, "seconds": 10.0} for _ in (0,)]
+    rows += [line(1, 0, "+ 1") | {"tokens": 10, "seconds": 10.0}]
+    path = write("f.jsonl", rows, results={"n": 1, "budget": 20.0}, totals={}, finished=False)
+    manifest = json.loads(Path(manifest_path(path)).read_text())
+    Path(manifest_path(path)).write_text(json.dumps(manifest | {"job": {"batch_size": size}}))
+    assert scored(path)["tokens_per_second"] == expected
+
+
+def test_what_is_null_is_absent() -> None:
+    rows = [
+        {"task_id": None, "meta": {"task_id": "HumanEval/0"}, "solution": None, "completion": "+ 1"}
+    ]
+    assert scored(write("f.jsonl", rows))["pass_all"] == 1.0
+
+
 def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
     rows = [
         {"task_id": f"HumanEval/{i}", "completion": text}
@@ -323,6 +344,10 @@ BAD: list[tuple[str | None, list[str], str]] = [
      'f.jsonl:1: field "sample": a whole number from 0 on is needed, not -1'),
     (f'{GOOD}{{"task_id": "HumanEval/0", "completion": "x", "sample": 0}}\n', [],
      'f.jsonl:2: sample 0 of "HumanEval/0" is in the file twice, first in line 1'),
+    ('{"task_id": 11, "completion": "x", "sample": 0}\n{"task_id": "Mbpp/11", "completion": "x", '
+     '"sample": 0}\n', [], 'f.jsonl:2: sample 0 of "Mbpp/11" is in the file twice, first in line 1'),
+    (GOOD, ["--report", "-"], "--report -: a file is needed"),
+    (GOOD, ["--report", "/dev/stdout", "--json"], "--report /dev/stdout: --json prints it there too"),
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
      'f.jsonl:2: unknown task_id "HumanEvil/3"; did you mean "HumanEval/3"?'),
     ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell '

@@ -80,6 +80,7 @@ def test_code_is_found_in_an_answer() -> None:
     assert code_in("```\nx\n```\n```py\ndef f(): pass\n```", "f") == "def f(): pass"
     assert code_in("```python\nx = 1\ny = ") == "x = 1\ny = "  # cut off by a limit
     assert code_in("    return 1") == "    return 1"
+    assert code_in("```python\r\nx = 'a\u2028b\x0c'\r\n```") == "x = 'a\u2028b\x0c'"
 
 
 def test_stops_do_not_cut_what_is_right() -> None:

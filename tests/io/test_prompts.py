@@ -175,6 +175,7 @@ def test_a_fault_is_named(tmp_path: Path, content: str | bytes, expected: str) -
         ('[{"prompt": "a"}\n {"prompt": "b"}]', 'p.json:2: broken JSON: a ","'),
         ('[{"prompt": "a"}', 'p.json:1: broken JSON: a ","'),
         ('[{"prompt": "a"},', "p.json:1: broken JSON"),
+        ('[{"prompt": "a"},\n]', 'p.json:2: broken JSON: "," before the closing "]"'),
         ('[{"prompt": "a"}]\n\n[]', "p.json:3: broken JSON: something follows"),
         ('[{"prompt": "a"},\n"b"]', "p.json:2: a prompt is an object"),
         ("[]", "p.json: there is no prompt in it"),
@@ -193,6 +194,26 @@ def test_parquet_faults_and_values_without_json(tmp_path: Path) -> None:
     assert next(stream).meta == {"when": "2020-01-02 00:00:00"}
     with pytest.raises(UserError, match=r'q\.parquet:2: field "prompt": it is missing'):
         next(stream)
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ([("prompt", pyarrow.array([b"ok", b"\xff"]).view("string"))], "broken parquet: "),
+        ([("prompt", ["a", "b"]), ("prompt", ["c", "d"])], '2 columns are called "prompt"'),
+        ([("prompt", ["a", "b"]), ("day", pyarrow.array([0, 2**30]).cast("int32").view("date32"))],
+         "broken parquet: "),
+    ],
+)  # fmt: skip
+def test_parquet_values_that_python_cannot_hold(
+    tmp_path: Path, columns: list[Any], expected: str
+) -> None:
+    table = pyarrow.table([values for _, values in columns], [name for name, _ in columns])
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    with pytest.raises(UserError) as caught:
+        list(read_prompts(str(tmp_path / "p.parquet")))
+    assert "p.parquet:1: " in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(

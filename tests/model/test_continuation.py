@@ -96,7 +96,16 @@ def test_where_a_prompt_has_no_text_the_completion_begins_it(tokenizer: Tokenize
     )
 
 
-STOPS = [[" return"], ["    return"], ["x\n"], ["é"], ["\n\n", " the"], ["안"], ["\ufffd"]]
+STOPS = [
+    [" return"],
+    ["    return"],
+    ["x\n"],
+    ["é"],
+    ["\n\n", " the"],
+    ["안"],
+    ["\ufffd"],
+    ["\ufffd\ufffd"],
+]
 
 
 @pytest.mark.parametrize("stops", STOPS)
