@@ -34,11 +34,16 @@ test-fast: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+# what needs a GPU's memory or several GPUs for itself comes after the rest
+GPU := $(addprefix tests/kernels/test_,triton.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
+	selection.py distances.py trained.py gated.py shared_memory.py) tests/model/test_fused_decode.py tests/model/test_prefill.py \
+	tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_cutting.py tests/distill/test_training.py \
+	tests/distill/test_exchange.py tests/drafting/test_feature_heads.py tests/drafting/test_chain_heads.py
+ALONE := tests/engine/test_gpu.py::test_a_job_whose_memory_is_stolen_twice_ends_with_the_same_lines
+
 test-gpu: setup
-	$(BIN)/python -m pytest -rs tests/kernels/test_triton.py tests/kernels/test_ragged.py tests/model/test_fused_decode.py tests/kernels/test_rejection.py \
-		tests/kernels/test_truncation.py tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_gpu_ranks.py \
-		tests/distill/test_training.py tests/distill/test_exchange.py tests/kernels/test_distances.py tests/kernels/test_trained.py tests/kernels/test_gated.py tests/kernels/test_causal.py tests/drafting/test_feature_heads.py \
-		tests/drafting/test_chain_heads.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n auto --maxprocesses 8 --deselect $(ALONE) $(GPU)
+	$(BIN)/python -m pytest -rs $(ALONE) tests/engine/test_gpu_ranks.py
 	$(BIN)/python benchmarks/plain.py
 
 lint: setup
