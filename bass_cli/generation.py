@@ -27,8 +27,9 @@ from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt, check_prompts, open_prompts, read_prompts
+from bass_cli.io.reading import whole
 from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
-from bass_cli.io.resume import check_output_place, manifest_path
+from bass_cli.io.resume import check_output_place, manifest_path, read_manifest
 from bass_cli.io.shards import Shard, held_by, parse_shard
 from bass_cli.manifest import Facts
 from bass_cli.model.sources import files_of
@@ -55,6 +56,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         )
     else:  # whatever feeds standard input may take its time
         screen.phase("reading the prompts")
+    job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_prompts(args.prompts, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
@@ -83,7 +85,9 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
         ) as writer,
     ):
         tell(job, drawing.facts, screen, plain=checked.plain)
-        summary = write_samples(writer, drawing, job.n, prompts(), checked.count, screen)
+        summary = write_samples(
+            writer, drawing, job.n, prompts(), checked.count, screen, together=job.draws_together
+        )
     if args.json_summary:
         print(json.dumps(summary | {"file": writer.totals}))
     return writer.finished
@@ -143,12 +147,18 @@ def write_samples(
     count: int | None,
     screen: Screen,
     *,
+    together: bool,
     shape: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
     """Draw what is missing in the file of n samples of each prompt and write it, each sample as
     `shape` has it; returns the summary. Where nothing is missing nothing is drawn, and no model
-    is loaded."""
-    whole, rest = _from_first_missing(prompts, writer.done, n)
+    is loaded. `together`: see Job.draws_together."""
+    complete, rest = _from_first_missing(prompts, writer.done, n, together=together)
+    if together and writer.done and rest is not None:
+        screen.note(
+            "maximal coupling: samples depend on each other, so those that are there are drawn "
+            "again with those that are missing, which alone are written"
+        )
     for note in (*drawing.facts.notes, *writer.notes, *_progress(writer, complete=rest is None)):
         screen.note(note)
     failed: dict[str, str | None] = {}  # by prompt id
@@ -161,7 +171,7 @@ def write_samples(
     )
     try:
         if rest is not None:
-            left = None if count is None else count - whole
+            left = None if count is None else count - complete
             for completion in drawing.draw(rest, writer.done, left):
                 writer.write(shape(completion))
                 screen.advance(completion)
@@ -188,13 +198,16 @@ def _progress(writer: Writer, *, complete: bool) -> list[str]:
 
 
 def _from_first_missing(
-    prompts: Iterator[Prompt], done: Collection[tuple[str, int]], n: int
+    prompts: Iterator[Prompt], done: Collection[tuple[str, int]], n: int, *, together: bool
 ) -> tuple[int, Iterator[Prompt] | None]:
     """How many prompts come before the first with a sample that is not `done`, and that one with
-    all after it; None if there is none."""
+    all after it, and `together` with all before it; None if there is none."""
+    before = list[Prompt]()
     for number, prompt in enumerate(prompts):
         if any((prompt.id, sample) not in done for sample in range(n)):
-            return number, itertools.chain([prompt], prompts)
+            return number - len(before), itertools.chain(before, [prompt], prompts)
+        if together:
+            before.append(prompt)
     return 0, None
 
 
@@ -211,6 +224,18 @@ def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
         if getattr(args, key) is None and key not in pair.sampling.model_fields_set
     }
     return make_job(pair, replace(args, **unsaid))
+
+
+def with_rows_of(job: Job, out: str, *, overwrite: bool) -> Job:
+    """The job with as many rows as `out` was begun with, where its samples depend on them and
+    nobody says how many: what memory is free now would decide otherwise."""
+    if not job.draws_together or job.batch_size != "auto" or overwrite or is_stream(out):
+        return job
+    try:
+        rows = whole(read_manifest(out)["results"]["batch_size"], least=1)
+    except (OSError, ValueError, KeyError, TypeError):  # none was begun; others say what is wrong
+        return job
+    return job.model_copy(update={"batch_size": rows})
 
 
 def read_shard(args: SampleArgs, job: Job) -> Shard | None:

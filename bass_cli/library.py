@@ -59,7 +59,7 @@ def generate(
     """
     from bass_cli import scheduler
 
-    _check_kind(prompts)
+    _check_kind(prompts, job)
     if isinstance(job, Job):
         settle(job.threads, _LOG.info)
         longest = ""
@@ -84,8 +84,11 @@ def generate(
     )
 
 
-def _check_kind(prompts: Any) -> None:
-    """UserError for one prompt where many are needed: its characters or fields would be taken."""
+def _check_kind(prompts: Any, job: Any) -> None:
+    """UserError for one prompt where many are needed: its characters or fields would be taken; and
+    for what is no job."""
+    if not isinstance(getattr(job, "job", job), Job):
+        raise UserError(f"job: a Job or its plan is needed, not {shown(job)}")
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise UserError(
             f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; of one prompt "

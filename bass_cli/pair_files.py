@@ -87,7 +87,7 @@ def costs_of(
 ) -> tuple[Path | None, Surface | None]:
     """The file for what rounds cost, and what it holds; UserError where that is needed and not
     there."""
-    pair, profile, surface = job.pair, None, None
+    pair, profile, surface, ignored = job.pair, None, None, list[str]()
     if pair.draft != "none":
         profile = store.path_of(
             target=files.target.fingerprint(),
@@ -97,17 +97,20 @@ def costs_of(
             threads=job.threads,
             ranks=job.tensor_parallel,
         )
-        surface = store.load_surface(profile, note)
+        surface = store.load_surface(profile, ignored.append)
+        for text in ignored:
+            note(text)
     if "table" in str(job.speculation.length) and job.tensor_parallel > 1:
         raise UserError(
             f"--draft-length {job.speculation.length} and --tensor-parallel exclude each other: "
             "bass profile measures one device; use auto or bass"
         )
     if "table" in str(job.speculation.length) and not (surface and surface.measured):
+        missing = f'pair "{pair.name}" has no profile on this device yet'
         raise UserError(
-            f'--draft-length {job.speculation.length}: pair "{pair.name}" has no profile on this '
-            "device yet; make one with bass profile and the same --pair (or --model) and --draft, "
-            "or use auto or bass"
+            f"--draft-length {job.speculation.length}: {ignored[0] if ignored else missing}; "
+            "make one with bass profile and the same --pair (or --model) and --draft, or use auto "
+            "or bass"
         )
     return profile, surface
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator
 
 from bass_cli.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.conductor import Conductor
+from bass_cli.config.job import Job
 from bass_cli.endings import WholePrompts, with_copies
 from bass_cli.engine.contracts import Round
 from bass_cli.engine.step import Loop
@@ -41,9 +42,10 @@ def generate(
 
     `prompts` are taken as rows become free; a None among them says that there is none now, and they
     are asked again after the next round. `done` has (prompt id, sample), and is asked when a prompt
-    is taken. `count`: how many prompts there are, if that is known. At temperature 0 sample 0 is
-    drawn, and the others are copies of it. A prompt that cannot run, or a sample that meets logits
-    which are not finite, yields a Completion with finish_reason "error".
+    is taken; under maximal coupling those are drawn again, but not given (see _spared). `count`:
+    how many prompts there are, if that is known. At temperature 0 sample 0 is drawn, and the others
+    are copies of it. A prompt that cannot run, or a sample that meets logits which are not finite,
+    yields a Completion with finish_reason "error".
 
     The models are loaded at the first step, if no empty `loop` is given; with a budget, what would
     make the first prompts slow is done before the first clock starts. `on_round` is told of every
@@ -62,7 +64,8 @@ def generate(
         drawn = told(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
         yield from with_copies(drawn, plan.job.n, done)
         return
-    work, models = Unfinished(prompts, done, n=plan.job.n, count=count), None
+    spared = _spared(plan.job, done)
+    work, models = Unfinished(prompts, spared, n=plan.job.n, count=count), None
     with contextlib.ExitStack() as ending:
         if loop is None:
             on_phase("loading the weights")
@@ -72,7 +75,9 @@ def generate(
         while True:
             with plan.need.explained():
                 try:
-                    yield from _attempt(plan, work, models, loop, on_round, on_phase)
+                    for one in _attempt(plan, work, models, loop, on_round, on_phase):
+                        if spared is done or (one.id, one.sample) not in done:
+                            yield one
                     return
                 except Exception as error:
                     if models is None or not is_refused_memory(error):
@@ -80,6 +85,14 @@ def generate(
                     if work.reading or not _may_halve(plan, models):
                         raise
             plan = halved(plan, on_note)
+
+
+def _spared(job: Job, done: Container[tuple[str, int]]) -> Container[tuple[str, int]]:
+    """What of `done` need not be drawn: all; but where samples depend on each other none, or with a
+    budget, where each prompt begins anew, those of prompts that lack no sample."""
+    if not job.draws_together:
+        return done
+    return () if job.budget is None else WholePrompts(done, job.n)
 
 
 def _may_halve(plan: Plan, models: Models) -> bool:

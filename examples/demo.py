@@ -14,6 +14,7 @@ import argparse
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
@@ -86,7 +87,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", default="examples/edits.jsonl")
+    parser.add_argument("--prompts", default=str(Path(__file__).parent / "edits.jsonl"))
     parser.add_argument("--pair", default="smollm2")
     parser.add_argument("--n", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)

@@ -128,10 +128,52 @@ def test_what_is_no_list_of_prompts_is_refused(model: Path, prompts: Any) -> Non
         generate(prompts, job(model))
 
 
+def test_what_is_no_job_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^job: a Job or its plan is needed"):
+        generate(["x"], {"n": 1})  # type: ignore[arg-type]
+
+
+def test_what_a_job_does_not_say_of_its_sampling_is_its_pairs() -> None:
+    own = Sampling(temperature=0.6, top_k=20)
+    pair = Pair(name="tiny", target="x", sampling=own, speculation=Speculation(length=3, max=9))
+    made = Job(pair=pair, sampling=Sampling(seed=7), speculation=Speculation(coupling="maximal"))
+    assert (made.sampling.temperature, made.sampling.top_k, made.sampling.seed) == (0.6, 20, 7)
+    assert (made.speculation.length, made.speculation.coupling) == (3, "maximal")
+    with pytest.raises(ValueError, match=r"above speculation\.max"):
+        Job(pair=pair, speculation=Speculation(length=12))
+
+
 @pytest.mark.parametrize("kind", [list, iter])
 def test_the_limit_of_a_job_holds(model: Path, kind: Any) -> None:
     given = kind([types.MappingProxyType({"prompt": "the cat"}), "a dog"])
     assert [one.id for one in generate(given, job(model, limit=1, n=1))] == ["0"]
+
+
+@pytest.mark.parametrize(("length", "budget"), [("bass", None), (4, None), ("bass", 60.0)])
+def test_a_job_whose_samples_depend_on_each_other_goes_on_as_if_undisturbed(
+    model: Path, tmp_path: Path, length: Any, budget: float | None
+) -> None:
+    """Broken off after every few samples. To keep what had ended and draw the rest anew among
+    others would be to prefer short samples."""
+    write_checkpoint("llama", tmp_path, seed=1)
+    write_tokenizer(tmp_path)
+    given = job(
+        model,
+        pair=Pair(name="tiny", target=str(model), draft=str(tmp_path)),
+        n=8,
+        batch_size=4,
+        budget=budget,
+        sampling=Sampling(seed=3, max_new_tokens=40, temperature=1.0, stop=["a", "e", "z"]),
+        speculation=Speculation(length=length, coupling="maximal"),
+    )
+    prompts, found = ["the cat", "a dog sat"], dict[tuple[str, int], Any]()
+    whole = {(one.id, one.sample): one.token_ids for one in generate(prompts, given)}
+    assert len({len(ids or ()) for ids in whole.values()}) > 4
+    while len(found) < len(whole):
+        for one in itertools.islice(generate(prompts, given, done=set(found)), 3):
+            assert (one.id, one.sample) not in found
+            found[one.id, one.sample] = one.token_ids
+    assert found == whole
 
 
 def test_every_name_that_it_offers_is_there() -> None:
@@ -155,7 +197,8 @@ def test_a_job_has_its_pairs_settings_where_it_says_nothing_else() -> None:
     assert Job(pair=pair) == Job(
         pair=pair, dtype="bf16", sampling=pair.sampling, speculation=pair.speculation
     )
-    assert Job(pair=pair, sampling=Sampling(top_k=5)).sampling == Sampling(top_k=5)
+    found = Job(pair=pair, sampling=Sampling(top_k=5)).sampling
+    assert found == Sampling(top_k=5, temperature=0.1)
 
 
 def test_importing_it_costs_nothing() -> None:

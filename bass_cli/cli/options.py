@@ -212,7 +212,7 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "plain,2,4,8,auto; on a GPU 6 and bass too",
     ),
     "controllers": Flag(
-        "Every controller (auto, bass, table) against every fixed draft length", MEASURED
+        "Every controller (auto, bass, table, bass+table) against all fixed lengths", MEASURED
     ),
     "prompt_tokens": Flag(
         "Built-in prompts have N to twice as many tokens", MEASURED, "N", "64; on a GPU 300"

@@ -113,6 +113,13 @@ class Pair(Strict):
     folder: Path | None = None
 
 
+def _over(base: Any, said: Any) -> Any:
+    """`said`, with what it does not say of itself as `base` has it."""
+    if not isinstance(said, (Sampling, Speculation)) or type(base) is not type(said):
+        return said
+    return type(base)(**dict(base) | {key: getattr(said, key) for key in said.model_fields_set})
+
+
 class Job(Strict):
     """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else
     is said; `budget`: seconds for each prompt; `chat` None means: chat if the prompt has
@@ -137,17 +144,24 @@ class Job(Strict):
     @classmethod
     def _as_the_pair_has_it(cls, given: Any) -> Any:
         pair = given.get("pair") if isinstance(given, dict) else None
-        return (
-            {**{key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}, **given}
-            if isinstance(pair, Pair)
-            else given
-        )
+        if not isinstance(pair, Pair):
+            return given
+        own = {key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}
+        said = {key: _over(own.get(key), value) for key, value in given.items()}
+        return {**own, **said}
 
     @property
     def draws_one(self) -> bool:
         """Whether the samples of a prompt are all equal, so that one is drawn and the others are
         copies."""
         return self.n > 1 and self.sampling.temperature == 0
+
+    @property
+    def draws_together(self) -> bool:
+        """Whether samples depend on the rows beside them, whose drafts decide how long their own
+        are: then what is missing of a job can be drawn with all of it alone. To draw the unfinished
+        ones anew among others, and keep those that had ended, would be to prefer short samples."""
+        return self.speculation.coupling == "maximal" and self.sampling.temperature > 0
 
 
 def parse_duration(text: str, key: str = "duration") -> float:

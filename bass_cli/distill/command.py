@@ -38,7 +38,7 @@ from bass_cli.io.console import Screen
 from bass_cli.io.prompts import open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
-from bass_cli.io.saving import write_file
+from bass_cli.io.saving import remove_drafts, write_file
 from bass_cli.manifest import describe
 from bass_cli.model.weights import locate
 from bass_cli.plan import Plan
@@ -76,6 +76,7 @@ def _make(
     asked, results = _samples_of(args, plan, screen)
     begun = _begin(places, training, source, results, overwrite=args.overwrite)
     if begun and places.report.exists():
+        places.checkpoint.unlink(missing_ok=True)
         screen.note(f"{places.folder}: it is complete")
         found: dict[str, Any] = json.loads(places.report.read_text())
         return found
@@ -133,6 +134,7 @@ def _begin(
             if not overwrite:
                 raise UserError(f"{places.settings}: {error}; use --overwrite") from None
     elif folder.exists() and not overwrite:
+        remove_drafts(places.settings)  # a kill's, while they were written
         strange = [one.name for one in folder.iterdir() if not one.name.startswith("samples.jsonl")]
         if strange:
             raise UserError(

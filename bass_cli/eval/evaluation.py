@@ -29,6 +29,7 @@ from bass_cli.generation import (
     read_job,
     read_shard,
     tell,
+    with_rows_of,
     write_samples,
 )
 from bass_cli.io.completion import Completion
@@ -116,6 +117,7 @@ class Evaluation:
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
         self.check_places(self.out)
         self._check_sandbox()
+        self.job = with_rows_of(self.job, self.out, overwrite=self._args.overwrite)
         with drawing_of(
             self.job,
             self._screen,
@@ -192,6 +194,7 @@ class Evaluation:
                 self.prompts(),
                 len(self.problems),
                 self._screen,
+                together=self.job.draws_together,
                 shape=self._shape,
             )
         self.failed |= "error" in writer.totals["finish_reasons"]

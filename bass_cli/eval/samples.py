@@ -75,7 +75,8 @@ class GenerationFile:
     @property
     def one_at_a_time(self) -> bool:
         """Whether prompts with a budget were decoded one after the other."""
-        return _part(self.manifest, "job").get("batch_size", "auto") == "auto"
+        together = self.setting("coupling") == "maximal"
+        return together or _part(self.manifest, "job").get("batch_size", "auto") == "auto"
 
     @property
     def total_seconds(self) -> float | None:

@@ -31,11 +31,12 @@ SPLITS = ("train", "validation", "test", "dev")
 
 def format_of(lines: Iterable[bytes]) -> str:
     """The format of what comes without a name, by its first line that is not blank: an object is
-    one of JSON lines, a list that begins with one is JSON, all else text, "[INST]" too."""
+    one of JSON lines, a list that begins with one or with a text is JSON, all else text, "[INST]"
+    too."""
     start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
     if start.startswith(b"{"):
         return "jsonl"
-    listed = start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b"")
+    listed = start.startswith(b"[") and start[1:].lstrip()[:1] in (b"{", b'"', b"")
     listed = listed or start.strip() == b"[]"
     return "json" if listed else "txt"
 

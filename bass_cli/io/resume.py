@@ -143,7 +143,8 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
     changes results differs."""
     path = manifest_path(output)
     try:
-        before = read_manifest(output).get("results")
+        manifest = read_manifest(output)
+        before = manifest.get("results")
         if not isinstance(before, dict):
             raise ValueError
     except (OSError, ValueError):
@@ -157,6 +158,13 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
     if bad:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+    together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together
+    if differing and together and manifest.get("finished") is not True:
+        key, old, _ = differing[0]
+        raise UserError(
+            f"{output}: under maximal coupling samples depend on each other, so {key} can grow "
+            f"when the file is complete; go on with {key} {old} first"
+        )
     return [f"{output}: {key} grows from {old} to {new}" for key, old, new in differing]
 
 

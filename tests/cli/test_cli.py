@@ -361,6 +361,37 @@ def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> Non
         assert f"\n  {key}: " in result.stderr
 
 
+def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_complete(
+    cli: Any, tmp_path: Path
+) -> None:
+    """Whatever `--batch-size auto` would be now."""
+    base = [
+        "generate",
+        "p.jsonl",
+        "--pair",
+        "pair.yaml",
+        "--out",
+        "o.jsonl",
+        "--coupling",
+        "maximal",
+    ]
+    warm = [*base, "--temperature", "1"]
+    assert cli(*warm, "--n", "2").exit_code == 0
+    manifest = tmp_path / "o.jsonl.manifest.json"
+    begun = json.loads(manifest.read_text())
+    assert begun["results"]["batch_size"] > 1
+    begun["results"]["batch_size"] = 1  # as where little memory was free
+    manifest.write_text(json.dumps(begun | {"finished": False}))
+    refused = cli(*warm, "--n", "3")
+    assert refused.exit_code == 2
+    assert "n can grow when the file is complete; go on with n 2 first" in refused.stderr
+    manifest.write_text(json.dumps(begun))
+    grown = cli(*warm, "--n", "3")
+    assert grown.exit_code == 0, grown.stderr
+    assert json.loads(manifest.read_text())["results"]["batch_size"] == 1
+    assert "those that are there are drawn again" in grown.stderr
+
+
 def test_version_and_wrong_commands(cli: Any) -> None:
     assert cli("--version").stdout == f"bass {bass_cli.__version__}\n"
     assert cli("generat", "p.jsonl").exit_code == 2

@@ -76,6 +76,8 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     comes."""
     samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
     flags = (*TRAINED, "--out", "out")
+    (here / "out").mkdir()  # as a kill leaves it while the settings are written
+    (here / f"out/.distill.json.{'0' * 16}.new").touch()
 
     def interrupted(*given, **words):
         for count, one in enumerate(library.generate(*given, **words)):
@@ -113,9 +115,11 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     assert report["made_with"]["device"] == "cpu"
     improved(report, done.stderr)
     used(here)
+    checkpoint.write_bytes(b"left by a kill after the report")
     again = bass("distill", *flags)
     assert again.exit_code == 0
     assert "it is complete" in again.stderr
+    assert not checkpoint.exists()
     assert "after parallel T=1" in again.stdout
 
 

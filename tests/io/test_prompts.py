@@ -89,6 +89,7 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
         (b'[{"prompt": "a"}]', [("0", "a", None, {}, None)]),
         (b'[\n  {"prompt": "a"}\n]\n', [("0", "a", None, {}, None)]),
         (b"[INST] one\n", [("0", "[INST] one", None, {}, None)]),
+        (b"[]int{1}\n", [("0", "[]int{1}", None, {}, None)]),
     ],
 )
 def test_stdin_is_read_once_and_twice_over(

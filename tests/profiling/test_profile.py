@@ -316,6 +316,10 @@ def test_the_command_measures_and_table_then_works(place: Path):
     assert json.loads(Path(document["file"]).read_text())["measured"], (
         "a job leaves a measured profile as it is"
     )
+    Path(document["file"]).write_text("{}")
+    damaged = bass(*flags, "--draft-length", "table")
+    assert damaged.exit_code == 2
+    assert "this profile is ignored: " in " ".join(damaged.stderr.split("error:")[1].split())
 
 
 def test_lookup_has_a_profile_of_its_own(place: Path):
