@@ -51,7 +51,7 @@ def generate(
     gives one Completion with finish_reason "error". torch gets as many threads as the job says, or
     else as cores are free.
 
-    job: or its plan, which was checked. `done`: (id, sample) that are there already. `count`:
+    job: or its plan, which was checked. `done`: (id, sample) not to be given. `count`:
     how many prompts there are, if that is known. `on_round` sees every round, `on_phase` the
     name of what is done before rounds are, `on_bytes` how many bytes of the weights are read, of
     how many, `on_note` what the user should know: that memory ran out, and fewer rows go on.

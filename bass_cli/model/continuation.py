@@ -82,9 +82,7 @@ class StopTokens:
 
     def __init__(self, text: Continuation, stops: Sequence[str]):
         self._text, self._stops = text, tuple(stops)
-        # U+FFFD stands for half a character, and for a run of bytes as soon as it ends: whatever
-        # comes may complete such a stop string.
-        self._every = any(_CUT in stop for stop in stops)
+        self._every = _looks_always(stops)
         self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
         self._longest = max(map(len, stops))
         self._known = numpy.zeros(0, dtype=numpy.int8)  # by id: 0 nobody knows, 1 no, 2 yes
@@ -136,6 +134,12 @@ class StopTokens:
         return text is None or text.startswith(self._ends) or _has_any(text, self._stops)
 
 
+def _looks_always(stops: Iterable[str]) -> bool:
+    """Whether any id may complete a stop string: U+FFFD, which stands for half a character, and for
+    a run of bytes as soon as something else ends it."""
+    return any(_CUT in stop for stop in stops)
+
+
 def _has_any(text: str, stops: Iterable[str]) -> bool:
     return any(stop in text for stop in stops)
 
@@ -155,8 +159,7 @@ class StopDetector:
         assert stops
         assert all(stops)
         self._text, self._stops, self._tokens = text, tuple(stops), tokens
-        # A stop string with U+FFFD is there while a character is half: only every id's look tells.
-        self._every = any(_CUT in stop for stop in stops)
+        self._every = _looks_always(stops)
         # characters that the tail must show of what came before
         self._needed = max(map(len, stops)) + _MARGIN
         self._ids: list[int] = []

@@ -91,7 +91,8 @@ def attention(
         team = _team_cut(triton.cdiv(rows, tiling.members) * kv_heads, q.device)
         cut, team = Cut(1, 2), _asked_for(team_splits, team)
     else:
-        cut = _cut(rows * kv_heads * triton.cdiv(lines, tiling.lines), q.device)
+        units = rows * kv_heads * triton.cdiv(lines, tiling.lines)
+        cut = _cut(units, tiling.lines, q.device)
         team = Cut(0, 0)
     cut = _asked_for(splits, cut)
     return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
@@ -267,11 +268,13 @@ def _members(lines: int, rows: int) -> int:
     return 64 // max(8, triton.next_power_of_2(lines)) if lines <= 16 and rows >= 16 else 1
 
 
-def _cut(units: int, device: torch.device) -> Cut:
-    """For the keys of rows without teams, of which `units` programs of one piece each would be
-    launched: a program a processor, and two where rows are long, up to eight or four pieces."""
+def _cut(units: int, lines: int, device: torch.device) -> Cut:
+    """For the keys of rows without teams, of which `units` programs of so many lines and one piece
+    each would be launched: two programs for a processor, up to eight or four pieces; but one where
+    rows are short and programs larger than the least."""
     limit, each = 8 if units <= 16 else 4, processors(device) / units
-    return Cut(max(1, min(limit, int(each))), max(1, min(limit, int(2 * each))))
+    one, two = (max(1, min(limit, int(count * each))) for count in (1, 2))
+    return Cut(two if lines <= 16 else one, two)
 
 
 def _team_cut(units: int, device: torch.device) -> Cut:

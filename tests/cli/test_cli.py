@@ -342,21 +342,23 @@ def test_what_a_resumed_run_may_change(cli: Any, tmp_path: Path) -> None:
     assert len(rows((tmp_path / "o.jsonl").read_text())) == 2
 
 
+MAXIMAL = [
+    "generate",
+    "p.jsonl",
+    "--pair",
+    "pair.yaml",
+    "--out",
+    "o.jsonl",
+    "--coupling",
+    "maximal",
+]
+
+
 def test_under_maximal_coupling_the_draft_is_part_of_the_result(cli: Any) -> None:
-    base = [
-        "generate",
-        "p.jsonl",
-        "--pair",
-        "pair.yaml",
-        "--out",
-        "o.jsonl",
-        "--coupling",
-        "maximal",
-    ]
-    assert cli(*base).exit_code == 0
+    assert cli(*MAXIMAL).exit_code == 0
     for key, flags in {"draft": ["--draft", "none"], "draft_length": ["--draft-length", "3"],
                        "batch_size": ["--batch-size", "3"]}.items():  # fmt: skip
-        result = cli(*base, *flags)
+        result = cli(*MAXIMAL, *flags)
         assert result.exit_code == 2
         assert f"\n  {key}: " in result.stderr
 
@@ -365,17 +367,7 @@ def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_compl
     cli: Any, tmp_path: Path
 ) -> None:
     """Whatever `--batch-size auto` would be now."""
-    base = [
-        "generate",
-        "p.jsonl",
-        "--pair",
-        "pair.yaml",
-        "--out",
-        "o.jsonl",
-        "--coupling",
-        "maximal",
-    ]
-    warm = [*base, "--temperature", "1"]
+    warm = [*MAXIMAL, "--temperature", "1"]
     assert cli(*warm, "--n", "2").exit_code == 0
     manifest = tmp_path / "o.jsonl.manifest.json"
     begun = json.loads(manifest.read_text())
