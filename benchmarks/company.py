@@ -53,7 +53,8 @@ def main():
     parser.add_argument("command", nargs="*")
     args = parser.parse_args()
     command = args.command or [sys.executable, "examples/demo.py", "--tokens", str(args.tokens)]
-    cores, found = len(os.sched_getaffinity(0)), {loops: [] for loops in BOUNDS}
+    cores = len(os.sched_getaffinity(0))
+    found: dict[int, list[float]] = {loops: [] for loops in BOUNDS}
     for _ in range(args.repeats):
         for loops in BOUNDS:
             found[loops].append(seconds_of(command, cores, loops))

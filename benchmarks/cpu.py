@@ -132,7 +132,8 @@ def measure(args):
     ordinary = encode(tokenizer, (ORDINARY * args.rows)[: args.rows])
     copying = [tokenizer.encode(text) for text in (COPYING * args.rows)[: args.rows]]
     run_bass(plain, ordinary, 4), run_transformers(model, 0, ordinary, 4)
-    times, texts, kept = {}, {}, {}
+    times: dict[str, list[float]] = {}
+    texts, kept = {}, {}
     for _ in range(args.repeats):
         for name, prompts in (("ordinary", ordinary), ("copying", copying)):
             if prompts is ordinary:

@@ -21,7 +21,7 @@ import statistics
 from lookup import STOPS, options, prompts_for, run, show
 from stopping import chat
 
-from bass_cli.build import build, load_models
+from bass_cli.build import Models, build, load_models
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.cutting import CHEAP, Cut
@@ -76,7 +76,9 @@ def measure(args, models, name, rows):
     prompts = chat(args.limit) if name == "chat" else prompts_for(args, None)
     drafting = [(way, one) for one in args.lengths.split(",") for way in loops if way != "plain"]
     ways = [("plain", "0"), *drafting]
-    seconds, rounds, samples = {way: [] for way in ways}, {way: [] for way in ways}, {}
+    seconds: dict[tuple, list[float]] = {way: [] for way in ways}
+    rounds: dict[tuple, list[tuple]] = {way: [] for way in ways}
+    samples = {}
     for repeat in range(-1, args.repeats):
         for way in ways:
             loop, plan = loops[way[0]], plans["none" if way[0] == "plain" else args.draft]
@@ -120,7 +122,7 @@ def main():
     parser = options(__doc__, **rounds, **words, **numbers, sets=("code", "chat"))
     parser.add_argument("--pair", required=True)
     args = parser.parse_args()
-    args.copy_heavy, models = False, []
+    args.copy_heavy, models = False, list[Models]()
     batches = [int(rows) for rows in args.batch_sizes.split(",")]
     show(
         args,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -28,11 +29,17 @@ from bass_cli.distill.corpus import Batches, Corpus, Text
 from bass_cli.distill.exchange import Alone, Seat, Store
 from bass_cli.distill.layout import thinned
 from bass_cli.distill.settings import weights_of
+from bass_cli.model.spec import Spec
 
 RATE = 790e12  # dense bfloat16 operations that an H200 does in a second
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TINY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_size": 16, "inner": 96,
-        "vocab": 500, "windows": (0, 0)}  # fmt: skip
+TINY: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_size": 16}
+TINY |= {"inner": 96, "vocab": 500, "windows": (0, 0)}
+
+
+def tiny(spec: Spec) -> Spec:
+    assert spec.rope is not None
+    return replace(spec, rope=spec.rope._replace(size=16), **TINY)
 
 
 def now():
@@ -43,7 +50,7 @@ def now():
 
 def parts_of(trainer, batch):
     """Seconds of a step's parts, which wait for each other here; what is between them too."""
-    found, last = {}, [0.0]
+    found, last = dict[str, float](), [0.0]
 
     def mark(name):
         moment = now()
@@ -140,10 +147,10 @@ def main():
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     specs = [SHAPES[name](None) for name in ("qwen2.5-1.5b", "qwen2.5-0.5b")]
     if given.tiny:
-        specs = [replace(spec, rope=spec.rope._replace(size=16), **TINY) for spec in specs]
+        specs = [tiny(spec) for spec in specs]
     layout, noise = thinned(64 if given.tiny else 512, 8), numpy.random.default_rng(0)
     mask = specs[1].vocab - 1
-    texts = [Text(str(n), noise.integers(0, mask, layout.window // 2 - 6), 8)
+    texts = [Text(str(n), noise.integers(0, mask, layout.window // 2 - 6).tolist(), 8)
              for n in range(4 * given.windows)]  # fmt: skip
     corpus, many = Corpus(texts, layout.window), given.windows
     batches = Batches(corpus, layout, size=many, most=many, seed=0, rank=peers.rank,
@@ -159,11 +166,14 @@ def main():
     print({name: f"{count / RATE * 1e3:.1f} ms" for name, count in floor.items()})
     for form in given.forms.split(","):
         ops.use(None if form == "default" else form)
-        words = {"device": DEVICE, "seed": 0}
-        models = [training.Model(spec, random_weights(spec, dtype=kind, **words), mask)
-                  for spec, kind in zip(specs, (dtype, torch.float32), strict=True)]  # fmt: skip
+        target, student = (
+            training.Model(spec, random_weights(spec, dtype=kind, device=DEVICE, seed=0), mask)
+            for spec, kind in zip(specs, (dtype, torch.float32), strict=True)
+        )
         goal = training.Goal(1000, None, 1e-5)
-        trainer = training.Trainer(*models, batches, goal, mask=mask, dtype=dtype, peers=peers)
+        trainer = training.Trainer(
+            target, student, batches, goal, mask=mask, dtype=dtype, peers=peers
+        )
         first, took = sum(steps_of(trainer, batch, 2)), sorted(steps_of(trainer, batch, 5))
         print(f"\n{form}: ms a step {', '.join(f'{1e3 * one:.1f}' for one in took)}; the first two "
               f"{first:.2f} s; loss {trainer.progress.loss:.4f}")  # fmt: skip

@@ -121,7 +121,7 @@ def compare(args):
     }
     source = open_source(args.prompts)
     check_prompts(source, column="prompt", limit=args.limit)
-    results, plan = {}, None
+    results = {}
     methods = {
         "plain": {"draft": "none", "draft_length": 0},
         "speculative": {"draft_length": args.draft_length},
@@ -131,12 +131,13 @@ def compare(args):
         loop = build(plan)
         tokenizer = plan.files.tokenizer
         prompts = {
-            p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.text)
+            p.id: tokenizer.encode_chat(p.messages) if p.messages else tokenizer.encode(p.whole())
             for p in read_prompts(source, column="prompt", limit=args.limit)
         }
         samples(loop, dict(list(prompts.items())[:1]), args, plan.eos_ids)  # warm up
         results[name] = samples(loop, prompts, args, plan.eos_ids)
     plain, speculative = results["plain"][0], results["speculative"][0]
+    assert isinstance(loop.target, Runner)
     partings, same = partings_of(plain, speculative, loop.target.decoder, prompts, args)
     total = sum(map(len, plain.values()))
     rates = {name: round(sum(map(len, r[0].values())) / r[1], 1) for name, r in results.items()}
@@ -166,14 +167,14 @@ def main():
     parser.add_argument("prompts")
     for name, default in (("pair", "smollm2"), ("device", "auto"), ("dtype", "auto")):
         parser.add_argument(f"--{name}", default=default)
-    for name, default in (
+    for name, number in (
         ("n", 4),
         ("tokens", 128),
         ("draft-length", 4),
         ("limit", 8),
         ("batch-size", 8),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     print(json.dumps(compare(parser.parse_args()), indent=1))

@@ -22,6 +22,7 @@ from bass_cli.build import build, load_models
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.lengths.controllers import make_lengths
+from bass_cli.lengths.store import Remembers
 from bass_cli.plan import make_plan
 from bass_cli.profiling.measure import measure as profile
 from bass_cli.profiling.texts import joined
@@ -74,7 +75,8 @@ def measure(args, models, rows):
     profiled = time.perf_counter() - began
     for name in args.sets:
         prompts = human_eval(args.limit) if name == "code" else chat(args.limit)
-        seconds, samples = {way: [] for way in WAYS}, {}
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        samples = {}
         for repeat in range(-1, args.repeats):
             for way in WAYS:
                 plan = plain if way == "plain" else drafting
@@ -90,6 +92,7 @@ def measure(args, models, rows):
                     )
                 samples[way], taken = run(plan, loop, prompts)
                 if way == "nothing known":
+                    assert isinstance(loop.lengths, Remembers)
                     known["learnt before"] = loop.lengths.learned() or known["learnt before"]
                 if repeat >= 0:
                     seconds[way].append(taken)

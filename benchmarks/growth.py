@@ -68,7 +68,7 @@ def run(args: argparse.Namespace, size: dict[str, int], varied: str = "") -> Poi
         chat=False,
         sampling=Sampling(temperature=0.8, top_p=0.95, max_new_tokens=args.tokens),
     )
-    tokenizer = make_plan(job).tokenizer
+    tokenizer = make_plan(job).files.tokenizer
     prompts = [
         tokenizer.decode(joined(tokenizer, i, size["prompt_tokens"])) + f" {i}"
         for i in range(size["prompts"])

@@ -15,22 +15,26 @@ are not written (bass_cli/io/results.py does that).
 import argparse
 import cProfile
 import json
-import pstats
 import time
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from typing import cast
 
 import numpy
 import torch
+from torch import Tensor
 
 from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
 from bass_cli.drafting.factory import NoDrafter
+from bass_cli.engine.ahead import Worth
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs, Running
 from bass_cli.engine.step import Loop
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
+from bass_cli.model.decoder import Decoder
 from bass_cli.model.kv_cache import Layers
 from bass_cli.model.runner import Runner
 from bass_cli.model.sources import locate
@@ -60,6 +64,7 @@ class Free(Graphs):
     def __init__(self):
         super().__init__(torch.device("cpu"))
         self.enabled = True
+        self.function: Callable[[Hashable], Callable[[], Tensor]]
 
     def holds(self, key):
         return True
@@ -67,6 +72,13 @@ class Free(Graphs):
     def launch(self, key):
         found = self.function(key)()
         return Running(lambda: True, lambda: found)
+
+
+class Always(Worth):
+    """Rounds are launched ahead whatever it brings."""
+
+    def pays(self, waiting):
+        return True
 
 
 class Drafter(NoDrafter):
@@ -102,10 +114,10 @@ class HostLoop(Loop):
 
 def conductor(args, rows, *, mean, limit, count, tokenizer):
     """A job of so many prompts on an empty loop."""
-    graphs = Free()
+    graphs, nothing = Free(), cast(Decoder, Nothing())
     loop = HostLoop(
         batch=Batch(rows=rows, context=1024, device=torch.device("cpu")),
-        target=Runner(Nothing(), rows=rows, span=limit + 80, lag=1),
+        target=Runner(nothing, rows=rows, span=limit + 80, lag=1),
         drafter=Drafter(),
         lengths=make_lengths(args.draft_length, limit=8, coupling="shared"),
         coupling="shared",
@@ -114,7 +126,7 @@ def conductor(args, rows, *, mean, limit, count, tokenizer):
     )
     graphs.function = loop.function
     if args.ahead:
-        loop._worth.pays = lambda waiting: True
+        loop._worth = Always()
     eos = tokenizer.eos_ids[0]
     text = tokenizer.encode(Path(__file__).read_text(), 100_000)  # newlines as often as in code
     loop.draw(args.draft_length, mean=mean, text=text, eos=eos)
@@ -184,8 +196,8 @@ def measure(args, rows, tokenizer, profile=None):
 
 def split(profile, found, most):
     """The functions with most time of their own, by round and by sample of the short samples."""
-    stats = pstats.Stats(profile)
-    rows = sorted(stats.stats.items(), key=lambda item: -item[1][2])[:most]
+    profile.create_stats()
+    rows = sorted(profile.stats.items(), key=lambda item: -item[1][2])[:most]
     for (file, line, name), (_, calls, own, whole, _) in rows:
         where = f"{Path(file).name}:{line} {name}" if line else name
         print(

@@ -31,7 +31,7 @@ def disturb(job, place, counts, kills, chance):
     if code not in (0, 1) or "Traceback" in log.read_text():
         return Differences(), [f"undisturbed, exit code {code}: {log.read_text()}"]
     jobs.inputs_for(folder, place)
-    kept = {}
+    kept: dict[str, dict[tuple, list[bytes]]] = {}
     while True:
         child, number = jobs.start(job, folder, log), chance.choice(SIGNALS)
         ended = None

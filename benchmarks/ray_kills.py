@@ -28,6 +28,7 @@ _STUCK = 600.0  # seconds without a new line after which a run is taken for one 
 
 
 def command(seed, out, *more):
+    flags: tuple[str, ...]
     flags = ("--n", "2", "--max-new-tokens", "40", "--token-ids", "--device", "cpu", "--quiet")
     flags += ("--pair", "pair.yaml", "--draft", "none", "--draft-length", "auto")
     flags += ("--seed", str(seed), "--out", out)
@@ -113,7 +114,7 @@ def main():
     from ray.cluster_utils import Cluster
 
     names = ("jobs", "kills", "of drivers", "samples", "lost", "doubled", "changed")
-    counts, faults = dict.fromkeys(names, 0), []
+    counts, faults = dict.fromkeys(names, 0), list[str]()
     chance, end = random.Random(options.seed), time.monotonic() + 60 * options.minutes
     head = {"num_cpus": options.actors, "object_store_memory": STORE, "include_dashboard": False}
     with tempfile.TemporaryDirectory() as name:

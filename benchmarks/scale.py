@@ -108,8 +108,8 @@ class Fleet:
             return Ready(f"node{place.number // 8}", 1, self._facts)
         done = []
         while actor.running and actor.running[0][0] <= self.now:
-            end, _, _, key = heapq.heappop(actor.running)
-            done.append(Completion(*key, TEXT, "eos", MEAN, -0.2, -60.0, 1.0, 90, 400, 210, 0, 140))
+            end, _, _, (id_, sample) = heapq.heappop(actor.running)
+            done.append(completion(id_, sample))
             self._fill(actor, end)
             self.last = max(self.last, end)
         self._charge(len(done) * (self._costs["line"] + self._costs["sample"]))
@@ -129,6 +129,10 @@ class Fleet:
     def _push(self, when, place):
         self._number += 1
         heapq.heappush(self._asked, (when, self._number, place, self._actors[place]))
+
+
+def completion(id_, sample=0):
+    return Completion(id_, sample, TEXT, "eos", MEAN, -0.2, -60.0, 1.0, 90, 400, 210, 0, 140)
 
 
 def length(key):
@@ -163,8 +167,7 @@ def measure():
     """COSTS on this machine, in seconds of a core; and a line's bytes."""
     import ray
 
-    some = [Completion(f"p{i}", 0, TEXT, "eos", MEAN, -0.2, -60.0, 1.0, 90, 400, 210, 0, 140)
-            for i in range(5000)]  # fmt: skip
+    some = [completion(f"p{i}") for i in range(5000)]
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "lines.jsonl"
         with open_output(str(path), {"results": {}}) as writer:

@@ -33,29 +33,21 @@ class Recorder:
 
     def install(self):
         """Put the recording calls in the place of Python's."""
-        for module, name in (
-            (os, "open"),
-            (os, "write"),
-            (os, "fsync"),
-            (os, "ftruncate"),
-            (os, "replace"),
-            (os, "rename"),
-            (os, "unlink"),
-            (os, "remove"),
-            (os, "setxattr"),
-            (builtins, "open"),
+        for module, name, own in (
+            (os, "open", self.open),
+            (os, "write", self.write),
+            (os, "fsync", self.fsync),
+            (os, "ftruncate", self.ftruncate),
+            (os, "replace", self.replace),
+            (os, "rename", self.replace),
+            (os, "unlink", self.unlink),
+            (os, "remove", self.unlink),
+            (os, "setxattr", self.setxattr),
+            (builtins, "open", self.open_stream),
+            (io, "open", self.open_stream),
         ):
             self.real[name if module is os else "builtin"] = getattr(module, name)
-        os.open, os.write, os.fsync, os.ftruncate = (
-            self.open,
-            self.write,
-            self.fsync,
-            self.ftruncate,
-        )
-        os.replace = os.rename = self.replace
-        os.unlink = os.remove = self.unlink
-        os.setxattr = self.setxattr
-        builtins.open = io.open = self.open_stream
+            setattr(module, name, own)
 
     def note(self, *what):
         self.real.get("write", os.write)(self.trace, pickle.dumps(what))
@@ -186,7 +178,8 @@ class File:
         self.pending.append(what)
 
     def sync(self):
-        self.content, self.attributes, self.pending = *self.after(self.pending), []
+        self.content, self.attributes = self.after(self.pending)
+        self.pending = []
 
     def after(self, done):
         """Content and attributes once these were done."""

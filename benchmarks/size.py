@@ -24,7 +24,7 @@ CODE = ("bass_cli", "kernels")
 def functions(text):
     """Lines of every function, from its `def` to its end."""
     return [
-        node.end_lineno - node.lineno + 1
+        (node.end_lineno or 0) - node.lineno + 1
         for node in ast.walk(ast.parse(text))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and not any("jit" in ast.dump(one) for one in node.decorator_list)

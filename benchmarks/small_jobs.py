@@ -266,7 +266,8 @@ def disturb_many(disturb, text, *, unit, count, others):
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     chance, began = random.Random(args.seed), time.monotonic()
-    counts, differences, faults = collections.Counter(), Differences(), []
+    counts: collections.Counter[str] = collections.Counter()
+    differences, faults = Differences(), list[str]()
     with tempfile.TemporaryDirectory(prefix=f"bass-{unit}-") as folder:
         place = Path(folder)
         import_everything(place)

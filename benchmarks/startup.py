@@ -22,13 +22,14 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 # What is timed: functions by module, and their names here.
 STEPS = {
     "bass_cli.plan": {"make_plan": "plan"},
     "bass_cli.model.checkpoint": {"open_checkpoint": "headers"},
     "bass_cli.model.tokenizer": {"Tokenizer.load": "tokenizer", "Tokenizer.encode": "text encoded"},
-    "bass_cli.generation": {"describe": "manifest, fingerprints"},
+    "bass_cli.manifest": {"describe": "manifest, fingerprints"},
     "bass_cli.build": {"load_models": "weights", "build": "loop", "warm_up": "warming up"},
     "bass_cli.model.weights": {"load": "weights of a model"},
     "bass_cli.engine.step": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
@@ -44,7 +45,8 @@ class Watch:
 
     def __init__(self, began):
         self.began, self.own = began, threading.local()
-        self.steps, self.imports = [], collections.Counter()
+        self.steps: list[tuple] = []
+        self.imports: collections.Counter[str] = collections.Counter()
 
     def timed(self, run):
         """Run it; its result, and beginning, seconds, processor's seconds, seconds of imports."""
@@ -59,8 +61,9 @@ class Watch:
         others = (one for one in sys.meta_path if one is not self)
         specs = (one.find_spec(name, path, target) for one in others)
         spec = next((one for one in specs if one is not None), None)
-        load = getattr(spec and spec.loader, "exec_module", None)
-        if load is None or isinstance(spec.loader, type):  # not there, or a built-in module
+        loader: Any = spec and spec.loader
+        load = getattr(loader, "exec_module", None)
+        if load is None or isinstance(loader, type):  # not there, or a built-in module
             return spec
 
         def exec_module(module):
@@ -71,7 +74,7 @@ class Watch:
                 holder, _, attribute = path.rpartition(".")
                 self.wrap(getattr(module, holder) if holder else module, attribute, label)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
     def wrap(self, holder, name, label):
@@ -121,7 +124,7 @@ def measure(command):
 def show(found):
     """The time line for people."""
     print("  begins    takes      cpu  imports  step")
-    seen = collections.Counter()
+    seen: collections.Counter[str] = collections.Counter()
     for *seconds, label in found["steps"]:
         seen[label] += 1
         if seen[label] <= _SHOWN:

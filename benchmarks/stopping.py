@@ -88,7 +88,8 @@ def measure(args, name):
     loops = {"plain": build(plans["plain"]), "past rounds": build(plans["past rounds"])}
     loops["stopping"] = loops["past rounds"]
     prompts = human_eval(args.limit) if name == "code" else chat(args.limit)
-    seconds, samples = {way: [] for way in WAYS}, {}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    samples = {}
     for repeat in range(-1, args.repeats):
         for way, loop in loops.items():
             if way != "plain":

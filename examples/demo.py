@@ -31,7 +31,7 @@ def say(text):
 def draw(plan, loop, prompt):
     """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt
     included."""
-    from bass_cli.scheduler import Conductor
+    from bass_cli.conductor import Conductor
 
     conductor = Conductor(
         plan.job,
@@ -115,10 +115,8 @@ def main(arguments=None):
     }
     say("loading the model")
     models = load_models(next(iter(plans.values())))
-    loops, found = (
-        {way: build(plan, models) for way, plan in plans.items()},
-        {way: ({}, 0.0) for way in WAYS},
-    )
+    loops = {way: build(plan, models) for way, plan in plans.items()}
+    found: dict[str, tuple[dict, float]] = {way: ({}, 0.0) for way in WAYS}
     for prompt in prompts:
         for (
             way,

@@ -9,7 +9,7 @@ from bass_cli import Job, Sampling, generate, load_pair
 
 
 def main(pair: str = "smollm2") -> None:
-    prompts = [
+    prompts: list[str | dict[str, str]] = [
         "The capital of France is",
         {"id": "code", "prompt": "def add(a, b):", "source": "mine"},
     ]
