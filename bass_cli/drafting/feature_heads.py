@@ -69,26 +69,31 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
 
     at_once = True
 
+    def __init__(
+        self,
+        runner: AnyRunner,
+        head: FeatureHead,
+        *,
+        coupling: str,
+        temperature: float | None = None,
+    ):
+        super().__init__(runner, head, coupling=coupling, temperature=temperature)
+        self._masks = torch.tensor([head.spec.mask], device=runner.decoder.device)
+
     def propose(self, batch: Batch, length: int) -> Proposal:
         length = min(length, self.longest)
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        block, spec = self._block(batch), self._head.spec
-        step = self._runner.cache.decode(batch.places(-1, spec.block), batch.ends(spec.block - 1))
+        spec, further = self._head.spec, self._head.spec.block - 1
+        # the rows' last tokens and the masks behind them, [B, block]
+        block, positions = batch.pending(self._masks.expand(batch.rows, further))
+        step = self._runner.cache.decode(positions, batch.ends(further))
         logits = self._head.draft(block, step, length)
         laws = batch.laws.at(self._temperature)
         if not spec.rank:
             logits = self._head.whole(logits)
             return propose_at_once(logits, laws, batch, coupling=self._coupling)
         return self._one_by_one(logits, block[:, 0], laws, batch)
-
-    def _block(self, batch: Batch) -> Tensor:
-        """The rows' last tokens and the masks behind them, [B, block]."""
-        anchors, _ = batch.last(1)
-        spec = self._head.spec
-        assert spec.mask is not None
-        masks = anchors.new_full((batch.rows, spec.block - 1), spec.mask)
-        return torch.cat((anchors, masks), 1)
 
     def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, batch: Batch) -> Proposal:
         """Drafts of logits [B, k, V] of which every place also goes by the token before it; by

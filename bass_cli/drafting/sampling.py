@@ -22,7 +22,7 @@ def propose_shared(logits: Tensor, laws: Laws, places: Tensor) -> Tensor:
 
 def propose_scored(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
     """`propose_shared`'s tokens [B] and the log-probability, at temperature 1, that the draft
-    gives them, [B] float32."""
+    gives them, [B] float32; laws may be of B / N rows each, in a row."""
     tokens, scores = ops.sample_scored(
         logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places
     )
@@ -82,12 +82,12 @@ def propose_at_once(logits: Tensor, laws: Laws, batch: Batch, *, coupling: str) 
     shared coupling with their scores."""
     rows, length = logits.shape[:2]
     places = batch.places(0, length).flatten()
-    flat, each = logits.flatten(0, 1), laws.repeat(length)
+    flat = logits.flatten(0, 1)
     if coupling == "shared":
-        found, scores = propose_scored(flat, each, places)
+        found, scores = propose_scored(flat, laws, places)
         return Proposal(found.view(rows, length), None, scores=scores.view(rows, length))
     starts = batch.lengths[:rows].repeat_interleave(length)
-    tokens, law = propose_maximal(flat, each, places, starts)
+    tokens, law = propose_maximal(flat, laws.repeat(length), places, starts)
     values, edges = (None if part is None else part.unflatten(0, (-1, length)) for part in law)
     assert values is not None
     return Proposal(tokens.view(rows, length), ops.Law(values, edges))

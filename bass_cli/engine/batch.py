@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import bass_kernels as ops
 from bass_cli.engine.graphs import WIDTHS, cover
 from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
 from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
@@ -282,22 +283,22 @@ class Batch:
 
     def commit(self, block: Tensor, accepted: Tensor) -> None:
         """Append block [B, W] (drafts, then the target's token) up to accepted [B] + 1 tokens a
-        row, on the device.
+        row, on the device."""
+        ops.commit(*self._texts, self.alive, accepted, block)
 
-        The whole block is written: what lies beyond a row's new length is written over by its
-        next round.
-        """
-        # only a row at its end goes beyond, and it ends now
-        places = self.places(0, block.shape[1]).clamp(max=self.tokens.shape[1] - 1)
-        self.tokens[: self.rows].scatter_(1, places, block)
-        self.lengths[: self.rows].addcmul_(accepted + 1, self.alive)
+    def report(self, block: Tensor, accepted: Tensor, scores: Tensor) -> Tensor:
+        """The same, and what the host is to know of it: ops.report."""
+        return ops.report(*self._texts, self.alive, accepted, block, scores)
 
     def pending(self, drafts: Tensor) -> tuple[Tensor, Tensor]:
         """What the target has not seen: each row's last token and drafts [B, k], and their
         positions, [B, k + 1] each."""
-        positions = self.places(-1, drafts.shape[1] + 1)
-        last = self.tokens[: self.rows].gather(1, positions[:, :1])
-        return torch.cat((last, drafts), 1), positions
+        return ops.pending(*self._texts, drafts)
+
+    @property
+    def _texts(self) -> tuple[Tensor, Tensor]:
+        """The rows' tokens, and their lengths."""
+        return self.tokens[: self.rows], self.lengths[: self.rows]
 
     def last(
         self, count: int, floor: Tensor | None = None, *, behind: Tensor | None = None

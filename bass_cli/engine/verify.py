@@ -47,9 +47,7 @@ class Verifier:
             imposing=self._imposing,
             most=self._bound if bounded else None,
         )
-        batch.commit(verdict.block, verdict.accepted)
-        scores = verdict.scores.view(torch.int32).long()
-        return torch.cat((verdict.accepted[:, None], verdict.block, scores), dim=1)
+        return batch.report(verdict.block, verdict.accepted, verdict.scores)
 
     def check_part(self, proposal: Proposal, each: int, cutting: Cutting) -> Tensor:
         """The same of only the likeliest drafts, `each` of a row on average: shared coupling, a
@@ -117,13 +115,12 @@ def imposed(
 def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
     """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
     [B, W] each."""
-    each = laws.repeat(places.shape[1])
-    tokens, scores = _chosen(logits.flatten(0, 1), each, places.flatten())
+    tokens, scores = _chosen(logits.flatten(0, 1), laws, places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
 
 
 def _chosen(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of logits [N, V] by N laws at places [N]: [N] each."""
+    """The same of logits [N, V] by laws of N / B places each, at places [N]: [N] each."""
     tokens, scores = ops.sample_scored(
         logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places
     )

@@ -148,7 +148,7 @@ class Decoder:
         embedded = ops.embed if self.ranks is None else self.ranks.embed
         residual = embedded(tokens, embed, scale=self.spec.embed_scale)
         if self.spec.rope is None:
-            places = step.positions.clamp(max=self.spec.context - 1)
+            places = step.positions.clamp(0, self.spec.context - 1)
             residual = residual + functional.embedding(places, self._weights["positions.weight"])
         angles = tuple(angles_of(step.positions, f) for f in self._frequencies)
         slots = step.slots()
@@ -256,7 +256,4 @@ def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | Non
 
 def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """cos and sin, each [B, W, size / 2] float32."""
-    if inverse is None:
-        return None
-    angles = positions[..., None] * inverse  # in float32
-    return angles.cos(), angles.sin()
+    return None if inverse is None else ops.angles(positions, inverse)

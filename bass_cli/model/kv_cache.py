@@ -79,7 +79,7 @@ class Pass(NamedTuple):
         """Where in `own` the keys and values of its tokens go, as `positions`."""
         if self.prefill is not None:
             return self.prefill
-        return self.segments.slots(self.positions)
+        return self.segments.once("slots", lambda: self.segments.slots(self.positions))
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values that it writes to, the rows' own or the prompt store, [K, S, D]

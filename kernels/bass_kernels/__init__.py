@@ -6,8 +6,8 @@ V vocabulary, H query heads, K key/value heads, D head size, S slots of the stor
 keys, T positions of the prompt store.
 """
 
-from . import acceptance, law_distances, reference, sampling, selection, trained
-from .acceptance import accept_maximal, accept_shared
+from . import acceptance, law_distances, reference, rounds, sampling, selection, trained
+from .acceptance import accept_maximal
 from .dispatch import (
     SCHEDULES,
     attention_schedule,
@@ -28,6 +28,7 @@ from .selection import BINS, Chosen, Known
 embed = by_device(reference.embed, "bass_kernels.pointwise")
 norm = by_device(reference.norm, "bass_kernels.pointwise")
 activation = by_device(reference.activation, "bass_kernels.pointwise")
+angles = by_device(reference.angles, "bass_kernels.pointwise")
 rope_write = by_device(reference.rope_write, "bass_kernels.pointwise")
 attention = by_device(reference.attention, "bass_kernels.ragged")
 sample = by_device(sampling.sample, "bass_kernels.choice")
@@ -42,6 +43,10 @@ standing = by_device(selection.standing, "bass_kernels.selection_kernels")
 likeliest = by_device(selection.likeliest, "bass_kernels.selection_kernels")
 settle = by_device(selection.settle, "bass_kernels.selection_kernels")
 rejection_sample = by_device(acceptance.rejection_sample, "bass_kernels.rejection")
+accept_shared = by_device(acceptance.accept_shared, "bass_kernels.round_kernels")
+pending = by_device(rounds.pending, "bass_kernels.round_kernels")
+commit = by_device(rounds.commit, "bass_kernels.round_kernels")
+report = by_device(rounds.report, "bass_kernels.round_kernels")
 
 __all__ = [
     "BINS",
@@ -64,9 +69,11 @@ __all__ = [
     "accept_maximal",
     "accept_shared",
     "activation",
+    "angles",
     "attention",
     "attention_schedule",
     "bits",
+    "commit",
     "distance_gradient",
     "distances",
     "draft_sample",
@@ -85,9 +92,11 @@ __all__ = [
     "norm_up",
     "pack",
     "pack_queries",
+    "pending",
     "process",
     "project",
     "rejection_sample",
+    "report",
     "rope_write",
     "rotate",
     "sample",

@@ -78,12 +78,12 @@ def sample_scored(
         scores,
     )
     spread = {"CHUNKS": triton.next_power_of_2(chunks), "FIELDS": _FIELDS}
-    arrived = counters(logits.device, rows)
+    arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
     for look in _LOOKS:
         _look[(rows, chunks)](
-            *given, arrived, vocab, chunks, LOOK=look, BLOCK=_BLOCK, **spread, num_warps=_WARPS
+            *given, arrived, *sizes, LOOK=look, BLOCK=_BLOCK, **spread, num_warps=_WARPS
         )
-    _decide[(rows,)](*given, vocab, chunks, BLOCK=_ALONE, FIELDS=_FIELDS, num_warps=_ALONE_WARPS)
+    _decide[(rows,)](*given, *sizes, BLOCK=_ALONE, FIELDS=_FIELDS, num_warps=_ALONE_WARPS)
     return tokens, scores
 
 
@@ -93,7 +93,7 @@ def _within(above, count, top_k, top_p, mass):
     return ((top_p >= 1.0) | (above < top_p * mass)) & ((top_k == 0) | (count < top_k))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def _look(
     logits_ptr,
     temperature_ptr,
@@ -105,6 +105,7 @@ def _look(
     token_ptr,
     score_ptr,
     arrived_ptr,
+    each,
     vocab,
     chunks,
     LOOK: tl.constexpr,
@@ -114,6 +115,7 @@ def _look(
 ):
     """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
+    law = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
     due = True
@@ -122,8 +124,8 @@ def _look(
     if LOOK == 2:
         due = tl.load(state + 2) == 2
     if due:
-        temperature, divisor = settled(temperature_ptr, row)
-        key_0, key_1, position = address(row, key_ptr, position_ptr)
+        temperature, divisor = settled(temperature_ptr, law)
+        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
         start, end = chunk * BLOCK, tl.minimum(chunk * BLOCK + BLOCK, vocab)
         if LOOK == 0:
             score, token, best_x, peak, mass, raw_mass = everything(
@@ -174,8 +176,8 @@ def _look(
                 chunks,
                 temperature,
                 divisor,
-                tl.load(top_k_ptr + row),
-                tl.load(top_p_ptr + row),
+                tl.load(top_k_ptr + law),
+                tl.load(top_p_ptr + law),
                 LOOK,
                 CHUNKS,
                 FIELDS,
@@ -246,7 +248,7 @@ def _write(logits_ptr, row, vocab, token, peak, divisor, raw_mass, token_ptr, sc
     tl.store(score_ptr + row, raw - peak * divisor - tl.log(raw_mass))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def _decide(
     logits_ptr,
     temperature_ptr,
@@ -257,6 +259,7 @@ def _decide(
     found_ptr,
     token_ptr,
     score_ptr,
+    each,
     vocab,
     chunks,
     BLOCK: tl.constexpr,
@@ -269,9 +272,10 @@ def _decide(
     if now != 1:
         token, x = tl.load(state).to(tl.int32), tl.load(state + 1)
         mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
-        _temperature, divisor = settled(temperature_ptr, row)
-        key_0, key_1, position = address(row, key_ptr, position_ptr)
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        law = row // each
+        _temperature, divisor = settled(temperature_ptr, law)
+        key_0, key_1, position = address(law, row, key_ptr, position_ptr)
+        top_k, top_p = tl.load(top_k_ptr + law), tl.load(top_p_ptr + law)
         kept = now == 1
         if now == 3:
             mass = top_mass(logits_ptr, row, vocab, top_k, peak, divisor, BLOCK)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 SCHEDULES = ("ragged", "pad", "split")
-_USUAL = ("pointwise", "mixing", "ragged", "choice")  # modules of Triton forms
+_USUAL = ("pointwise", "mixing", "ragged", "choice", "round_kernels")  # modules of Triton forms
 _override: str | None = None
 _schedule = "ragged"
 _too_large: set[str] = set()  # ops of which it was said that they do not fit the device

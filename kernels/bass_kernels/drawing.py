@@ -169,7 +169,7 @@ def _draw(
     BLOCK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    key_0, key_1, position = address(row, key_ptr, position_ptr)
+    key_0, key_1, position = address(row, row, key_ptr, position_ptr)
     origin = tl.load(origin_ptr + row).to(tl.uint32)
     start, rows_at = chunk * CHUNK, found_ptr + row * chunks * FOUND
     score, token, own_score, own_token = best(

@@ -148,6 +148,32 @@ def _activation(x_ptr, out_ptr, size, KIND: tl.constexpr, GATED: tl.constexpr, B
     tl.store(out_ptr + row * size + at, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """As reference.angles; one program a position."""
+    half = len(inverse)
+    cos, sin = (inverse.new_empty(*positions.shape, half) for _ in range(2))
+    _angles[(positions.numel(),)](
+        positions.contiguous(),
+        inverse,
+        cos,
+        sin,
+        HALF=half,
+        BLOCK=triton.next_power_of_2(half),
+        num_warps=1,
+    )
+    return cos, sin
+
+
+@triton.jit
+def _angles(position_ptr, inverse_ptr, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    one, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = at < HALF
+    position = tl.load(position_ptr + one).to(tl.float32)
+    turns = position * tl.load(inverse_ptr + at, mask=inside, other=0.0)
+    tl.store(cos_ptr + one * HALF + at, tl.cos(turns), mask=inside)
+    tl.store(sin_ptr + one * HALF + at, tl.sin(turns), mask=inside)
+
+
 def rope_write(
     qkv: Tensor,
     angles: tuple[Tensor, Tensor] | None,

@@ -65,6 +65,13 @@ def activation(x: Tensor, kind: str, *, gated: bool) -> Tensor:
     return _ACTIVATIONS[kind](x)
 
 
+def angles(positions: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [..., half] float32, of positions [...] int64 times frequencies inverse
+    [half] float32."""
+    turns = positions[..., None] * inverse  # in float32
+    return turns.cos(), turns.sin()
+
+
 def rope_write(
     qkv: Tensor,
     angles: tuple[Tensor, Tensor] | None,

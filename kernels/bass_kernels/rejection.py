@@ -269,7 +269,7 @@ def _judge(
     BLOCK: tl.constexpr,
 ):
     row, chunk = tl.program_id(0), tl.program_id(1)
-    key_0, key_1, length = address(row, key_ptr, length_ptr)
+    key_0, key_1, length = address(row, row, key_ptr, length_ptr)
     ps, qs = _drafted(
         row,
         draft_ptr,

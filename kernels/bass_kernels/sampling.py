@@ -41,8 +41,13 @@ def sample(
     positions: Tensor,
 ) -> Tensor:
     """One token [N] int64 for each row of logits [N, V]: argmax of log p + Gumbel noise of the
-    SHARED stream, where p is the processed law. temperature, top_p [N] float32; top_k, positions
-    [N], keys [N, 2] int64."""
+    SHARED stream, where p is the processed law. positions [N] int64; temperature, top_p [M]
+    float32 and top_k [M], keys [M, 2] int64 belong to N / M rows each, in a row."""
+    each = len(logits) // len(temperature)
+    if each > 1:
+        temperature, top_k, top_p, keys = (
+            given.repeat_interleave(each, 0) for given in (temperature, top_k, top_p, keys)
+        )
     temperature = _settled(temperature)
     if not bool((temperature > 0).any()):
         return logits.argmax(-1)

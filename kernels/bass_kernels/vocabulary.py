@@ -46,10 +46,10 @@ def settled(temperature_ptr, row):
 
 
 @triton.jit
-def address(row, key_ptr, position_ptr):
-    """The words that address a row's noise: of its key, and its position."""
-    key_0 = tl.load(key_ptr + 2 * row).to(tl.uint32)
-    key_1 = tl.load(key_ptr + 2 * row + 1).to(tl.uint32)
+def address(law, row, key_ptr, position_ptr):
+    """The words that address a row's noise: of the key of its law, and its position."""
+    key_0 = tl.load(key_ptr + 2 * law).to(tl.uint32)
+    key_1 = tl.load(key_ptr + 2 * law + 1).to(tl.uint32)
     return key_0, key_1, tl.load(position_ptr + row).to(tl.uint32)
 
 

@@ -21,6 +21,7 @@ from bass_kernels import (
     ragged_kernel,
     rejection,
     residual,
+    round_kernels,
     skinny,
     softmax,
     trained_kernels,
@@ -34,8 +35,15 @@ FLOATS = {"found_ptr", "score_ptr", "part_ptr", "peak_ptr", "mass_ptr", "cos_ptr
 INTEGERS = {"arrived_ptr", "count_ptr", "teamed_ptr", "table_ptr"}
 LONGS = {"of_ptr", "position_ptr", "base_ptr", "start_ptr", "own_ptr", "token_ptr", "tokens_ptr", "slots_ptr", "top_k_ptr",
          "search_ptr", "draft_ptr", "length_ptr", "most_ptr", "origin_ptr", "accepted_ptr", "next_ptr",
-         "block_ptr", "begin_ptr"}  # fmt: skip
-NOISY = {"_look", "_decide", "_draw", "_judge"}  # there, keys are those of the noise
+         "block_ptr", "begin_ptr", "text_ptr", "alive_ptr", "target_ptr"}  # fmt: skip
+NOISY = {
+    "_look",
+    "_decide",
+    "_draw",
+    "_judge",
+    "_look_after",
+    "_join",
+}  # there, keys are those of the noise
 
 
 def kind(name, kernel):
@@ -86,6 +94,10 @@ if __name__ == "__main__":
     for look in (0, 1, 2):
         compile_one(choice._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8)
     compile_one(choice._decide, BLOCK=8192, FIELDS=8)
+    compile_one(round_kernels._pending, WIDE=16)
+    compile_one(round_kernels._accept, MOST=True, WIDE=16)
+    compile_one(round_kernels._commit, TABLE=True, WIDE=16)
+    compile_one(pointwise._angles, HALF=64, BLOCK=64)
     search = {"SHIFT": 16, "PIVOTS": 16, "CHUNK": 4096, "CHUNKS": 64, "FIELDS": 8, "FOUND": 20}
     compile_one(truncation._survey, **search, BLOCK=1024)
     for last in (False, True):
