@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from . import causal, dispatch
+from .fetching import pieces_of
 from .launch import SPARE, card, counters, fitting, processors
 from .ragged_kernel import attend
 from .segments import Group, Segments, by_row, one_after_other
@@ -45,6 +46,17 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        return {
+            "SIZE": self.members,
+            "BLOCK_M": self.lines,
+            "BLOCK_N": self.keys,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+        }
+
 
 def attention(
     q: Tensor,
@@ -54,6 +66,7 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    then: Tensor | None = None,
     splits: int | Cut | None = None,
     tile: tuple[int, int, int] | None = None,
     members: int | None = None,
@@ -95,7 +108,7 @@ def attention(
         cut = _cut(units, tiling.lines, q.device)
         team = Cut(0, 0)
     cut = _asked_for(splits, cut)
-    return _launch(q, own, prompt, segments, tiling, cut, team, scale, window)
+    return _launch(q, own, prompt, segments, tiling, cut, team, scale, window, then)
 
 
 def _grid(q: Tensor, segments: Segments) -> tuple[int, int]:
@@ -140,6 +153,7 @@ def _launch(
     team: Cut,
     scale: float,
     window: int,
+    then: Tensor | None,
 ) -> Tensor:
     (rows, width), (heads, size) = _grid(q, segments), q.shape[2:]
     kv_heads, positions, packed = own[0].shape[0], segments.positions, segments.packed
@@ -147,6 +161,7 @@ def _launch(
     units = rows * kv_heads * (tiles := triton.cdiv(lines, tiling.lines))
     *tables, team_units = _table(segments, tiling.members, kv_heads)
     out = q.new_empty(*q.shape[:2], heads * size)
+    behind = (then, some) if (some := pieces_of(then, q.shape[0] * q.shape[1])) else (out, 0)
     scratch = _scratch(out, pieces, units, min(lines, tiling.lines), size, teams=team.most > 0)
     attend[(team_units * team.most + units * cut.most,)](
         q.contiguous(),
@@ -160,6 +175,7 @@ def _launch(
         *tables,
         out,
         *scratch,
+        *behind,
         scale * 1.4426950408889634,
         window,
         rows,
@@ -176,16 +192,13 @@ def _launch(
         H=heads,
         K=kv_heads,
         D=size,
-        SIZE=tiling.members,
         PIECES=_power(pieces),
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
-        BLOCK_M=tiling.lines,
-        BLOCK_N=tiling.keys,
         BLOCK_D=_power(size),
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        AHEAD=behind[1] > 0,
+        **tiling.options,
     )
     if team.most:
         _merge(scratch, out, cut, team, width, heads, kv_heads, size)

@@ -7,6 +7,7 @@ ragged.py.
 import triton
 import triton.language as tl
 
+from .fetching import fetch
 from .softmax import fold, merge_pieces
 
 # a row's counter: arrivals, then pieces
@@ -90,6 +91,7 @@ def _blocks(
         "team_few",
         "team_splits",
         "team_units",
+        "fetched",
     ]
 )
 def attend(
@@ -110,6 +112,8 @@ def attend(
     peak_ptr,
     mass_ptr,
     count_ptr,
+    then_ptr,
+    fetched,
     scale,
     window,
     rows,
@@ -139,6 +143,7 @@ def attend(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Programs: `team_splits` for every kv head of every team (up to SIZE rows whose prompt's keys
     are read once), then `splits` for every unit, a tile of BLOCK_M lines of a row and kv head. A
@@ -283,6 +288,8 @@ def attend(
                 WIDE,
             )
 
+            if AHEAD:
+                fetch(then_ptr, fetched, tl.program_id(0), tl.num_programs(0))
             counter = (first_row * K + kv) * 2  # of a row's pieces, its own and its team's
             if apart & (used <= 1) & (in_team == 0):
                 done = (total / mass[:, None]).to(out_ptr.dtype.element_ty)

@@ -123,9 +123,11 @@ def attention(
     *,
     scale: float,
     window: int = 0,
+    then: Tensor | None = None,
 ) -> Tensor:
     """Causal softmax attention of q [B, W, H, D] over two segments merged by log-sum-exp; returns
-    [B, W, H D]. Packed queries [1, M, H, D] give [1, M, H D].
+    [B, W, H D]. Packed queries [1, M, H, D] give [1, M, H D]. then: a matrix that is read behind
+    it, which a GPU may fetch meanwhile.
 
     own: keys and values [K, S, D]; prompt: [K, T, D], each span read once for all of its group's
     rows. window: how many of the latest positions a query sees, itself included; 0 for

@@ -85,6 +85,7 @@ def compiled(place):
         constexprs={(names.index(n),): v for n, v in constants.items()},
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ("cp.async.bulk.prefetch.L2" in code) == constants.get("AHEAD", False)
     if constants.get("EARLY"):
         check_chain(code, begins=kernel is residual._begin)
     return f"{kernel.__name__} {constants}"
@@ -129,6 +130,7 @@ if __name__ == "__main__":
             BLOCK_N=32,
             BLOCK_D=head,
             WIDE="tf32",
+            AHEAD=size == 1,
         )
     compile_one(softmax.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):

@@ -1,0 +1,90 @@
+"""What attention fetches for the product behind it: how much of which weights, and that nothing
+else changes."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import bass_kernels as ops
+from bass_kernels.segments import Segments
+
+pytest.importorskip("triton")
+from bass_kernels import fetching, launch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Weight(NamedTuple):
+    """As much of a tensor as is asked for."""
+
+    bytes: int
+    at: int = 4096
+    is_cuda: bool = True
+    device: str = "cuda"
+
+    def data_ptr(self):
+        return self.at
+
+    def numel(self):
+        return self.bytes // 2
+
+    def element_size(self):
+        return 2
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Says that the weights' device is of this capability."""
+
+    def card(*capability):
+        monkeypatch.setattr(fetching, "card", lambda device: launch.Card(capability, 227 * 1024))
+
+    return card
+
+
+@pytest.mark.parametrize("size", [2, 2046, 2048, 5000, 33 << 20, 100 << 20])
+def test_nothing_beyond_a_weight_is_fetched(on, size):
+    on(9, 0)
+    found = fetching.pieces_of(Weight(size), 64) * 2048
+    assert found <= min(size, 32 << 20)
+    assert found > min(size, 32 << 20) - 2048
+
+
+def test_where_nothing_is_fetched(on):
+    on(9, 0)
+    assert fetching.pieces_of(Weight(1 << 20), 64) > 0
+    assert fetching.pieces_of(Weight(1 << 20), 65) == 0  # bound by operations
+    assert fetching.pieces_of(Weight(1 << 20, at=4104), 64) == 0  # the instruction wants 16 bytes
+    assert fetching.pieces_of(Weight(1 << 20, is_cuda=False), 64) == 0
+    assert fetching.pieces_of(None, 64) == 0
+    on(8, 0)
+    assert fetching.pieces_of(Weight(1 << 20), 64) == 0
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_attention_is_the_same_whatever_is_fetched(width):
+    def noise(*shape):
+        return torch.randn(*shape, generator=generator).half().to(DEVICE)
+
+    generator, rows = torch.Generator().manual_seed(0), 3
+    lengths = torch.tensor([5, 70, 200], device=DEVICE)
+    segments = Segments(
+        positions=lengths[:, None] + torch.arange(width, device=DEVICE),
+        base=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        start=torch.zeros(rows, dtype=torch.int64, device=DEVICE),
+        own=torch.arange(rows, device=DEVICE) * 256,
+        groups=None,
+        extent=256,
+    )
+    q, own = noise(rows, width, 8, 64), (noise(2, rows * 256, 64), noise(2, rows * 256, 64))
+    prompt = (noise(2, 16, 64), noise(2, 16, 64))
+    ops.use("triton")
+    try:
+        alone, fetched = (
+            ops.attention(q, own, prompt, segments, scale=0.1, then=weight)
+            for weight in (None, noise(1030, 515))
+        )
+    finally:
+        ops.use(None)
+    assert torch.equal(alone, fetched)
