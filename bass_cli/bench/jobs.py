@@ -64,7 +64,7 @@ def measure(
     every engine once. UserError for a prompt that cannot be run, MachineError where a process
     fails, with its last words."""
     intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
-    tasks = [intake.take(prompt, (), now=0.0) for prompt in prompts]
+    tasks = [_taken(intake, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ours = [sys.executable, "-m", "bass_cli", *command, "--json", "--quiet"]
@@ -176,13 +176,24 @@ def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
     }
 
 
+def _taken(intake: Intake, prompt: Prompt) -> Task:
+    """The prompt's task; UserError with its place where it cannot be run."""
+    try:
+        return intake.take(prompt, (), now=0.0)
+    except UserError as error:
+        told = str(error)
+        place = "" if told.startswith(prompt.place) else f"{prompt.place}: "
+        raise UserError(f"--job: {place}{told}") from None
+
+
 def _token_ids(plan: Plan, tasks: Sequence[Task]) -> list[list[int]]:
     """Of the prompts; UserError unless all of them can be run with all new tokens."""
-    short = sum(task.limit < plan.job.sampling.max_new_tokens for task in tasks)
+    short = [task for task in tasks if task.limit < plan.job.sampling.max_new_tokens]
     if short:
         raise UserError(
-            f"--job: {short} prompts cannot be run with all --max-new-tokens in the model's "
-            "context, and engines differ in what they do then; leave them out"
+            f"--job: {short[0].prompt.place}: {len(short)} prompts, this one first, cannot be run "
+            "with all --max-new-tokens in the model's context, and engines differ in what they do "
+            "then; leave them out"
         )
     return [task.tokens for task in tasks]
 

@@ -84,9 +84,9 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
         (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),
         (("--job", "p.jsonl", "--repeats", "0"), "--repeats (or BASS_REPEATS)"),
         (("--job", "p.jsonl", "--draft-length", "x"), "x"),
-        (("--job", "p.jsonl", "--max-new-tokens", "999", *RIVALS), "the model's context"),
+        (("--job", "p.jsonl", "--max-new-tokens", "999", *RIVALS), "p.jsonl:1: 2 prompts"),
         (("--job", "chat.jsonl", "--no-chat"), "chat.jsonl:1: the prompt has messages"),
-        (("--job", "long.txt"), "and the model's context 256"),
+        (("--job", "long.txt"), "--job: long.txt:2: the text has"),
     ],
 )
 def test_mistakes_are_found_before_a_process_is_started(
