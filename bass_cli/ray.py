@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
+from bass_cli.io.reading import shown
 from bass_cli.library import generate as draw
 
 if TYPE_CHECKING:
@@ -25,10 +26,18 @@ def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = B
     result line; not drawn before it is consumed, like all of Ray Data.
 
     A row is like a prompt line: {"id", "prompt"} (or the job's prompt_column), other columns come
-    back as JSON objects in `meta`; ids must be distinct, since the seed and the id fix the
-    samples. `actors`: processes with the models, each on a GPU of its own, or on CPUs for
-    device "cpu". `batch_size`: prompts that one is given at once. UserError for a job of a kind
-    whose samples would depend on how prompts are batched."""
+    back as JSON objects in `meta`. Each has an id of its own, since the seed and the id fix the
+    samples, and which number a row has in the dataset nobody here knows: one without ends the
+    run. `actors`: processes with the models, each on a GPU of its own, or on CPUs where there are
+    none. `batch_size`: prompts that one is given at once. UserError for a job of a kind whose
+    samples would depend on how prompts are batched."""
+    if not isinstance(job, Job):
+        raise UserError(f"bass_cli.ray.generate: a Job is needed, not {shown(job)}")
+    for name, value in (("actors", actors), ("batch_size", batch_size)):
+        if not isinstance(value, int) or value < 1:
+            raise UserError(
+                f"bass_cli.ray.generate: {name} is a number from 1 on, not {shown(value)}"
+            )
     if job.speculation.coupling == "maximal" or job.budget is not None:
         raise UserError(
             "bass_cli.ray.generate: maximal coupling and budgets make samples depend on what is "
@@ -36,15 +45,27 @@ def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = B
         )
     if job.tensor_parallel > 1:
         raise UserError("bass_cli.ray.generate: an actor has one GPU; leave tensor_parallel out")
+    if job.limit is not None:
+        dataset = dataset.limit(job.limit)
+    gpus = _on_gpus(job)
     return dataset.map_batches(
         Drawer,
         fn_constructor_args=(job,),
         batch_format="pyarrow",
         batch_size=batch_size,
         concurrency=actors,
-        num_gpus=None if job.device == "cpu" else 1,
-        num_cpus=(job.threads or 1) if job.device == "cpu" else None,
+        num_gpus=1 if gpus else None,
+        num_cpus=None if gpus else job.threads or 1,
     )
+
+
+def _on_gpus(job: Job) -> bool:
+    """Whether its actors take a GPU each: with device "auto" where the cluster has any."""
+    if job.device != "auto":
+        return job.device == "cuda"
+    import ray
+
+    return ray.cluster_resources().get("GPU", 0) > 0
 
 
 # A result line's fields, each of one type in all batches.
@@ -78,6 +99,11 @@ class Drawer:
         kinds = {"text": pyarrow.string(), "int": pyarrow.int64(), "float": pyarrow.float64()}
         kinds["ints"] = pyarrow.list_(kinds["int"])
         rows = [_plain(row) for row in batch.to_pylist()]
+        if not all("id" in row for row in rows):
+            raise UserError(
+                'bass_cli.ray.generate: a row has no "id"; give each one of its own, which says '
+                "with the seed what its samples are"
+            )
         found = [json.loads(one.to_line()) for one in draw(rows, self._plan, loop=self._loop)]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)

@@ -17,7 +17,7 @@ import pytest
 from checkpoints import write_checkpoint, write_tokenizer
 
 import bass_cli
-from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate
+from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
 
@@ -141,6 +141,39 @@ def test_what_a_job_does_not_say_of_its_sampling_is_its_pairs() -> None:
     assert (made.speculation.length, made.speculation.coupling) == (3, "maximal")
     with pytest.raises(ValueError, match=r"above speculation\.max"):
         Job(pair=pair, speculation=Speculation(length=12))
+    written: Any = {"seed": 7}, {"coupling": "maximal"}, pair.model_dump()
+    assert Job(pair=pair, sampling=written[0], speculation=written[1]) == made
+    assert Job(pair=written[2], sampling=written[0], speculation=written[1]) == made
+    with pytest.raises(ValueError, match=r"sampling\.sed"):
+        Job(pair=pair, sampling={"sed": 7})  # type: ignore[arg-type]
+
+
+def test_a_pair_file_may_be_a_path(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("target: x\n")
+    assert load_pair(tmp_path / "mine.yaml") == load_pair(str(tmp_path / "mine.yaml"))
+    with pytest.raises(UserError, match=r"^a pair's name or file is needed, not None"):
+        load_pair(None)  # type: ignore[arg-type]
+
+
+def test_a_map_over_ray_data_says_what_it_needs(model: Path) -> None:
+    """Without a cluster: what is found before, and what an actor finds."""
+    pyarrow = pytest.importorskip("pyarrow")
+    import bass_cli.ray
+
+    given: Any = None
+    for bad, said in (
+        ((given, "x"), "a Job is needed"),
+        ((given, job(model, tensor_parallel=2)), "leave tensor_parallel out"),
+    ):
+        with pytest.raises(UserError, match=said):
+            bass_cli.ray.generate(*bad)
+    with pytest.raises(UserError, match="actors is a number from 1 on, not 0"):
+        bass_cli.ray.generate(given, job(model), actors=0)
+    drawer = bass_cli.ray.Drawer(job(model, n=1))
+    with pytest.raises(UserError, match='a row has no "id"'):  # numbers would begin anew in each
+        drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}, {"prompt": "y"}]))
+    found = drawer(pyarrow.Table.from_pylist([{"id": "a", "prompt": "x"}]))
+    assert found.column("id").to_pylist() == ["a"]
 
 
 @pytest.mark.parametrize("kind", [list, iter])

@@ -199,7 +199,10 @@ class Rooms:
 
     def places(self) -> set[Place]:
         """As many as were asked for, anywhere; or one for each GPU that there is now. On CPUs one
-        a node, or as many as --threads lets fit."""
+        a node, or as many as --threads lets fit. MachineError where Ray's node on this machine has
+        died, which nothing brings back."""
+        if self._request.address == "local" and not self._alive():
+            raise MachineError("--ray local: Ray's process on this machine (raylet) has died")
         if self._request.actors is not None:
             return {Place(None, number) for number in range(self._request.actors)}
         return {

@@ -7,6 +7,7 @@ this file inside its commands only, because pydantic is slow to import.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import os
 import re
@@ -115,9 +116,9 @@ class Pair(Strict):
 
 def _over(base: Any, said: Any) -> Any:
     """`said`, with what it does not say of itself as `base` has it."""
-    if not isinstance(said, (Sampling, Speculation)) or type(base) is not type(said):
-        return said
-    return type(base)(**dict(base) | {key: getattr(said, key) for key in said.model_fields_set})
+    if isinstance(base, Strict) and type(said) is type(base):
+        said = {key: getattr(said, key) for key in said.model_fields_set}
+    return dict(base) | said if isinstance(base, Strict) and isinstance(said, dict) else said
 
 
 class Job(Strict):
@@ -144,6 +145,9 @@ class Job(Strict):
     @classmethod
     def _as_the_pair_has_it(cls, given: Any) -> Any:
         pair = given.get("pair") if isinstance(given, dict) else None
+        if isinstance(pair, dict):
+            with contextlib.suppress(ValidationError):  # Job's own says where
+                pair = Pair(**pair)
         if not isinstance(pair, Pair):
             return given
         own = {key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}
@@ -216,9 +220,12 @@ def _model_name(model: str) -> str:
     return last.removesuffix(".gguf") or "model"
 
 
-def load_pair(name_or_file: str) -> Pair:
+def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
     """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and
     nearest valid key."""
+    if not isinstance(name_or_file, (str, os.PathLike)):
+        raise UserError(f"a pair's name or file is needed, not {shown(name_or_file)}")
+    name_or_file = os.fspath(name_or_file)
     if name_or_file in packaged_pairs():
         resource = importlib.resources.files("bass_cli.configs") / f"{name_or_file}.yaml"
         return _parse_pair(resource.read_bytes(), f"{name_or_file}.yaml", None)
@@ -335,11 +342,7 @@ def make_job(pair: Pair, args: JobArgs) -> Job:
         speculation["length"] = "auto"  # the pair's own length was for its draft
     try:
         chosen = Pair.model_validate({**dict(pair), "draft": given.pop("draft", pair.draft)})
-        merged = {
-            "pair": chosen,
-            "sampling": {**pair.sampling.model_dump(), **sampling},
-            "speculation": {**pair.speculation.model_dump(), **speculation},
-        }
+        merged = {"pair": chosen, "sampling": sampling, "speculation": speculation}
         return Job.model_validate(merged | given)
     except ValidationError as error:
         path, reason = _first_fault(error)

@@ -202,13 +202,17 @@ def test_an_evaluation_and_a_dataset(cluster: Any, pair_folder: Any) -> None:
         patch.setenv("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         try:
-            drawn = bass_cli.ray.generate(ray.data.from_items(rows), job, batch_size=2).take_all()
+            data = ray.data.from_items(rows)
+            drawn = bass_cli.ray.generate(data, job, batch_size=2).take_all()
+            fewer = job.model_copy(update={"limit": 3, "device": "auto"})  # no GPU here
+            some = bass_cli.ray.generate(data, fewer, batch_size=2).take_all()
         finally:
             ray.shutdown()
     assert {(row["id"], row["sample"]): (row["text"], row["token_ids"], json.loads(row["meta"]))
             for row in drawn} == {(one.id, one.sample): (one.text, one.token_ids, one.meta)
                                   for one in generate(rows, job)}  # fmt: skip
     assert len(drawn) == 10
+    assert len(some) == 6
 
 
 @pytest.mark.parametrize(("flags", "fault"), [
