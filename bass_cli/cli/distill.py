@@ -85,7 +85,7 @@ _FLAGS = {
         OUTPUT,
         "DIR",
     ),
-    "overwrite": Flag("Begin anew, whatever is in the folder", OUTPUT),
+    "overwrite": Flag("Begin anew in a folder that distill began", OUTPUT),
 }
 
 

@@ -40,7 +40,7 @@ def score(args: ScoreArgs) -> None:
 
 def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     """Check the options and the file's lines, then the permission, then score; the report."""
-    from bass_cli.config.job import parse_duration
+    from bass_cli.config.fields import parse_duration
     from bass_cli.errors import UserError
     from bass_cli.eval import scoring
     from bass_cli.eval.judging import verdicts_path

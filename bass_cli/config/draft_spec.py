@@ -84,6 +84,14 @@ def skipped_layers(text: str, layers: int) -> frozenset[int]:
     return frozenset(found)
 
 
+def check_target(text: str) -> str:
+    """The same text; ValueError where only a draft may be that."""
+    word = next((it for it in (_SKIP, _PARALLEL, _HEADS) if text.startswith(it)), None)
+    if word is not None:
+        raise ValueError(f'a target is a model by itself; "{word}" is for drafts')
+    return text
+
+
 def check_draft(text: str) -> str:
     """The text as it is; ValueError as in `parse_draft`."""
     parse_draft(text)

@@ -1,5 +1,5 @@
-"""What single values of a job may be: numbers with bounds, numbers or words, drafts. Each refusal
-says what would be valid.
+"""What single values of a job may be: numbers with bounds, numbers or words, drafts, times. Each
+refusal says what would be valid.
 
 Not here: which values a job has, and its own rules across them (config/job.py).
 """
@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from bass_cli.config.draft_spec import check_draft
+from bass_cli.config.draft_spec import check_draft, check_target
+from bass_cli.errors import UserError
 from bass_cli.io.reading import LARGEST, shown
 
 MOST_ROWS = (
@@ -62,5 +63,26 @@ Length = Annotated[str | int, BeforeValidator(_draft_length)]  # one of CONTROLL
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
 Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
 Name = Annotated[str, Field(min_length=1)]
+Target = Annotated[Name, AfterValidator(check_target)]
 Draft = Annotated[Name, AfterValidator(check_draft)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+
+# seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
+_LONGEST = 1_000_000
+
+
+def parse_duration(text: str, key: str = "duration") -> float:
+    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above
+    0, up to _LONGEST."""
+    match = re.fullmatch(
+        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
+    )
+    seconds = (
+        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
+    )
+    if not 0 < seconds <= _LONGEST:
+        raise UserError(
+            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
+            "like 2s, 500ms or 1.5m"
+        )
+    return seconds

@@ -29,6 +29,8 @@ from bass_cli.config.fields import (
     Natural,
     Real,
     Stops,
+    Target,
+    parse_duration,
 )
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.reading import is_unicode, read_bytes, shown
@@ -41,9 +43,6 @@ DEFAULT_PAIR = "smollm2"
 MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
-_LONGEST = (
-    1_000_000  # seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
-)
 _PAIR_FILES = (".yaml", ".yml")
 _WEIGHTS = (".gguf", ".safetensors", ".bin")
 JOB_FLAGS = {
@@ -105,7 +104,7 @@ class Pair(Strict):
     from the YAML."""
 
     name: Name
-    target: Name
+    target: Target
     draft: Draft = "none"
     dtype: Dtype = "auto"
     tokenizer: Name | None = None
@@ -168,23 +167,6 @@ class Job(Strict):
         return self.speculation.coupling == "maximal" and self.sampling.temperature > 0
 
 
-def parse_duration(text: str, key: str = "duration") -> float:
-    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above
-    0, up to _LONGEST."""
-    match = re.fullmatch(
-        r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
-    )
-    seconds = (
-        float(match[1]) * {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0}[match[2]] if match else 0.0
-    )
-    if not 0 < seconds <= _LONGEST:
-        raise UserError(
-            f'{key}: "{shown(text)[1:-1]}" is not a time above 0 and up to {_LONGEST} s; write it '
-            "like 2s, 500ms or 1.5m"
-        )
-    return seconds
-
-
 def packaged_pairs() -> list[str]:
     """The names of the pairs that are installed with bass, sorted."""
     files = importlib.resources.files("bass_cli.configs").iterdir()
@@ -211,7 +193,10 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     is_pair = model in packaged_pairs() and not os.path.exists(model)
     if is_pair or model.endswith(_PAIR_FILES):
         raise UserError(f'--model: "{model}" is a pair; give it with --pair {model}')
-    return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
+    try:
+        return Pair(name=_model_name(model), target=model, draft=MODEL_DRAFT)
+    except ValidationError as error:
+        raise UserError(f"--model (or BASS_MODEL): {_first_fault(error)[1]}") from None
 
 
 def _model_name(model: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def _make(
     # whether it can be written at all
     config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
     asked, results = _samples_of(args, plan, screen)
+    files = plan.files
+    _keep_apart(places, [args.pair, checkpoint.path, files.target.path, files.tokenizer.path])
     begun = _begin(places, training, source, results, overwrite=args.overwrite)
     if begun and places.report.exists():
         places.checkpoint.unlink(missing_ok=True)
@@ -97,6 +100,8 @@ def _make(
 
 def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dict[str, Any]]:
     """What the target is asked, and what its samples depend on."""
+    if args.prompts is None and args.prompt_column is not None:
+        raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts FILE too")
     if args.prompts is None:
         asked: Any = own_beginnings(plan.files.tokenizer, args.chat)
         digest: dict[str, Any] = {"prompts": list(asked)}
@@ -109,6 +114,19 @@ def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dic
     manifest = describe(plan, digest)
     found = {**manifest["results"], "tokens": wanted_tokens(args, plan)}
     return asked, json.loads(json.dumps(found, default=str))
+
+
+def _keep_apart(places: Places, read: Sequence[str | Path | None]) -> None:
+    """UserError where what is written in the folder would replace what is read: `read`, of which
+    words that are no files are left out."""
+    written = [one.resolve() for one in (places.draft, places.pair, places.report, places.settings)]
+    for one in read:
+        place = Path(one or "").expanduser().resolve()
+        if one is not None and any(it in (place, *place.parents) for it in written):
+            raise UserError(
+                f"--out {places.folder}: {one} is read by this command, and lies where it writes; "
+                "give another folder"
+            )
 
 
 def _begin(
@@ -133,7 +151,7 @@ def _begin(
         except (OSError, ValueError) as error:
             if not overwrite:
                 raise UserError(f"{places.settings}: {error}; use --overwrite") from None
-    elif folder.exists() and not overwrite:
+    elif folder.exists():  # one that is not ours is never emptied
         remove_drafts(places.settings)  # a kill's, while they were written
         strange = [one.name for one in folder.iterdir() if not one.name.startswith("samples.jsonl")]
         if strange:

@@ -27,11 +27,11 @@ class Standing:
     """By place, of drafts whose earlier ones all stood: the share that stands under shared
     coupling, and under maximal (empty where it was not asked for), there tested one by one, the
     least that a block keeps. `kept`: drafts that stand of a whole block, on average, under the
-    first. `drafts`: blocks that were looked at."""
+    first, None if there are none. `drafts`: blocks that were looked at."""
 
     shared: tuple[float, ...]
     maximal: tuple[float, ...]
-    kept: float
+    kept: float | None
     drafts: int
 
     def document(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def standing(
         else []
         for kind in sums
     ]
-    kept = float(torch.stack(sums[0][1::2]).sum()) / drafts if drafts else 0.0
+    kept = float(torch.stack(sums[0][1::2]).sum()) / drafts if drafts else None
     return Standing(tuple(shares[0]), tuple(shares[1]) if both else (), kept, drafts)
 
 

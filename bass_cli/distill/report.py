@@ -47,7 +47,11 @@ def table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     longest = max(len(standing["shared"]) for standing in found.values())
     columns = ["drafts that stand", "in all", *(str(place) for place in range(1, longest + 1))]
     lines = [
-        [name, f"{standing['kept']:.2f}", *(f"{share:.3f}" for share in standing["shared"])]
+        [
+            name,
+            "-" if standing["kept"] is None else f"{standing['kept']:.2f}",
+            *(f"{share:.3f}" for share in standing["shared"]),
+        ]
         for name, standing in found.items()
     ]
     return columns, lines

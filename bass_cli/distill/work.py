@@ -143,14 +143,16 @@ class Work:
 
     def write(self) -> None:
         """The draft's folder, with its weights as they are now."""
-        source, checkpoint = self._source, self._source.checkpoint
+        source, checkpoint, files = self._source, self._source.checkpoint, self._plan.files
+        own = checkpoint.path == files.target.path
+        tokenizer = files.tokenizer if own else Tokenizer.load(checkpoint.path)
         config = config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
         write_folder(
             self._places.draft,
             source.spec,
             self.weights,
             config={**config, "pard_token": source.mask},
-            tokenizer=Tokenizer.load(checkpoint.path).settled,
+            tokenizer=tokenizer.settled,
             dtype=self._plan.dtype,
         )
 

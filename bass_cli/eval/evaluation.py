@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import EvaluateArgs, job_args
-from bass_cli.config.job import Job, parse_duration
+from bass_cli.config.fields import parse_duration
+from bass_cli.config.job import Job
 from bass_cli.drawing import Drawing, Here, drawing_of
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring

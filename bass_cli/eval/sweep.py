@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bass_cli.config.args import EvaluateArgs
-from bass_cli.config.job import parse_duration
+from bass_cli.config.fields import parse_duration
 from bass_cli.errors import UserError
 from bass_cli.eval.chart import draw
 from bass_cli.eval.evaluation import Evaluation

@@ -247,7 +247,9 @@ class Screen:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table of what the command is for, on stdout: on a terminal cells that are too long
-        are folded, elsewhere every row is one line."""
+        are folded, elsewhere every row is one line. What a terminal would obey, or that would end
+        a line, is spelled out."""
+        rows = [[_spelled(cell) for cell in row] for row in rows]
         if not self._reader.isatty():
             lines = [columns, *rows]
             widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -310,3 +312,8 @@ class Screen:
     def _stop(self) -> None:
         if self._display is not None:
             self._display.hide()
+
+
+def _spelled(text: str) -> str:
+    """The text, with escapes for what cannot be printed."""
+    return "".join(it if it.isprintable() else repr(it)[1:-1] for it in text)

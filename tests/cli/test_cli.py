@@ -215,6 +215,7 @@ BAD: list[tuple[dict[str, str], list[str], str]] = [
     ({}, ["p.jsonl", "--model", "m.gguf", "--pair", "smollm2"], "--model (or BASS_MODEL) exclude "
                                                                 "each other"),
     ({}, ["p.jsonl", "--model", ""], "--model (or BASS_MODEL): it is empty"),
+    ({}, ["p.jsonl", "--model", "parallel:m/p"], "--model (or BASS_MODEL): a target is a model by itself"),
     ({}, ["p.jsonl", "--n", "0"], "--n (or BASS_N): it should be greater than or equal to 1 (got "
                                   "0)"),
     ({}, ["p.jsonl", "--n", "many"], "--n"),

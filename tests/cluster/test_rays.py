@@ -19,7 +19,7 @@ import pytest
 from test_end_to_end import samples
 from typer.testing import CliRunner
 
-from bass_cli import Job, Pair
+from bass_cli import Job, MachineError, Pair
 from bass_cli.cli.commands import app
 from bass_cli.cluster.crew import Place
 from bass_cli.cluster.rays import Request, Rooms
@@ -285,3 +285,10 @@ def test_an_actor_takes_a_gpu_where_the_cluster_has_any_and_cores_elsewhere() ->
     assert rooms("auto", None).job.device == "cpu"
     assert rooms("cuda", None).places() == set()  # they may join
     assert rooms("cuda", 3).taken(Place(None, 0))["num_gpus"] == 1  # an autoscaler brings them
+    alone = [{"NodeID": head, "Alive": True, "Resources": {"CPU": 8.0}}]
+    job = Job(pair=Pair(name="p", target="t"), device="cpu")
+    here = Rooms(lambda: alone, Request("local", 2), job)
+    assert here.places() == {Place(None, 0), Place(None, 1)}
+    alone[0]["Alive"] = False
+    with pytest.raises(MachineError, match="--ray local: Ray's process on this machine"):
+        here.places()  # on a cluster others may join

@@ -202,7 +202,11 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         (("--from", "nowhere/at/all"), "nowhere/at/all"),
         (("--from", "other"), "the vocabularies of target and draft differ: id 9 is"),
         (("--out", "full"), "--out full: it holds other things (mine.txt)"),
+        (("--out", "full", "--overwrite"), "--out full: it holds other things (mine.txt)"),
         (("--out", "p.txt"), "--out p.txt: this is a file"),
+        (("--out", ".", "--overwrite"), "--out .: pair.yaml is read by this command"),
+        (("--pair", "p2.yaml", "--out", ".", "--overwrite"), "/draft is read by this command"),
+        (("--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts"),
     ],
 )
 def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
@@ -221,10 +225,26 @@ def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags,
     path.write_text(json.dumps(content))
     (here / "full").mkdir()
     (here / "full/mine.txt").write_text("mine")
+    shutil.copy(here / "pair.yaml", here / "p2.yaml")
+    before = set(here.rglob("*"))
     refused = bass("distill", *TRAINED, "--out", "out", *flags)
     assert refused.exit_code == 2, refused.stderr
     assert reason in re.sub(r"\s+", " ", refused.stderr)
     assert not (here / "out").exists()
+    assert set(here.rglob("*")) == before
+
+
+def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
+    """Also where the target's folder has none."""
+    for path in (here / "target").glob("*token*"):
+        path.rename(here / "draft" / path.name)
+    (here / "pair.yaml").write_text("target: target\ndraft: none\ntokenizer: draft\n")
+    made = bass("distill", *FLAGS, "--steps", "1", "--out", "out")
+    assert made.exit_code == 0, made.stderr
+    assert (here / "out/draft/tokenizer.json").exists()
+    text = bass("generate", "p.txt", "--pair", "out/pair.yaml", "--n", "1", "--device", "cpu",
+                "--max-new-tokens", "4", "--out", "o.jsonl")  # fmt: skip
+    assert text.exit_code == 0, text.stderr
 
 
 @pytest.mark.parametrize(("name", "reason"), [

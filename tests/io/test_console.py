@@ -125,3 +125,13 @@ def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str
         now[0] = 60.0
         progress(9, 9)
     assert capsys.readouterr().err == ""
+
+
+def test_what_a_terminal_would_obey_is_spelled_out_in_tables(tmp_path: Path) -> None:
+    path = tmp_path / "odd.yaml"
+    path.write_text('name: "a\\nb"\ntarget: "\\e[31mred"\n')
+    for command in (("pairs", str(path)), ("doctor", "--pair", str(path))):
+        found = cli(*command).stdout
+        assert "\x1b" not in found
+        assert "a\\nb" in found
+        assert "\\x1b[31mred" in found
