@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import yaml
 
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import DistillArgs
-from bass_cli.config.job import Pair
+from bass_cli.config.job import Job, Pair
 from bass_cli.distill.folder import config_of
 from bass_cli.distill.makers import Makers, makers_of
 from bass_cli.distill.prompts import Supply, own_beginnings
@@ -35,7 +34,9 @@ from bass_cli.distill.settings import (
 from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places
 from bass_cli.errors import UserError
+from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
+from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
@@ -75,8 +76,8 @@ def _make(
     # whether it can be written at all
     config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
     asked, results = _samples_of(args, plan, screen)
-    files = plan.files
-    _keep_apart(places, [args.pair, checkpoint.path, files.target.path, files.tokenizer.path])
+    whole = plan.job.model_copy(update={"pair": pair})
+    _keep_apart(args, whole, places, checkpoint.path)
     begun = _begin(places, training, source, results, overwrite=args.overwrite)
     if begun and places.report.exists():
         places.checkpoint.unlink(missing_ok=True)
@@ -116,16 +117,20 @@ def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dic
     return asked, json.loads(json.dumps(found, default=str))
 
 
-def _keep_apart(places: Places, read: Sequence[str | Path | None]) -> None:
-    """UserError where what is written in the folder would replace what is read: `read`, of which
-    words that are no files are left out."""
-    written = [one.resolve() for one in (places.draft, places.pair, places.report, places.settings)]
-    for one in read:
-        place = Path(one or "").expanduser().resolve()
-        if one is not None and any(it in (place, *place.parents) for it in written):
+def _keep_apart(args: DistillArgs, job: Job, places: Places, source: Path) -> None:
+    """UserError where what is written in the folder would replace what is read; `source`: of the
+    model that the draft is made of."""
+    read = [*files_read(args.pair, job), ("what the draft is made of", source)]
+    if args.prompts is not None:
+        read.append(("--prompts", args.prompts))
+    written = (places.pair, places.report, places.settings, places.checkpoint)
+    refuse_shared_files([("--out", one) for one in (*written, places.samples)], read)
+    draft = places.draft.resolve()  # a folder, which is emptied
+    for what, path in read:
+        place = Path(path).expanduser().resolve()
+        if draft in (place, *place.parents):
             raise UserError(
-                f"--out {places.folder}: {one} is read by this command, and lies where it writes; "
-                "give another folder"
+                f"--out {places.folder}: {path} is {what}, which would be lost; give another folder"
             )
 
 

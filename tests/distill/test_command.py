@@ -204,8 +204,14 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         (("--out", "full"), "--out full: it holds other things (mine.txt)"),
         (("--out", "full", "--overwrite"), "--out full: it holds other things (mine.txt)"),
         (("--out", "p.txt"), "--out p.txt: this is a file"),
-        (("--out", ".", "--overwrite"), "--out .: pair.yaml is read by this command"),
-        (("--pair", "p2.yaml", "--out", ".", "--overwrite"), "/draft is read by this command"),
+        (
+            ("--out", ".", "--overwrite"),
+            "--out pair.yaml: this is the pair file, which would be lost",
+        ),
+        (
+            ("--pair", "p2.yaml", "--out", ".", "--overwrite"),
+            "is a file of the models, which would be lost",
+        ),
         (("--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts"),
     ],
 )

@@ -62,6 +62,7 @@ def test_where_nothing_is_fetched(on):
     assert fetching.pieces_of(Weight(1 << 20), 64) == 0
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="only a GPU fetches")
 @pytest.mark.parametrize("width", [1, 8])
 def test_attention_is_the_same_whatever_is_fetched(width):
     def noise(*shape):
