@@ -21,8 +21,10 @@ from bass_cli.model.slabs import Copied, Integers, Pieces, Sender
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Packed, Segments
 
-# positions that the prompt store starts with; it doubles as needed
+# Positions that the prompt store starts with; it doubles as needed, or has four times as many where
+# that is a small part of what is free: all graphs are captured anew when it moves.
 ARENA = {"cpu": 1024, "cuda": 8192}
+_LITTLE = 16
 # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 _TEAMED = 1024
 _MOVED = 2**26  # bytes of keys and values that are copied at once, and stand elsewhere meanwhile
@@ -312,9 +314,10 @@ class KVCache:
         have = self.prompt_keys[0].shape[1]
         if needed <= have:
             return
+        sizes = ((4 * have, _LITTLE), (2 * have, 1), (needed, 1))
+        free = free_memory(self.prompt_keys[0].device)
         size = next(
-            (size for size in (2 * have, needed) if size >= needed and self._fits(size - have)),
-            None,
+            (n for n, few in sizes if n >= needed and few * self._takes(n - have) <= free), None
         )
         if size is None:
             raise MemoryError(
@@ -326,13 +329,11 @@ class KVCache:
                 store[layer] = old.new_zeros(old.shape[0], size, old.shape[2])
                 store[layer][:, :have] = old
 
-    def _fits(self, positions: int) -> bool:
-        """Whether the prompt store can have so many positions more; for a moment one of its
+    def _takes(self, positions: int) -> int:
+        """Bytes that so many positions more of the prompt store take; for a moment one of its
         tensors is there twice."""
-        keys = self.prompt_keys[0]
         each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
-        more = 2 * sum(each) * positions + max(each) * keys.shape[1]
-        return more <= free_memory(keys.device)
+        return 2 * sum(each) * positions + max(each) * self.positions
 
     def _rows_by_span(self, rows: int) -> tuple[Group, ...]:
         if self._groups is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,7 +36,11 @@ LONG = {"cuda": (2048, 8192)}
 # Tokens of a tile, all of one prompt: the queries that a kernel takes at once, for each of which
 # some four heads share a key. In plain torch nothing is gained by more than 1, and nothing padded.
 TILE = {"cuda": 16}
-PATIENCE = 8  # a capture takes as long as so many uncaptured passes
+# Uncaptured passes that a capture takes, its own run included: 42 ms, an H200's host, for 20 to 26.
+PATIENCE = 2
+# Of an uncaptured pass, what a captured one of PASS tokens takes longer than one of few, at most:
+# the 1.5B's operations there are 3 ms.
+_PADDING = 0.15
 
 
 def padded(tokens: int) -> int:
@@ -143,9 +146,10 @@ class Passes:
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
         graphs = self.graphs
         if graphs is not None and size <= PASS:
-            wanted, store = padded(size), self._cache.positions
-            if graphs.ready(wanted, store=store, capture=capture):
-                graphs.feed(wanted, laid_out(parts, wanted, self.tile, self._scrap)[0])
+            store = self._cache.positions
+            serving = graphs.serving(padded(size), store=store, capture=capture)
+            if serving is not None:
+                graphs.feed(serving, laid_out(parts, serving, self.tile, self._scrap)[0])
                 return
         numbers, groups = laid_out(parts, size, self.tile, self._scrap)
         self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
@@ -166,9 +170,9 @@ class PromptGraphs:
     """The graphs of one model's passes, by their tokens. `run(table)` stores the keys and values
     of a Table on `device`, in tiles of `tile` tokens; `record` captures it.
 
-    A size is captured when it was wished so often that captures would have paid by then (the
-    ski-rental rule); then, as always, its first run is an uncaptured one, which compiles and
-    loads what the capture needs. `captures` counts them.
+    A pass is served by the smallest graph that it fits into. A size is captured when what it lost
+    without comes to a capture (the ski-rental rule); its first run is an uncaptured one, which
+    compiles and loads what the capture needs. `captures` counts them.
     """
 
     def __init__(
@@ -178,7 +182,8 @@ class PromptGraphs:
         self._input = torch.zeros(_numbers(SIZES[-1], tile), dtype=torch.int64, device=device)
         self._held: dict[int, Callable[[], None]] = {}
         self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
-        self._wished: Counter[int] = Counter()
+        self._warm: set[int] = set()  # sizes that have been captured before
+        self._lost: dict[int, float] = {}  # by size, in uncaptured passes
         self._store = 0
         self.captures = 0
 
@@ -188,12 +193,16 @@ class PromptGraphs:
         self._renew(store)
         return size in self._held
 
-    def ready(self, size: int, *, store: int, capture: bool) -> bool:
-        """The same, or it is time for one, and `capture` allows it."""
+    def serving(self, size: int, *, store: int, capture: bool) -> int | None:
+        """The size of the graph that is to take a pass of this size: one that is there, or this
+        one if it is time to capture it, and `capture` allows that. None: it is to run
+        uncaptured."""
         if self.holds(size, store=store):
-            return True
-        self._wished[size] += 1
-        return capture and self._wished[size] > PATIENCE
+            return size
+        larger = min((held for held in self._held if held > size), default=None)
+        loss = 1.0 if larger is None else _PADDING * (larger - size) / PASS
+        self._lost[size] = self._lost.get(size, 0.0) + loss
+        return size if capture and self._lost[size] >= PATIENCE else larger
 
     def feed(self, size: int, numbers: NDArray[numpy.int64]) -> None:
         """Run the pass of this size over what `numbers` say (see laid_out), captured if there is
@@ -206,14 +215,20 @@ class PromptGraphs:
             self._held[size]()
             return
         function = functools.partial(self._run, Table.of(self._input, size, self._tile))
-        function()
+        warm = size in self._warm
+        if not warm:
+            function()
+            self._warm.add(size)
         self._held[size] = self._record(function)
         self._dropped = {}
         self.captures += 1
+        if warm:
+            self._held[size]()
 
     def _renew(self, store: int) -> None:
         if store != self._store:
             # The memory that all of them share must not be without any: CUDA's allocator refuses
             # to capture into it then.
             self._store, self._dropped, self._held = store, self._held or self._dropped, {}
-            self._wished.clear()
+            # Sizes that were worth a capture are at the next pass that nothing serves.
+            self._lost = dict.fromkeys(self._warm, PATIENCE - 1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import counters
+from .launch import after, counters, leading, let_next, overlap
 from .vocabulary import (
     LOWEST,
     address,
@@ -81,10 +81,25 @@ def sample_scored(
     arrived, sizes = counters(logits.device, rows), (rows // len(temperature), vocab, chunks)
     for look in _LOOKS:
         _look[(rows, chunks)](
-            *given, arrived, *sizes, LOOK=look, BLOCK=_BLOCK, **spread, num_warps=_WARPS
+            *given,
+            arrived,
+            *sizes,
+            LOOK=look,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            **spread,
+            **overlap(look > 0, logits.device),
+            **leading(logits.device),
         )
-    _decide[(rows,)](*given, *sizes, BLOCK=_ALONE, FIELDS=_FIELDS, num_warps=_ALONE_WARPS)
+    early = overlap(True, logits.device)
+    _decide[(rows,)](*given, *sizes, BLOCK=_ALONE, FIELDS=_FIELDS, num_warps=_ALONE_WARPS, **early)
     return tokens, scores
+
+
+@triton.jit
+def _past(pointer):
+    """What the look before has left: read past the processor's own cache (launch.overlap)."""
+    return tl.load(pointer, cache_modifier=".cg")
 
 
 @triton.jit
@@ -112,17 +127,21 @@ def _look(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
     """One look at a chunk of a row. The last chunk to be done draws the conclusion for the row."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     law = row // each
     at = found_ptr + (row * (chunks + 1) + chunk) * FIELDS
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
+    let_next(LEADS)
+    after(EARLY)
     due = True
     if LOOK == 1:
-        due = tl.load(state + 2) == 0
+        due = _past(state + 2) == 0
     if LOOK == 2:
-        due = tl.load(state + 2) == 2
+        due = _past(state + 2) == 2
     if due:
         temperature, divisor = settled(temperature_ptr, law)
         key_0, key_1, position = address(law, row, key_ptr, position_ptr)
@@ -144,12 +163,12 @@ def _look(
             tl.store(at + 4, peak)
             tl.store(at + 5, raw_mass)
         else:
-            x = tl.load(state + 1)
-            if tl.load(at + 4) <= x:  # nothing here is above
+            x = _past(state + 1)
+            if _past(at + 4) <= x:  # nothing here is above
                 end = start
         if LOOK == 1:
             mass, count = mass_above(
-                logits_ptr, row, start, end, vocab, divisor, x, tl.load(state + 4), BLOCK
+                logits_ptr, row, start, end, vocab, divisor, x, _past(state + 4), BLOCK
             )
             tl.store(at + 6, count)
         else:
@@ -229,8 +248,8 @@ def _conclude(
         now = tl.where((top_k > 0) & (top_p < 1.0), 3, 0)
         now = tl.where((temperature == 0) | ((top_k == 0) & (top_p >= 1.0)), 1, now)
     if LOOK == 1:
-        token = tl.load(state).to(tl.int32)
-        mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+        token = _past(state).to(tl.int32)
+        mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
         above = tl.sum(tl.load(here + 3, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         count = tl.sum(tl.load(here + 6, mask=inside, other=0.0, cache_modifier=".cg"), 0)
         now = tl.where(_within(above, count, top_k, top_p, mass), 1, 2)
@@ -264,14 +283,16 @@ def _decide(
     chunks,
     BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """What no look has settled: one program a row goes on until it is."""
     row = tl.program_id(0)
     state = found_ptr + (row * (chunks + 1) + chunks) * FIELDS
-    now = tl.load(state + 2)
+    after(EARLY)
+    now = _past(state + 2)
     if now != 1:
-        token, x = tl.load(state).to(tl.int32), tl.load(state + 1)
-        mass, peak, raw_mass = tl.load(state + 3), tl.load(state + 4), tl.load(state + 5)
+        token, x = _past(state).to(tl.int32), _past(state + 1)
+        mass, peak, raw_mass = _past(state + 3), _past(state + 4), _past(state + 5)
         law = row // each
         _temperature, divisor = settled(temperature_ptr, law)
         key_0, key_1, position = address(law, row, key_ptr, position_ptr)

@@ -8,12 +8,13 @@ them. Not here: products of fewer tokens, norm included (products.py), and of mo
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .cuts import MOST_TOKENS as FEW
-from .launch import card
+from .launch import card, processors
 from .pointwise import KINDS, activate
 
 try:
@@ -22,9 +23,9 @@ except ImportError:  # before Triton 3.4
     TensorDescriptor = None
 
 MOST_TOKENS = 64
-# Lines of a tile of each weight, of the depth at a time, warps and stages: the best of 49 cuts for
-# a 7B's layers (docs/LOG.md). Three programs share a processor.
-_LINES, _DEEP, _WARPS, _STAGES = 64, 64, 4, 3
+# Lines of a tile of each weight, of the depth at a time, warps: the best of 49 cuts for a 7B's
+# layers (docs/LOG.md).
+_LINES, _DEEP, _WARPS = 64, 64, 4
 
 
 def serves(tokens: int, weight: Tensor) -> bool:
@@ -48,7 +49,8 @@ def gate_up(x: Tensor, weight: Tensor, *, activation: str) -> Tensor:
     flat = x.reshape(-1, depth)
     tokens = max(16, triton.next_power_of_2(len(flat)))
     out = x.new_empty(*x.shape[:-1], lines)
-    _gate_up[(triton.cdiv(lines, _LINES),)](
+    programs = triton.cdiv(lines, _LINES)
+    _gate_up[(programs,)](
         TensorDescriptor.from_tensor(flat, [tokens, _DEEP]),
         TensorDescriptor.from_tensor(weight, [_LINES, _DEEP]),
         out,
@@ -59,10 +61,17 @@ def gate_up(x: Tensor, weight: Tensor, *, activation: str) -> Tensor:
         BLOCK=_LINES,
         TOKENS=tokens,
         DEEP=_DEEP,
-        STAGES=_STAGES,
+        STAGES=_stages(programs, x.device),
         num_warps=_WARPS,
     )
     return out
+
+
+def _stages(programs: int, device: torch.device) -> int:
+    """As many as let all programs that share a processor be there at once: three do of a 7B's 296
+    (an H200 has 132), two of an 8B's 192, which with norm and down take 88.9 us by 3 stages, 87.1
+    by 4."""
+    return 4 if programs <= 2 * processors(device) else 3
 
 
 @triton.jit(do_not_specialize=["count"])

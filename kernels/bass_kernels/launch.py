@@ -44,6 +44,12 @@ def overlap(early: bool, device: torch.device) -> dict[str, Any]:
     )
 
 
+def leading(device: torch.device) -> dict[str, bool]:
+    """Launch options of a kernel that itself begins when all before it is done, but lets the next
+    one begin early (`let_next`)."""
+    return {"LEADS": _can_overlap(device)}
+
+
 @functools.cache
 def _can_overlap(device: torch.device) -> bool:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -56,6 +62,14 @@ def after(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next(LEADS: tl.constexpr):
+    """Let the next kernel begin, if it was launched to begin early; it waits by itself until this
+    one is done."""
+    if LEADS:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

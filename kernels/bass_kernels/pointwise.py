@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import leading, let_next
+
 KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
@@ -216,6 +218,7 @@ def rope_write(
         NORM=norms is not None,
         BLOCK=triton.next_power_of_2(size),
         num_warps=1,
+        **leading(qkv.device),
     )
     return q
 
@@ -249,7 +252,9 @@ def _rope_write(
     HALF: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
+    LEADS: tl.constexpr,
 ):
+    let_next(LEADS)
     token, head = tl.program_id(0), tl.program_id(1)
     row, place = token // width, token % width
     at = tl.arange(0, BLOCK)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import causal, dispatch
 from .fetching import pieces_of
-from .launch import SPARE, card, counters, fitting, processors
+from .launch import SPARE, card, counters, fitting, overlap, processors
 from .ragged_kernel import attend
 from .segments import Group, Segments, by_row, one_after_other
 from .softmax import merge_rows
@@ -198,6 +198,7 @@ def _launch(
         BLOCK_D=_power(size),
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         AHEAD=behind[1] > 0,
+        **overlap(True, q.device),
         **tiling.options,
     )
     if team.most:

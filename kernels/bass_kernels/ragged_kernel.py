@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .fetching import fetch
+from .launch import after
 from .softmax import fold, merge_pieces
 
 # a row's counter: arrivals, then pieces
@@ -144,6 +145,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     WIDE: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Programs: `team_splits` for every kv head of every team (up to SIZE rows whose prompt's keys
     are read once), then `splits` for every unit, a tile of BLOCK_M lines of a row and kv head. A
@@ -154,6 +156,7 @@ def attend(
     all positions of the pass, for the longest row. PACKED (no teams, no PAD): queries stand one
     after the other, those of a row from its begin to the next one's, `width` at most.
     """
+    after(EARLY)
     group: tl.constexpr = H // K
     lines = width * group
     units = rows * K * tiles

@@ -244,9 +244,10 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
 
 
 @pytest.mark.usefixtures("small")
-def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders):
-    """One pass and one more token; then prompts that make the store grow: what was captured
-    before must not be used."""
+def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders, monkeypatch):
+    """One pass and one more token; then prompts that make the store grow, here by no more than
+    they need: what was captured before must not be used."""
+    monkeypatch.setattr(cache, "_LITTLE", 1 << 40)
     eager, graphed = runners(decoders("qwen2"), 1)
     for length in (33, 34, 40, 100, 10, 40, 150, 10, 33):
         found = []
@@ -336,7 +337,29 @@ def test_a_size_is_captured_when_it_has_come_often_enough_and_never_under_a_dead
     open_(12)
     for length in (30, 31, 32, 33):
         open_(length)
-    assert seen == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert seen == [0, 0, 0, 0, 0, 1, 1, 2, 2, 2]
+
+
+def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkeypatch):
+    """And what it stores is what an uncaptured pass stores."""
+    monkeypatch.setattr(prompts, "PATIENCE", 2)
+    monkeypatch.setattr(prompts, "_PADDING", 8.0)  # half a pass for 32 tokens of padding
+    eager, runner = runners(decoders("qwen2"), 1)
+    seen, taken = [], []
+    run = runner._passes._run
+    monkeypatch.setattr(runner._passes, "_run", lambda *a: taken.append(a) or run(*a))
+    for length in (60, 61, 20, 21, 22, 23, 24, 33):
+        found = []
+        for one in (eager, runner):
+            one.open("x", text(length))
+            one.follow(Change((), (), (((0,), "x"),)))
+            one.close("x")
+            found.append(logits_of(one, 0, text(length), 1))
+            one.cache.exchange(ended=[0])
+        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+        seen.append((captures(runner), len(taken)))
+    # 64 after two passes; then it serves 32 three times, until four halves make two
+    assert seen == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1)]
 
 
 @pytest.mark.usefixtures("small")
@@ -398,12 +421,15 @@ class Pool:
 def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     pool = Pool()
-    graphs = prompts.PromptGraphs(lambda table: None, pool, torch.device("cpu"), tile=1)
+    runs, store = [], 0
+    run = lambda table: runs.append(store)  # noqa: E731
+    graphs = prompts.PromptGraphs(run, pool, torch.device("cpu"), tile=1)
     for store in (1000, 2000, 3000, 4000):  # the third time nothing was captured in between
         for _ in range(1 if store == 2000 else prompts.PATIENCE + 1):
-            ready = graphs.ready(32, store=store, capture=True)
+            ready = graphs.serving(32, store=store, capture=store != 2000) == 32
             if ready:
                 graphs.feed(32, prompts.laid_out((), 32, 1, 0)[0])
         assert ready is (store != 2000)
     assert graphs.captures == 3
+    assert runs == [1000] * 2 + [3000] * 3 + [4000] * 3  # each pass once, captured or not
     assert len(pool.alive) == 1  # what was dropped is let go once something new is there

@@ -86,6 +86,8 @@ def compiled(place):
     )
     code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2" in code) == constants.get("AHEAD", False)
+    lets = constants.get("EARLY", False) or constants.get("LEADS", False)
+    assert ("griddepcontrol.launch_dependents" in code) == lets
     if constants.get("EARLY"):
         check_chain(code, begins=kernel is residual._begin)
     return f"{kernel.__name__} {constants}"
@@ -93,8 +95,9 @@ def compiled(place):
 
 if __name__ == "__main__":
     for look in (0, 1, 2):
-        compile_one(choice._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8)
-    compile_one(choice._decide, BLOCK=8192, FIELDS=8)
+        early = {"EARLY": look > 0, "LEADS": True}
+        compile_one(choice._look, LOOK=look, CHUNKS=128, BLOCK=2048, FIELDS=8, **early)
+    compile_one(choice._decide, BLOCK=8192, FIELDS=8, EARLY=True)
     compile_one(round_kernels._pending, WIDE=16)
     compile_one(round_kernels._accept, MOST=True, WIDE=16)
     compile_one(round_kernels._commit, TABLE=True, WIDE=16)
@@ -131,6 +134,7 @@ if __name__ == "__main__":
             BLOCK_D=head,
             WIDE="tf32",
             AHEAD=size == 1,
+            EARLY=True,
         )
     compile_one(softmax.merge_rows, H=28, K=4, D=128, PIECES=32, BLOCK_M=16, BLOCK_D=128)
     for splits in (1, 2):
@@ -147,7 +151,7 @@ if __name__ == "__main__":
     compile_one(pointwise._embed, SCALED=True, BLOCK=1024)
     compile_one(pointwise._norm, ADD=True, LAYER=True, BIAS=True, BLOCK=1024)
     compile_one(pointwise._activation, KIND=2, GATED=True, BLOCK=1024)
-    compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64)
+    compile_one(pointwise._rope_write, H=8, K=2, D=64, HALF=32, NORM=True, BLOCK=64, LEADS=True)
     narrow = {"M": 16, "EARLY": True}
     tiled = {"EACH": 20, "N": 32, "DEEP": 128, "STAGES": 5, "WIDE": "tf32", **narrow}
     compile_one(residual._begin, VOCAB=999, WIDTH=896, HALF=32, EACH=256, N=256, **narrow)
