@@ -330,8 +330,7 @@ class KVCache:
                 store[layer][:, :have] = old
 
     def _takes(self, positions: int) -> int:
-        """Bytes that so many positions more of the prompt store take; for a moment one of its
-        tensors is there twice."""
+        """Bytes of so many more in the prompt store; for a moment one tensor is there twice."""
         each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
         return 2 * sum(each) * positions + max(each) * self.positions
 

@@ -51,12 +51,16 @@ def _flags(packed: Tensor) -> Tensor:
     return _bits(packed, 1, 1).flatten(1)
 
 
-def _sub_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight scales and eight minima of six bits, from twelve bytes: float32 [n, 8, 1] each."""
-    scale, least, both = packed.view(len(packed), 3, 4).unbind(1)
-    scales = torch.cat([scale & 63, (both & 15) | ((scale >> 2) & 48)], dim=1)
-    minima = torch.cat([least & 63, (both >> 4) | ((least >> 2) & 48)], dim=1)
-    return scales.float().unsqueeze(2), minima.float().unsqueeze(2)
+def _sub_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Eight scales and eight minima of six bits, from the twelve bytes behind the two halves that
+    they are to be multiplied with: float32 [n, 8, 1] each."""
+    words = blocks[:, 4 : 4 + _SCALES].contiguous().view(torch.int32)
+    first, both = words[:, :2], words[:, 2:]  # four bytes at a time
+    low = first & 0x3F3F3F3F
+    high = (torch.cat([both, both >> 4], 1) & 0x0F0F0F0F) | ((first >> 2) & 0x30303030)
+    whole = torch.stack([low, high], 2).view(torch.uint8).float()
+    scales, minima = (whole * blocks[:, :4].view(torch.float16).float()[..., None]).unbind(1)
+    return scales.unsqueeze(2), minima.unsqueeze(2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
@@ -98,21 +102,15 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scales, minima = _sub_scales(blocks[:, 4 : 4 + _SCALES].contiguous())
+    scales, minima = _sub_scales(blocks)
     values = _nibbles(blocks[:, 4 + _SCALES :], 32).view(-1, 8, 32).float()
-    scales, minima = (
-        _half(blocks, at).unsqueeze(2) * one for at, one in ((0, scales), (2, minima))
-    )
     return values.mul_(scales).sub_(minima)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scales, minima = _sub_scales(blocks[:, 4 : 4 + _SCALES].contiguous())
+    scales, minima = _sub_scales(blocks)
     high = _bits(blocks[:, 16:48], 1, 32).view(-1, 256)
     values = (_nibbles(blocks[:, 48:], 32) | (high << 4)).view(-1, 8, 32).float()
-    scales, minima = (
-        _half(blocks, at).unsqueeze(2) * one for at, one in ((0, scales), (2, minima))
-    )
     return values.mul_(scales).sub_(minima)
 
 

@@ -20,8 +20,9 @@ from bass_cli.model.tensor_files import FLOATS, Entry
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in FLOATS.items()}
 # The most of a tensor at once: elements, which quantised ones take some 15 bytes of for a while
-# (on a CPU they should stay in a core's cache, on a GPU be many enough to fill it), and bytes.
-_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+# (on a CPU they should stay in a core's cache; on a GPU a part takes some 40 launches, and these
+# longer than what they do), and bytes.
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}
 _BYTES = 1 << 23
 
 

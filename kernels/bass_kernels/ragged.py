@@ -189,15 +189,11 @@ def _launch(
         *team,
         team_units,
         max(1, _KEYS // tiling.keys),
-        H=heads,
-        K=kv_heads,
-        D=size,
-        PIECES=_power(pieces),
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
-        BLOCK_D=_power(size),
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
         AHEAD=behind[1] > 0,
+        **_constants(heads, kv_heads, size, pieces),
         **overlap(True, q.device),
         **tiling.options,
     )
@@ -234,13 +230,15 @@ def _merge(
         width,
         cut.most,
         team.most,
-        H=heads,
-        K=kv_heads,
-        D=size,
-        PIECES=_power(cut.most + team.most),
         BLOCK_M=lines,
-        BLOCK_D=_power(size),
+        **_constants(heads, kv_heads, size, cut.most + team.most),
     )
+
+
+def _constants(heads: int, kv_heads: int, size: int, pieces: int) -> dict[str, int]:
+    """Of heads of this size, whose keys come in so many pieces."""
+    names = {"H": heads, "K": kv_heads, "D": size}
+    return {**names, "BLOCK_D": _power(size), "PIECES": _power(pieces)}
 
 
 def _power(count: int) -> int:
