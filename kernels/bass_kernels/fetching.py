@@ -3,6 +3,7 @@ programs leave the memory idle as they end."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,12 +18,17 @@ _PIECE = tl.constexpr(2048)  # bytes that a thread asks for at once
 _LANES = tl.constexpr(128)
 
 
+def fetches(device: torch.device) -> bool:
+    """Whether a device has the instruction for it."""
+    return device.type == "cuda" and card(device).capability >= (9, 0)
+
+
 def pieces_of(weight: Tensor | None, tokens: int) -> int:
     """How many pieces of a weight a kernel over so many tokens fetches for what comes behind it: 0
-    where that is not done, or not possible (before Hopper)."""
-    if weight is None or tokens > MOST_TOKENS or not weight.is_cuda:
+    where that is not done, or not possible."""
+    if weight is None or tokens > MOST_TOKENS or not fetches(weight.device):
         return 0
-    if card(weight.device).capability < (9, 0) or weight.data_ptr() % 16:
+    if weight.data_ptr() % 16:
         return 0
     return min(_MOST, weight.numel() * weight.element_size()) // _PIECE.value
 

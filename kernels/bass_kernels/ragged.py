@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from . import causal, dispatch
-from .fetching import pieces_of
+from .fetching import fetches, pieces_of
 from .launch import SPARE, card, counters, fitting, overlap, processors
 from .ragged_kernel import attend
 from .segments import Group, Segments, by_row, one_after_other
@@ -192,7 +192,7 @@ def _launch(
         PACKED=packed is not None,
         PAD=triton.next_power_of_2(rows * width) if _schedule(segments) == "pad" else 0,
         WIDE="ieee" if q.dtype == torch.float32 else "tf32",
-        AHEAD=behind[1] > 0,
+        AHEAD=fetches(q.device),
         **_constants(heads, kv_heads, size, pieces),
         **overlap(True, q.device),
         **tiling.options,

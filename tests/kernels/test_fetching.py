@@ -20,8 +20,7 @@ class Weight(NamedTuple):
 
     bytes: int
     at: int = 4096
-    is_cuda: bool = True
-    device: str = "cuda"
+    device: torch.device = torch.device("cuda")
 
     def data_ptr(self):
         return self.at
@@ -56,7 +55,7 @@ def test_where_nothing_is_fetched(on):
     assert fetching.pieces_of(Weight(1 << 20), 64) > 0
     assert fetching.pieces_of(Weight(1 << 20), 65) == 0  # bound by operations
     assert fetching.pieces_of(Weight(1 << 20, at=4104), 64) == 0  # the instruction wants 16 bytes
-    assert fetching.pieces_of(Weight(1 << 20, is_cuda=False), 64) == 0
+    assert fetching.pieces_of(Weight(1 << 20, device=torch.device("cpu")), 64) == 0
     assert fetching.pieces_of(None, 64) == 0
     on(8, 0)
     assert fetching.pieces_of(Weight(1 << 20), 64) == 0
