@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
@@ -69,48 +66,46 @@ class Models(NamedTuple):
 def load_models(
     plan: Plan, on_bytes: Callable[[int, int], None] = lambda done, whole: None
 ) -> Models:
-    """Load the weights of target and draft, both at once: most of it is launching small
-    operations. `on_bytes` is told how many bytes of how many are read."""
+    """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
+    read."""
     files, followers = plan.files, _followers(plan)
     share = None if followers is None else followers.ranks.share
     whole = size_of(files.target, share) + (0 if files.draft is None else files.draft.size)
-    done, telling = 0, threading.Lock()
+    done = 0
 
     def on_read(size: int) -> None:
         nonlocal done
-        with telling:
-            done += size
-            on_bytes(done, whole)
+        done += size
+        on_bytes(done, whole)
 
-    read = functools.partial(load, dtype=plan.dtype, device=plan.device, on_read=on_read)
-    loading = contextlib.nullcontext() if followers is None else followers.loading()
-    with loading, ThreadPoolExecutor(1, "draft") as beside:
-        drafts = None if files.draft is None else beside.submit(read, files.draft)
+    with contextlib.nullcontext() if followers is None else followers.loading():
         spec, ranks = files.target.spec, None
         if followers is not None and share is not None:
             spec, ranks = part_of(spec, share.ranks), followers.ranks
         vocab = min(files.tokenizer.size, files.target.spec.vocab)
-        target = Decoder(spec, read(files.target, share=share), vocab=vocab, ranks=ranks)
-        weights = None if drafts is None else drafts.result()
-        drafting, head = load_draft(plan, target, weights)
+        weights = load(
+            files.target, dtype=plan.dtype, device=plan.device, share=share, on_read=on_read
+        )
+        target = Decoder(spec, weights, vocab=vocab, ranks=ranks)
+        drafting, head = load_draft(plan, target, on_read)
     return Models(target, drafting, head, followers)
 
 
 def load_draft(
-    plan: Plan, target: Decoder, weights: dict[str, Tensor] | None = None
+    plan: Plan, target: Decoder, on_read: Callable[[int], None] = lambda size: None
 ) -> tuple[Decoder | None, Head | None]:
-    """What drafts for a target that is loaded, a model or what reads it, of its `weights` if they
-    are read already; of a split target the first process has all of it."""
+    """What drafts for a target that is loaded, a model or what reads it; of a split target the
+    first process has all of it."""
     files, draft = plan.files, plan.files.draft
-    read = functools.partial(load, dtype=plan.dtype, device=plan.device)
+    how = functools.partial(load, dtype=plan.dtype, device=plan.device)
     if draft is None:
         kept = [i for i in range(files.target.spec.layers) if i not in files.skipped]
         return (target.keep_layers(kept) if files.skipped else None), None
-    weights = read(draft) if weights is None else weights
+    weights = how(draft, on_read=on_read)
     if draft.head is None:
         return Decoder(draft.spec, weights, vocab=files.draft_vocab), None
     if target.ranks is not None:  # which has no whole embedding and head to share
-        whole = read(files.target, names=("embed.weight", "head.weight", "head.bias"))
+        whole = how(files.target, names=("embed.weight", "head.weight", "head.bias"))
         lent = whole if not draft.head.heads else {"embed.weight": whole["embed.weight"]}
         weights = lent | weights
     return None, make_head(draft.head, weights, target)
