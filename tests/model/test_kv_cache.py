@@ -13,6 +13,7 @@ from bass_cli.engine.deadline import Clock
 from bass_cli.engine.laws import noise_key
 from bass_cli.engine.step import Loop
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.model import kv_cache
 from bass_cli.model.kv_cache import KVCache, Layers
 from bass_cli.model.runner import Runner
 from bass_cli.model.slabs import Pieces, Slabs
@@ -53,6 +54,27 @@ def test_a_growing_store_keeps_what_it_holds():
     cache.reserve(5000)
     assert cache.prompt_values[1].shape[1] >= 5900
     assert (cache.prompt_values[1][:, span.start : span.start + 900] == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("free", "positions"), [(16 * 3.25, 4096), (16 * 3.25 - 0.1, 2048), (1.25, 2048), (1.2, 1034)]
+)
+def test_a_store_grows_by_as_much_as_is_little_of_what_is_free(monkeypatch, free, positions):
+    """In stores of 1,024 positions, which one is there at first, of four tensors: growing takes
+    what is new, and for a moment one of the four once more. 10 positions more are needed."""
+    cache = store()
+    assert cache.positions == 1024
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: int(free * (128 << 10)))
+    span = cache.reserve(1034)
+    assert (span.start, cache.positions) == (0, positions)
+
+
+def test_what_nothing_is_free_for_is_said(monkeypatch):
+    cache = store()
+    monkeypatch.setattr(kv_cache, "free_memory", lambda device: 0)
+    with pytest.raises(MemoryError, match="1034 positions"):
+        cache.reserve(1034)
+    assert cache.positions == 1024
 
 
 def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
