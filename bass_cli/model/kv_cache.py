@@ -24,7 +24,7 @@ from bass_kernels import Group, Packed, Segments
 # Positions that the prompt store starts with; it doubles as needed, or has four times as many where
 # that is a small part of what is free: all graphs are captured anew when it moves.
 ARENA = {"cpu": 1024, "cuda": 8192}
-_LITTLE = 16
+_LITTLE, _UNIT = 16, 16  # Triton compiles anew where strides are no multiples of the second
 # the length from which a prompt is read once for several rows: shorter ones are not worth a merge
 _TEAMED = 1024
 _MOVED = 2**26  # bytes of keys and values that are copied at once, and stand elsewhere meanwhile
@@ -314,7 +314,7 @@ class KVCache:
         have = self.prompt_keys[0].shape[1]
         if needed <= have:
             return
-        sizes = ((4 * have, _LITTLE), (2 * have, 1), (needed, 1))
+        sizes = ((4 * have, _LITTLE), (2 * have, 1), (-(-needed // _UNIT) * _UNIT, 1))
         free = free_memory(self.prompt_keys[0].device)
         size = next(
             (n for n, few in sizes if n >= needed and few * self._takes(n - have) <= free), None
@@ -330,7 +330,7 @@ class KVCache:
                 store[layer][:, :have] = old
 
     def _takes(self, positions: int) -> int:
-        """Bytes of so many more in the prompt store; for a moment one tensor is there twice."""
+        """Bytes of so many more in the prompt store, of which one tensor is there twice then."""
         each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
         return 2 * sum(each) * positions + max(each) * self.positions
 

@@ -54,7 +54,8 @@ def _flags(packed: Tensor) -> Tensor:
 def _sub_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Eight scales and eight minima of six bits, from the twelve bytes behind the two halves that
     they are to be multiplied with: float32 [n, 8, 1] each."""
-    words = blocks[:, 4 : 4 + _SCALES].contiguous().view(torch.int32)
+    packed = blocks[:, 4 : 4 + _SCALES].clone(memory_format=torch.contiguous_format)
+    words = packed.view(torch.int32)
     first, both = words[:, :2], words[:, 2:]  # four bytes at a time
     low = first & 0x3F3F3F3F
     high = (torch.cat([both, both >> 4], 1) & 0x0F0F0F0F) | ((first >> 2) & 0x30303030)

@@ -74,6 +74,7 @@ def load(
         pool.shutdown(cancel_futures=True)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # of the threads' streams, which nobody else could use
     assert not any(unfilled.values()), unfilled
     if spec.tied:
         weights["head.weight"] = weights["embed.weight"]

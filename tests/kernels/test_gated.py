@@ -49,6 +49,14 @@ def test_a_layer_takes_it_from_17_to_64_tokens(monkeypatch, dtype, tokens):
     assert len(taken) == (17 <= tokens <= 64)
 
 
+@pytest.mark.parametrize(("programs", "stages"), [(76, 4), (192, 4), (264, 4), (265, 3), (296, 3)])
+def test_all_programs_that_share_a_processor_fit_into_it(monkeypatch, programs, stages):
+    """Of 132 with 227 KB each; a stage is a tile of both weights and one of 64 tokens, 24 KB."""
+    monkeypatch.setattr(gated, "processors", lambda device: 132)
+    assert gated._stages(programs, DEVICE) == stages
+    assert -(-programs // 132) * (stages * 24 + 2) <= 227
+
+
 def test_what_it_is_not_made_for(monkeypatch):
     weight = torch.empty(48, 64, dtype=torch.float16, device=DEVICE)
     assert gated.serves(40, weight)

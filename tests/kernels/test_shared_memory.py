@@ -21,6 +21,7 @@ SOME = ("86,float32,mix-256", "90,bfloat16,gate-up,attend-long", "120,float32,fe
 
 def hold(lines):
     """Every kernel fits; returns how many there were."""
+    lines = [line for line in lines if line]  # an empty one: nothing is made for that card
     for capability, dtype, name, kernel, taken, there in (line.split() for line in lines):
         assert int(taken) <= int(there), (
             f"{name} in {dtype} for sm_{capability}: {kernel} takes {taken} bytes of {there}"
@@ -39,8 +40,11 @@ def test_launches_that_need_much_fit_every_card(tmp_path):
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_all_launches_fit_every_card(capability, dtype, tmp_path):
     lines = run_compiling("compile_launches.py", "whole", f"{capability},{dtype}", cache=tmp_path)
-    # gated.py and causal.py serve 16 bits on Hopper alone
-    assert hold(lines) == 24 + 2 * ((capability, dtype) == (90, "bfloat16"))
+    # gated.py and causal.py serve 16 bits on Hopper alone; where little is shared, float32 has
+    # one launch fewer
+    hopper = (capability, dtype) == (90, "bfloat16")
+    small = dtype == "float32" and capability in (86, 89, 120)
+    assert hold(lines) == 31 + 2 * hopper - small
 
 
 def card(monkeypatch, shared, capability=(8, 6)):

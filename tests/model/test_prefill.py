@@ -346,9 +346,12 @@ def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkey
     monkeypatch.setattr(prompts, "_PADDING", 8.0)  # half a pass for 32 tokens of padding
     eager, runner = runners(decoders("qwen2"), 1)
     seen, taken = [], []
-    run = runner._passes._run
+    run, feed, sizes = runner._passes._run, runner._passes.graphs.feed, []
     monkeypatch.setattr(runner._passes, "_run", lambda *a: taken.append(a) or run(*a))
-    for length in (60, 61, 20, 21, 22, 23, 24, 33):
+    monkeypatch.setattr(
+        runner._passes.graphs, "feed", lambda size, given: sizes.append(size) or feed(size, given)
+    )
+    for length in (60, 61, 20, 21, 22, 23, 24, 33, 10):
         found = []
         for one in (eager, runner):
             one.open("x", text(length))
@@ -359,7 +362,8 @@ def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkey
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
         seen.append((captures(runner), len(taken)))
     # 64 after two passes; then it serves 32 three times, until four halves make two
-    assert seen == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1)]
+    assert seen == [(0, 1), (1, 1), (1, 1), (1, 1), (1, 1), *[(2, 1)] * 4]
+    assert sizes == [64, 64, 64, 64, 32, 32, 32, 32]  # of two that are larger the smaller one
 
 
 @pytest.mark.usefixtures("small")
@@ -421,9 +425,10 @@ class Pool:
 def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
     monkeypatch.setattr(prompts, "PATIENCE", 2)
     pool = Pool()
-    runs, store = [], 0
+    runs, before, store = [], [], 0
     run = lambda table: runs.append(store)  # noqa: E731
-    graphs = prompts.PromptGraphs(run, pool, torch.device("cpu"), tile=1)
+    record = lambda function: before.append(len(runs)) or pool(function)  # noqa: E731
+    graphs = prompts.PromptGraphs(run, record, torch.device("cpu"), tile=1)
     for store in (1000, 2000, 3000, 4000):  # the third time nothing was captured in between
         for _ in range(1 if store == 2000 else prompts.PATIENCE + 1):
             ready = graphs.serving(32, store=store, capture=store != 2000) == 32
@@ -432,4 +437,5 @@ def test_a_store_that_moves_leaves_the_pool_in_use(monkeypatch):
         assert ready is (store != 2000)
     assert graphs.captures == 3
     assert runs == [1000] * 2 + [3000] * 3 + [4000] * 3  # each pass once, captured or not
+    assert before == [1, 2, 5]  # what was captured once is warm: no run before the next capture
     assert len(pool.alive) == 1  # what was dropped is let go once something new is there

@@ -313,7 +313,7 @@ def test_dequantised_as_the_gguf_package_does(kind: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "safetensors"])
-@pytest.mark.parametrize("at_once", [200, 1 << 22])
+@pytest.mark.parametrize("at_once", [200, 1 << 24])
 def test_a_device_is_given_what_the_cpu_is(
     kind: str, at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,9 +113,10 @@ def stream(dtype):
 
 def gate_up(dtype):
     """As between the products of few tokens and the library's."""
-    weight = empty(2 * 18944, 3584, dtype=dtype)
-    if gated.serves(64, weight):
-        gated.gate_up(empty(8, 8, 3584, dtype=dtype), weight, activation="silu")
+    for inner, width in ((18944, 3584), (12288, 4096)):  # three and two programs a processor
+        weight = empty(2 * inner, width, dtype=dtype)
+        if gated.serves(64, weight):
+            gated.gate_up(empty(8, 8, width, dtype=dtype), weight, activation="silu")
 
 
 def attend_long(dtype):
