@@ -31,7 +31,7 @@ SLOW = {
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_are_short_and_say_what_they_are(path):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 350
+    assert len(text.splitlines()) <= 600
     tree = ast.parse(text)
     docstring = ast.get_docstring(tree)
     assert docstring, "a file opens with two to six lines: what it is, what it is not"
