@@ -27,7 +27,7 @@ _BRIEF = 1000  # characters of an error that a function raises
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"
 
 
-class Refusal(Exception):
+class RefusalError(Exception):
     """The reason why a limited function has no result: a limit, or an error that it raised."""
 
 
@@ -56,7 +56,7 @@ class Limited:
 
         Raises:
             UserError: the function raised it.
-            Refusal: the function exceeded a limit, or raised another error.
+            RefusalError: the function exceeded a limit, or raised another error.
         """
         if sys.platform != "linux":
             kind, value = _answer(self._function, argument, self._memory)
@@ -66,7 +66,7 @@ class Limited:
         if kind == _VALUE:
             return value
         reason = value.decode("utf-8", "surrogatepass")
-        raise UserError(reason) if kind == _MISTAKE else Refusal(reason)
+        raise UserError(reason) if kind == _MISTAKE else RefusalError(reason)
 
     def _ask(self, argument: Any) -> tuple[bytes, bytes]:
         if self._child is None:
@@ -81,6 +81,8 @@ class Limited:
             self._child, status = None, end()
             if status == -signal.SIGPROF:
                 return _REFUSAL, f"it takes more than {self._seconds:g} s".encode()
+            if status == -signal.SIGABRT:  # so end libraries that get no memory
+                return _REFUSAL, f"it takes more than {self._memory >> 20} MB of memory".encode()
             return _REFUSAL, f"its process ended ({status})".encode()
         except BaseException:  # Ctrl-C: the next answer would belong to this call
             self._child = None
@@ -97,9 +99,7 @@ def _end(pipe: Connection, pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _start(
-    function: Callable[[Any], bytes], seconds: float, memory: int
-) -> tuple[Connection, int]:
+def _start(function: Callable[[Any], bytes], seconds: float, memory: int) -> tuple[Connection, int]:
     ours, theirs = Pipe()
     pid = os.fork()
     if pid == 0:
@@ -111,9 +111,7 @@ def _start(
     return ours, pid
 
 
-def _serve(
-    pipe: Connection, function: Callable[[Any], bytes], seconds: float, memory: int
-) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], bytes], seconds: float, memory: int) -> None:
     """Answer calls until the pipe is closed. The alarm ends the child in any state, also without
     its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent

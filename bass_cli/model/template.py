@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bass_cli.errors import UserError
-from bass_cli.model.limited import Limited, Refusal
+from bass_cli.model.limited import Limited, RefusalError
 
 Messages = Sequence[Mapping[str, Any]]
 SECONDS = 10.0  # of CPU time; a long conversation takes some milliseconds
@@ -25,7 +25,7 @@ class Template:
         def encoded(messages: Messages) -> bytes:
             text = render(messages)
             if len(text) > _LARGEST:
-                raise Refusal(f"it makes {len(text)} characters of them")
+                raise RefusalError(f"it makes {len(text)} characters of them")
             return text.encode("utf-8", "surrogatepass")
 
         self._render = Limited(encoded, seconds=SECONDS, memory=_MEMORY)
@@ -38,5 +38,5 @@ class Template:
         """
         try:
             return self._render(messages).decode("utf-8", "surrogatepass")
-        except Refusal as error:
+        except RefusalError as error:
             raise UserError(f"the chat template refuses the messages: {error}") from None
