@@ -62,11 +62,30 @@ def pieces_content(
     return json.dumps(facts | more).encode()
 
 
-def model_file(content: bytes) -> bytes | None:
-    """Return the content of tokenizer.model, or None if the tokenizer is not SentencePiece's."""
+class Saved(NamedTuple):
+    """A tokenizer as a folder has it: a file, and keys of tokenizer_config.json."""
+
+    name: str
+    content: bytes
+    settings: dict[str, Any]
+
+
+def saved(content: bytes) -> Saved:
+    """Return the file from which hub_tokenizer.py reads the same TokenizerParts.content."""
     if not content.startswith(_MARK):
-        return None
-    return base64.b64decode(json.loads(content)["sentencepiece"])
+        return Saved("tokenizer.json", content, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    facts = json.loads(content)
+    tokens = {
+        str(one["id"]): {k: v for k, v in one.items() if k != "id"} for one in facts["added_tokens"]
+    }
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": bool(facts["before"]),
+        "add_eos_token": bool(facts["after"]),
+        "legacy": not facts["prefix_once"],
+        "added_tokens_decoder": tokens,
+    }
+    return Saved("tokenizer.model", base64.b64decode(facts["sentencepiece"]), settings)
 
 
 class Pieces:

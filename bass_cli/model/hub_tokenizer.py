@@ -17,6 +17,7 @@ from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.model.backends import load_backend, pieces_content
 from bass_cli.model.sources import TOKENIZER
+from bass_cli.model.text_length import check_growth
 from bass_cli.model.tokenizer_parts import TokenizerParts
 
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
@@ -177,6 +178,7 @@ def _fast(settings: Settings, raw: bytes) -> bytes:
     """tokenizer.json with the tokens that it lacks and the BOS and EOS rules of the
     configuration; unchanged if they add nothing."""
     content = parse_object(raw)
+    check_growth(raw)
     backend = load_backend(raw)
     texts = {id_: text for text, id_ in backend.get_vocab().items()}
     settings.name_ends(texts)
@@ -307,12 +309,12 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
         )
     try:
         inner = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except (RuntimeError, OSError):
+        size = inner.get_piece_size()
+    except Exception:  # of many kinds
         raise UserError(
             f"{place}: not a SentencePiece model (some models have a vocabulary of tiktoken's "
             f"under this name); {_REMEDY}"
         ) from None
-    size = inner.get_piece_size()
     texts = {id_: inner.id_to_piece(id_) for id_ in range(size)}
     for name in ("unk", "bos", "eos", "pad"):  # those of the model, unless a file names others
         id_ = getattr(inner, f"{name}_id")()

@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from bass_cli.io.reading import parse_object
 
 # How many characters a normaliser may turn into one. NFC: what comes out of it has the same full
 # canonical decomposition as what went in, one of its characters at most 4 of that, a character
 # that went in at least 1. The others never shorten.
 _SHRINKS = {"NFC": 4, "Prepend": 1}
 # What only cuts a text, puts something before it, or another character in the place of each.
-_LISTS = ("normalizers", "pretokenizers", "decoders")
+_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _CUTS = ("ByteLevel", "Metaspace", "Digits", "Split")
 # The bytes that need a token: each character of UTF-8 is one of the first or has one of the
 # second, but for control characters, which NFC makes of no other character.
@@ -28,6 +30,7 @@ _ASCII = range(0x80)
 # The longest tokens known are runs of 128 spaces.
 _ALWAYS = 1 << 20
 _FOR_EACH_TOKEN = 128
+_MOST_GROWTH = 1000  # characters of one; published tokenizers reach 3
 
 
 def most_characters(context: int) -> int:
@@ -35,24 +38,39 @@ def most_characters(context: int) -> int:
     return max(_ALWAYS, _FOR_EACH_TOKEN * context)
 
 
-def growth_of(content: bytes) -> float:
-    """Return how many characters the replacements of a tokenizer can make of one.
+def check_growth(content: bytes) -> None:
+    """Refuse a tokenizer whose replacements can make too many characters of one.
 
-    Only steps that can be chained without a bound count: replacements, and the byte alphabet,
-    which turns one character into two and these into four. Unicode's own forms are bounded.
+    Only steps that can be chained or repeated without a bound count: replacements, the byte
+    alphabet (one character becomes two, these four), and templates of a post-processor. Unicode's
+    own forms are bounded.
 
     Args:
         content: the tokenizer in the format of tokenizer.json, or of a SentencePiece model.
+
+    Raises:
+        ValueError: it is more than _MOST_GROWTH.
     """
-    found = json.loads(content)
-    into = math.prod(map(_grows, _inner(found.get("normalizer"))))
-    into *= math.prod(map(_grows, _inner(found.get("pre_tokenizer"))))
-    return float(max(into, math.prod(map(_grows, _inner(found.get("decoder"))))))
+    found = parse_object(content)
+    parts = ("normalizer", "pre_tokenizer", "post_processor")
+    into = _product(step for part in parts for step in _inner(found.get(part)))
+    growth = max(into, _product(_inner(found.get("decoder"))))
+    if growth > _MOST_GROWTH:
+        raise ValueError(
+            f"its replacements can make {growth:.2g} characters of one, and {_MOST_GROWTH} are "
+            "the most"
+        )
+
+
+def _product(steps: Iterable[Mapping[str, Any]]) -> float:
+    return math.prod(map(_grows, steps), start=1.0)
 
 
 def _grows(step: Mapping[str, Any]) -> float:
     if step.get("type") == "ByteLevel":
         return 2.0
+    if step.get("type") == "TemplateProcessing":  # the text may be there more than once
+        return float(max(1, sum("Sequence" in one for one in step["single"])))
     if step.get("type") != "Replace":
         return 1.0
     old, new = step["pattern"].get("String"), len(step["content"])

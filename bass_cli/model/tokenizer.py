@@ -25,7 +25,7 @@ from bass_cli.model.text_length import Spelling, most_characters, spelling_of
 from bass_cli.model.tokenizer_files import Settled, kept, refusals, renderer, settle, trimmed
 
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
-SECONDS = 20.0  # of CPU time for one text; 1 MB takes one
+SECONDS = 10.0  # of CPU time for one text; 1 MB takes one
 _MEMORY = 2 << 30  # bytes beyond what the process has when it begins; 1 MB takes one tenth
 
 
@@ -161,15 +161,15 @@ def _encode(backend: Any, asked: tuple[str, bool, int | None, str]) -> bytes:
     is not tokenised as a whole: a part of it is enough to see that."""
     text, special, most, fault = asked
     with refusals(fault):
-        end = len(text) if most is None else 8 * most + (1 << 16)
+        end = len(text) if most is None else 6 * most + (1 << 16)
         while end < len(text):
             tokens = len(backend.encode(text[:end], add_special_tokens=False).ids)
-            if most is not None and tokens > 2 * most + 64:  # the rest takes none of them back
+            if most is not None and tokens > most + most // 8 + 64:  # a margin for the cut
                 raise UserError(
                     f"the text has {len(text)} characters, the first {end} of them {tokens} "
                     f"tokens, and the model's context {most}"
                 )
-            end *= 4
+            end *= 2
         return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
 
 

@@ -31,7 +31,7 @@ from bass_cli.model.hub_tokenizer import (
 )
 from bass_cli.model.limited import Limited, RefusalError
 from bass_cli.model.template import Messages
-from bass_cli.model.text_length import growth_of
+from bass_cli.model.text_length import check_growth
 from bass_cli.model.tokenizer_parts import TokenizerParts
 from bass_cli.system.host import cache_folder
 
@@ -43,11 +43,8 @@ _PROBE = (
 # tokenizers writes a vocabulary by counting up to its largest id: 0.1 s for this, 33 s for its end
 # at 2^32. The largest vocabulary known has 262,144 ids.
 _MOST_IDS = 1 << 24
-_SECONDS = 120.0  # of CPU time for reading the files; the largest known take 10
+_SECONDS = 60.0  # of CPU time for reading the files; the largest known take 10
 _MEMORY = 4 << 30  # bytes; the largest known take one quarter
-# Characters that a normaliser may make of one. NFKD makes up to 18; a chain of replacements that
-# makes thousands is an attack.
-_MOST_GROWTH = 1000
 
 
 class Settled(NamedTuple):
@@ -172,12 +169,7 @@ def made(path: Path, key: str) -> bytes:
 
 def _settled(parts: TokenizerParts, path: Path) -> Settled:
     """The parts, checked, with what follows from them."""
-    growth = growth_of(parts.content)
-    if growth > _MOST_GROWTH:
-        raise UserError(
-            f"{path}: the tokenizer's replacements can make {_power(growth)} characters of one, "
-            f"and {_MOST_GROWTH} are the most; use another tokenizer"
-        )
+    check_growth(parts.content)
     backend = load_backend(parts.content)
     texts = {id_: text for text, id_ in backend.get_vocab().items()}
     if (largest := max(texts, default=0)) >= _MOST_IDS:
@@ -195,10 +187,6 @@ def _settled(parts: TokenizerParts, path: Path) -> Settled:
         vocabulary=hashlib.sha256(spelled).hexdigest()[:32],
         fingerprint=digest.hexdigest()[:32],
     )
-
-
-def _power(number: float) -> str:
-    return f"{number:.0f}" if number < 1e6 else f"{number:.0e}"
 
 
 def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], str]:
