@@ -310,6 +310,7 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
     try:
         inner = sentencepiece.SentencePieceProcessor(model_proto=model)
         size = inner.get_piece_size()
+        assert size  # an empty file is an empty model
     except Exception:  # of many kinds
         raise UserError(
             f"{place}: not a SentencePiece model (some models have a vocabulary of tiktoken's "

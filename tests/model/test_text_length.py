@@ -165,7 +165,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "insertions": {"normalizer": {"type": "Sequence", "normalizers": [INSERT] * 3}},
     "bytes of bytes": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [LEVEL] * 40}},
     "decoder": {"decoder": {"type": "Sequence", "decoders": [REPLACE] * 5}},
-    "template": {"post_processor": {"type": "TemplateProcessing", "single": [SAME] * 5000, "pair": [], "special_tokens": {}}},
+    "template": {"post_processor": {"type": "TemplateProcessing", "single": [SAME] * 5000, "pair": [],
+                                    "special_tokens": {}}},
 }  # fmt: skip
 
 
