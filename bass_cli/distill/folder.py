@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bass_cli.errors import UserError
 from bass_cli.io.saving import write_file
+from bass_cli.model.backends import saved
 from bass_cli.model.families import FAMILIES, Slot, slots
 from bass_cli.model.hf_config import ACTIVATIONS, spec_of_config
 from bass_cli.model.spec import Rope, Spec, parameters
@@ -183,9 +184,10 @@ def write_folder(
     folder.mkdir(exist_ok=True)
     tensors = {name: part.to("cpu", dtype).clone() for name, part in stored(spec, weights)}
     write_file(folder / WEIGHTS, save(tensors, {"format": "pt"}))
-    write_file(folder / "tokenizer.json", tokenizer.content)
+    file = saved(tokenizer.content)
+    write_file(folder / file.name, file.content)
     named = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        **file.settings,
         **tokenizer.special,
         "split_special_tokens": tokenizer.literal,
         "chat_template": tokenizer.template,

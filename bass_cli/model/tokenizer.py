@@ -1,12 +1,13 @@
 """Text to ids and back: encoding, chat templates, the check that draft and target share a
 vocabulary.
 
-A tokenizer is loaded from what its files came to when they were first read (tokenizer_files.py);
-transformers is imported only where a chat template is to be rendered.
+A tokenizer comes from the cache (tokenizer_files.py). Texts are encoded in a child process with
+limits of time and memory. transformers is imported only to render a chat template.
 """
 
 from __future__ import annotations
 
+import array
 import functools
 import re
 import threading
@@ -16,12 +17,16 @@ from typing import Any
 
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
+from bass_cli.model.backends import load_backend
+from bass_cli.model.limited import Limited, RefusalError
 from bass_cli.model.sources import locate
 from bass_cli.model.template import Template
-from bass_cli.model.text_length import Spelling, spelling_of
+from bass_cli.model.text_length import Spelling, most_characters, spelling_of
 from bass_cli.model.tokenizer_files import Settled, kept, refusals, renderer, settle, trimmed
 
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
+SECONDS = 10.0  # of CPU time for one text; 1 MB takes one
+_MEMORY = 2 << 30  # bytes beyond what the process has when it begins; 1 MB takes one tenth
 
 
 class Tokenizer:
@@ -33,13 +38,13 @@ class Tokenizer:
 
     @functools.cached_property
     def _backend(self) -> Any:
-        import tokenizers
-
-        backend = tokenizers.Tokenizer.from_buffer(self.settled.content)
-        backend.no_truncation()
-        backend.no_padding()
+        backend = load_backend(self.settled.content)
         backend.encode_special_tokens = self.settled.literal
         return backend
+
+    @functools.cached_property
+    def _encoded(self) -> Limited:
+        return Limited(functools.partial(_encode, self._backend), seconds=SECONDS, memory=_MEMORY)
 
     @functools.cached_property
     def texts(self) -> dict[int, str]:
@@ -68,27 +73,37 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence id, if there is one."""
-        return () if self.settled.eos_id is None else (self.settled.eos_id,)
+        """The ids that end a sample, in ascending order."""
+        return self.settled.eos_ids
 
     def spelled(self, id_: int) -> str:
         """How the vocabulary spells an id; nothing where it is no token."""
         return self._backend.id_to_token(id_) or ""
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a prompt, with the special tokens that the tokenizer puts around a text. This
-        and the next two: UserError where there is half of a surrogate pair in the text, and
-        where its length alone tells that it has more than `most` tokens; a text of which that is
-        not certain may have more too."""
-        with refusals(f"{self.path}: the tokenizer cannot read the text"):
-            text = self._checked(text, most)
-            return self._backend.encode(text).ids
+        """Return the ids of a prompt, with the special tokens that the tokenizer puts around it.
+
+        Args:
+            most: how many tokens fit the model's context. A result may still have more.
+
+        Raises:
+            UserError: the text is not Unicode, is certainly longer than `most` tokens, has more
+                characters than are read for such a context, or takes too much time or memory.
+        """
+        return self._ids(text, most, special=True)
 
     def encode_part(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a text as it may stand inside another, without special tokens."""
-        with refusals(f"{self.path}: the tokenizer cannot read the text"):
-            text = self._checked(text, most)
-            return self._backend.encode(text, add_special_tokens=False).ids
+        """Return the ids of a text inside another one, without special tokens. See `encode`."""
+        return self._ids(text, most, special=False)
+
+    def _ids(self, text: str, most: int | None, *, special: bool) -> list[int]:
+        fault = f"{self.path}: the tokenizer cannot read the text"
+        self._check(text, most)
+        try:
+            answer = self._encoded((text, special, most, fault))
+        except RefusalError as error:
+            raise UserError(f"{fault}: {error}") from None
+        return array.array("I", answer).tolist()
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None
@@ -107,9 +122,9 @@ class Tokenizer:
             )
         return self._template(messages)
 
-    def _checked(self, text: str, most: int | None) -> str:
-        """The text, if it is Unicode (half of a surrogate pair, which JSON can spell, has no
-        bytes) and not too long."""
+    def _check(self, text: str, most: int | None) -> None:
+        """UserError if the text is not Unicode (JSON can spell half of a surrogate pair, which
+        has no bytes), or too long."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -117,14 +132,20 @@ class Tokenizer:
                 f"character {error.start + 1} of the text is half of a surrogate pair, which is "
                 "not text"
             ) from None
-        if most is not None and len(text) > most and self._spelling is not None:
+        if most is None or len(text) <= most:
+            return
+        has = f"the text has {len(text)} characters"
+        if self._spelling is not None:
             fewest = self._spelling.fewest_tokens(text)
             if fewest > most:
                 raise UserError(
-                    f"the text has {len(text)} characters, so at least {fewest} tokens, and the "
-                    f"model's context {most}"
+                    f"{has}, so at least {fewest} tokens, and the model's context {most}"
                 )
-        return text
+        if len(text) > most_characters(most):
+            raise UserError(
+                f"{has}, and {most_characters(most)} are the most for the model's context of "
+                f"{most} tokens"
+            )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids, special tokens left out, spaces as they are."""
@@ -133,6 +154,23 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """A digest of the vocabulary, the chat template and how a piece of text is cut."""
         return self.settled.fingerprint
+
+
+def _encode(backend: Any, asked: tuple[str, bool, int | None, str]) -> bytes:
+    """The ids of a text, as unsigned 32-bit integers. A text that is longer than the context
+    is not tokenised as a whole: a part of it is enough to see that."""
+    text, special, most, fault = asked
+    with refusals(fault):
+        end = len(text) if most is None else 6 * most + (1 << 16)
+        while end < len(text):
+            tokens = len(backend.encode(text[:end], add_special_tokens=False).ids)
+            if most is not None and tokens > most + most // 8 + 64:  # a margin for the cut
+                raise UserError(
+                    f"the text has {len(text)} characters, the first {end} of them {tokens} "
+                    f"tokens, and the model's context {most}"
+                )
+            end *= 2
+        return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
 
 
 def begin(pair: Pair) -> Callable[[], Tokenizer | None]:

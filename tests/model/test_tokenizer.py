@@ -122,16 +122,23 @@ def test_code_of_a_model_is_never_run(
     model: dict[str, object],
     said: str,
 ) -> None:
+    """tokenizer.json is data and needs no class; without it an unknown class is refused."""
     folder_with_code(tmp_path, tokens, model)
     answers = io.StringIO("y\n" * 10)
     monkeypatch.setattr("sys.stdin", answers)
+    whole = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).encode(TEXT) == whole.encode(TEXT).ids
+    content = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(content["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(map(" ".join, content["merges"])))
     with pytest.raises(UserError, match=said):
         Tokenizer.load(tmp_path)
     assert not (tmp_path / "ran").exists()
     assert answers.tell() == 0
 
 
-def test_a_tokenizer_that_is_data_needs_no_code_of_the_model(
+def test_model_code_beside_a_tokenizer_that_is_data_is_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder_with_code(
@@ -210,17 +217,17 @@ def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache folder of the test's own; the list grows by each tokenizer that transformers has to
-    read."""
+    """A cache folder of the test's own; the list grows by each tokenizer whose files are read."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
-    for name in ("_convert", "_read"):
-        monkeypatch.setattr(tokenizer_files, name, counted(getattr(tokenizer_files, name), calls))
+    made = tokenizer_files.made
+
+    def counted(path: Path, key: str) -> bytes:
+        calls.append(path)
+        return made(path, key)
+
+    monkeypatch.setattr(tokenizer_files, "made", counted)
     return calls
-
-
-def counted(read: Callable[[Path], Any], calls: list[Path]) -> Callable[[Path], Any]:
-    return lambda path: calls.append(path) or read(path)
 
 
 def kept(tmp_path: Path) -> list[Path]:
@@ -322,14 +329,14 @@ def test_smollm_cuts_digits_off_first(
     assert spelled == [["a", "Ġ", "Ġ", "7", "8"], *[["a", "ĠĠ", "7", "8"]] * 2]
 
 
-# What is kept is what transformers makes of the files
+# A cache entry gives what the files give
 
 TRICKY = ("", " ", "  two before", "two after  ", "e\u0301 \u212b \u1100\u1161\u11a8", "1 22 333", "\t\n\r\n", "<s>",
           "</s>x<pad>", "\U0001f642\u200d\ufeff\ufffd\x00", "你好，世界", "don't I'LL", "[PAD7]", "x" * 300, TEXT)  # fmt: skip
 
 
 @pytest.mark.parametrize("write", [write_tokenizer, write_sentencepiece])
-def test_a_folder_is_read_by_transformers_once_and_stays_as_it_was(
+def test_a_folder_is_read_once_and_stays_as_transformers_reads_it(
     tmp_path: Path, converted: list[Path], write: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "model"
@@ -646,31 +653,30 @@ def test_a_tokenizer_that_is_none_names_its_folder(content: str, tmp_path: Path)
         Tokenizer.load(tmp_path)
 
 
-def test_what_the_tokenizers_own_code_raises_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its panics are no Exception; what is somebody's wish, or the machine's lack, stays what it
-    is."""
+def test_errors_and_panics_of_the_library_are_one_sentence(tmp_path: Path) -> None:
+    """Its panics are not Exceptions. Too little memory is named."""
     write_tokenizer(tmp_path)
-    tokenizer = Tokenizer.load(tmp_path)
 
     class PanicException(BaseException):
         pass
 
     class Raising:
-        error: type[BaseException] = PanicException
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
 
         def encode(self, *_: object, **__: object) -> None:
-            raise self.error("index out of bounds\nmore")
+            raise self.error
 
-    tokenizer.__dict__["_backend"] = backend = Raising()
-    for encode in (tokenizer.encode, tokenizer.encode_part):
-        with pytest.raises(
-            UserError, match=r": the tokenizer cannot read the text: index out of bounds$"
-        ) as caught:
-            encode("a")
-        assert str(tmp_path) in str(caught.value)
-    for kind in (KeyboardInterrupt, MemoryError):
-        backend.error = kind
-        with pytest.raises(kind):
-            tokenizer.encode("a")
+    for error, said in (
+        (PanicException("index out of bounds\nmore"), "index out of bounds$"),
+        (ValueError("no"), "no$"),
+        (MemoryError(), "it takes more than 2048 MB of memory$"),
+    ):
+        tokenizer = Tokenizer.load(tmp_path)
+        tokenizer.__dict__["_backend"] = Raising(error)
+        for encode in (tokenizer.encode, tokenizer.encode_part):
+            with pytest.raises(
+                UserError, match=rf": the tokenizer cannot read the text: {said}"
+            ) as caught:
+                encode("a")
+            assert str(tmp_path) in str(caught.value)

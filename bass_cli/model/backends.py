@@ -1,0 +1,164 @@
+"""The two libraries that encode and decode: `tokenizers` for the format of tokenizer.json,
+`sentencepiece` for tokenizer.model.
+
+Both have the methods of tokenizers.Tokenizer that tokenizer.py calls. Ids of a SentencePiece
+model are those of the `sentencepiece` package: nothing is converted. Not here: which files are
+read (hub_tokenizer.py), limits of time and memory (tokenizer.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+_MARK = b'{"sentencepiece": '
+_TEXT = 2**32 - 1  # the splitter's id for everything that is not an added token
+# A second normalizer_spec (field 3) with add_dummy_prefix (field 3) false. Parsers of protocol
+# buffers merge repeated messages, so this changes that one field.
+_WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class Ids(NamedTuple):
+    """The one field of tokenizers.Encoding that is used."""
+
+    ids: list[int]
+
+
+def load_backend(content: bytes) -> Any:
+    """Return the tokenizer of TokenizerParts.content; padding and truncation are off."""
+    if content.startswith(_MARK):
+        return Pieces(json.loads(content))
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_buffer(content)
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def pieces_content(
+    model: bytes,
+    *,
+    added: Sequence[dict[str, Any]],
+    before: Sequence[int],
+    after: Sequence[int],
+    prefix_once: bool,
+) -> bytes:
+    """Return TokenizerParts.content for a SentencePiece model.
+
+    Args:
+        model: the content of tokenizer.model.
+        added: tokens that are matched in texts before the model reads them, with the fields of
+            tokenizer.json's `added_tokens`. They may rename ids of the model.
+        before, after: ids around a prompt.
+        prefix_once: whether the model's dummy prefix is for the beginning of a text only; else
+            every part between added tokens has one.
+    """
+    facts = {"sentencepiece": base64.b64encode(model).decode(), "added_tokens": list(added)}
+    more = {"before": list(before), "after": list(after), "prefix_once": prefix_once}
+    return json.dumps(facts | more).encode()
+
+
+class Saved(NamedTuple):
+    """A tokenizer as a folder has it: a file, and keys of tokenizer_config.json."""
+
+    name: str
+    content: bytes
+    settings: dict[str, Any]
+
+
+def saved(content: bytes) -> Saved:
+    """Return the file from which hub_tokenizer.py reads the same TokenizerParts.content."""
+    if not content.startswith(_MARK):
+        return Saved("tokenizer.json", content, {"tokenizer_class": "PreTrainedTokenizerFast"})
+    facts = json.loads(content)
+    tokens = {
+        str(one["id"]): {k: v for k, v in one.items() if k != "id"} for one in facts["added_tokens"]
+    }
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "add_bos_token": bool(facts["before"]),
+        "add_eos_token": bool(facts["after"]),
+        "legacy": not facts["prefix_once"],
+        "added_tokens_decoder": tokens,
+    }
+    return Saved("tokenizer.model", base64.b64decode(facts["sentencepiece"]), settings)
+
+
+class Pieces:
+    """A SentencePiece model with added tokens."""
+
+    encode_special_tokens = False
+
+    def __init__(self, facts: dict[str, Any]):
+        import sentencepiece
+
+        proto = base64.b64decode(facts["sentencepiece"])
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+        self._bare = self._model
+        if facts["prefix_once"]:
+            self._bare = sentencepiece.SentencePieceProcessor(model_proto=proto + _WITHOUT_PREFIX)
+        self._added = {token["id"]: token for token in facts["added_tokens"]}
+        self._before, self._after = facts["before"], facts["after"]
+
+    @functools.cached_property
+    def _splitters(self) -> tuple[Any, Any]:
+        """What finds added tokens in a text: all of them, and those that are not special."""
+        tokens = list(self._added.values())
+        return _splitter(tokens), _splitter([one for one in tokens if not one["special"]])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
+        """Ids of a text; added tokens are cut out first."""
+        found = self._splitters[bool(self.encode_special_tokens)].encode(text)
+        ids = list(self._before) if add_special_tokens else []
+        for id_, (start, end) in zip(found.ids, found.offsets, strict=True):
+            if id_ == _TEXT:
+                ids += (self._bare if start else self._model).encode(text[start:end])
+            else:
+                ids.append(id_)
+        return Ids(ids + self._after if add_special_tokens else ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids; ids without a token have none."""
+        text, run = "", list[int]()
+        for id_ in ids:
+            token = self._added.get(id_)
+            if token is None:
+                run += [id_] if id_ < self._model.get_piece_size() else []
+            elif not (token["special"] and skip_special_tokens):
+                text, run = text + self._text(run, first=not text) + token["content"], []
+        return text + self._text(run, first=not text)
+
+    def _text(self, run: list[int], *, first: bool) -> str:
+        decoded: str = (self._model if first else self._bare).decode(run) if run else ""
+        return decoded
+
+    def get_vocab(self) -> dict[str, int]:
+        """All tokens with their ids, the added ones included."""
+        size = self._model.get_piece_size()
+        pieces = {self._model.id_to_piece(i): i for i in range(size) if i not in self._added}
+        return pieces | {token["content"]: id_ for id_, token in self._added.items()}
+
+    def id_to_token(self, id_: int) -> str | None:
+        """How the vocabulary spells an id; None if it is not a token."""
+        if id_ in self._added:
+            return str(self._added[id_]["content"])
+        return str(self._model.id_to_piece(id_)) if id_ < self._model.get_piece_size() else None
+
+
+def _splitter(tokens: Sequence[dict[str, Any]]) -> Any:
+    """A tokenizer that only knows added tokens; the rest of a text has the id _TEXT."""
+    import tokenizers
+
+    vocabulary = {one["content"]: one["id"] for one in tokens} | {"": _TEXT}
+    splitter = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=""))
+    splitter.add_tokens(
+        [
+            tokenizers.AddedToken(**{name: one[name] for name in one if name != "id"})
+            for one in tokens
+        ]
+    )
+    return splitter
