@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end a sample: what the checkpoint says, or else the tokenizer."""
-        return frozenset(self.files.target.eos_ids or self.files.tokenizer.eos_ids)
+        """The ids that end a sample: the checkpoint's, and the tokenizer's (ends.py)."""
+        return frozenset(self.files.target.eos_ids).union(self.files.tokenizer.eos_ids)
 
     @property
     def samples(self) -> int | None:

@@ -68,8 +68,8 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence id, if there is one."""
-        return () if self.settled.eos_id is None else (self.settled.eos_id,)
+        """The ids that end a sample, in ascending order; see ends.py."""
+        return self.settled.eos_ids
 
     def spelled(self, id_: int) -> str:
         """How the vocabulary spells an id; nothing where it is no token."""

@@ -13,26 +13,26 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_json, read_bytes
 from bass_cli.io.saving import write_file
-from bass_cli.model.gguf_config import ARCHITECTURES
+from bass_cli.model.ends import end_ids
 from bass_cli.model.gguf_file import read_gguf
+from bass_cli.model.gguf_tokenizer import read_gguf_tokenizer
 from bass_cli.model.sources import TOKENIZER
 from bass_cli.model.template import Messages
+from bass_cli.model.tokenizer_parts import TokenizerParts
 from bass_cli.system.host import cache_folder
 
-_CONVERSION = 3  # raise it when what we make of a tokenizer's files changes
+_CONVERSION = 4  # raise it when what we make of a tokenizer's files changes
 _PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
 _PROBE = (
     "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
 )
-_CONTROL = 3  # the kind of a GGUF token that has no text
 _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
 _FILES = (*TOKENIZER, *_NAMING)  # that transformers reads
 _MOST_BYTES = 1 << 27  # of one of them; the largest known, of 262,144 tokens, has a quarter of that
@@ -42,8 +42,6 @@ _MOST_IDS = 1 << 24
 _OTHER_TOKENIZER = (
     'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
 )
-# transformers' name to GGUF's
-_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 
 
 class Settled(NamedTuple):
@@ -55,7 +53,7 @@ class Settled(NamedTuple):
     content: bytes
     template: str | None
     special: dict[str, str]
-    eos_id: int | None
+    eos_ids: tuple[int, ...]
     literal: bool
     size: int
     vocabulary: str
@@ -113,7 +111,8 @@ def _parse(entry: bytes, key: str) -> Settled:
     if digest != _sum(key, rest):
         raise ValueError("damaged, or of another tokenizer")
     facts, _, content = rest.partition(b"\n")
-    return Settled(**json.loads(facts) | {"content": content})
+    found = json.loads(facts) | {"content": content}
+    return Settled(**found | {"eos_ids": tuple(found["eos_ids"])})
 
 
 def _sum(key: str, rest: bytes) -> bytes:
@@ -134,15 +133,17 @@ def _digest_of(folder: Path) -> str:
 
 
 def _made(path: Path) -> Settled:
-    """What transformers makes of the files."""
+    """What the files come to: a GGUF file's by our own reader, a folder's by transformers."""
+    if path.suffix == ".gguf":
+        with refusals(f"{path}: no tokenizer can be read there"):
+            return _settled_parts(read_gguf_tokenizer(path), path)
     import transformers
 
-    if path.suffix != ".gguf":
-        _refuse_code(path)
+    _refuse_code(path)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with refusals(f"{path}: no tokenizer can be read there"):
-        return _settled(_convert(path) if path.suffix == ".gguf" else _read(path), path)
+        return _settled(_read(path), path)
 
 
 def _settled(inner: Any, path: Path) -> Settled:
@@ -155,7 +156,26 @@ def _settled(inner: Any, path: Path) -> Settled:
     template = inner.chat_template
     if isinstance(template, dict):  # several by name
         template = template.get("default")
-    texts = {id_: text for text, id_ in inner.get_vocab().items()}
+    vocab, eos = inner.get_vocab(), inner.eos_token_id
+    ends = end_ids(
+        vocab, special=inner.all_special_tokens, named={} if eos is None else {"eos": eos}
+    )
+    parts = TokenizerParts(
+        backend.to_str().encode(),
+        template or None,
+        dict(inner.special_tokens_map),
+        ends,
+        bool(inner.split_special_tokens),
+    )
+    return _settled_parts(parts, path)
+
+
+def _settled_parts(parts: TokenizerParts, path: Path) -> Settled:
+    """A tokenizer with the digests of what its ids depend on."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_buffer(parts.content)
+    texts = {id_: text for text, id_ in backend.get_vocab().items()}
     if (largest := max(texts, default=0)) >= _MOST_IDS:
         raise UserError(
             f"{path}: the tokenizer has {texts[largest]!r} as id {largest}, and ids go to "
@@ -163,14 +183,10 @@ def _settled(inner: Any, path: Path) -> Settled:
         )
     spelled = repr(sorted(texts.items())).encode()
     digest = hashlib.sha256(spelled)
-    for part in (inner.chat_template, inner(_PROBE)["input_ids"]):
+    for part in (parts.template, backend.encode(_PROBE).ids):
         digest.update(repr(part).encode())
     return Settled(
-        backend.to_str().encode(),
-        template or None,
-        dict(inner.special_tokens_map),
-        inner.eos_token_id,
-        bool(inner.split_special_tokens),
+        *parts,
         trimmed(texts, _PADDING),
         hashlib.sha256(spelled).hexdigest()[:32],
         digest.hexdigest()[:32],
@@ -258,79 +274,6 @@ def _read(folder: Path) -> Any:
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-
-
-def _convert(path: Path) -> Any:
-    """What transformers makes of the tokenizer in a GGUF file."""
-    from tokenizers import normalizers, pre_tokenizers
-
-    metadata, entries, _ = read_gguf(path)
-    inner = _read_gguf(path, str(metadata.get("general.architecture")))
-    # What transformers does not know of these, or forgets.
-    match metadata.get("tokenizer.ggml.pre"):
-        case "smollm" | "starcoder":
-            # They cut off every digit first, so that spaces before a number stay together.
-            digits, rest = (
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            )
-            inner.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-        case "qwen2":
-            inner.backend_tokenizer.normalizer = normalizers.NFC()
-    _mark_control_tokens(inner, metadata.get("tokenizer.ggml.token_type") or ())
-    for kind, name in _SPECIAL.items():  # some versions of transformers get them wrong
-        if (id_ := metadata.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            setattr(inner, kind, inner.convert_ids_to_tokens(id_))
-    return _without_extras(inner, entries["token_embd.weight"].shape[0])
-
-
-def _read_gguf(path: Path, architecture: str) -> Any:
-    """By the class that transformers has for the family: to find out which that is, it would read
-    the header at a hundred microseconds a token. From a folder where nothing else lies that it
-    might read too."""
-    import transformers
-
-    kind, reader = ARCHITECTURES.get(architecture), transformers.PreTrainedTokenizerFast
-    if kind is not None:
-        config = transformers.CONFIG_MAPPING[kind.family]
-        reader = transformers.TOKENIZER_MAPPING.get(config, reader)
-    with tempfile.TemporaryDirectory(prefix="bass-tokenizer-") as folder:
-        Path(folder, path.name).symlink_to(path.resolve())
-        return reader.from_pretrained(folder, gguf_file=path.name)
-
-
-def _mark_control_tokens(inner: Any, kinds: Sequence[int]) -> None:
-    """What the file calls control tokens has no text; some versions of transformers take them
-    for ordinary tokens."""
-    import tokenizers
-
-    texts = (inner.convert_ids_to_tokens(id_) for id_, kind in enumerate(kinds) if kind == _CONTROL)
-    inner.backend_tokenizer.add_special_tokens(
-        [
-            tokenizers.AddedToken(text, special=True, normalized=False)
-            for text in texts
-            if text is not None
-        ]
-    )
-
-
-def _without_extras(inner: Any, rows: int) -> Any:
-    """Less the tokens that transformers' class has by default, like <|endoftext|>, and the model
-    has no row for."""
-    import tokenizers
-    import transformers
-
-    content = json.loads(inner.backend_tokenizer.to_str())
-    extras = {token["content"] for token in content["added_tokens"] if token["id"] >= rows}
-    if not extras:
-        return inner
-    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < rows]
-    special = {kind: getattr(inner, kind) for kind in _SPECIAL}
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(content)),
-        chat_template=inner.chat_template,
-        **{kind: text for kind, text in special.items() if text not in extras},
-    )
 
 
 def trimmed(texts: Mapping[int, str], placeholder: re.Pattern[str]) -> int:

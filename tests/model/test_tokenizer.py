@@ -210,11 +210,11 @@ def test_fingerprints(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.fixture
 def converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """A cache folder of the test's own; the list grows by each tokenizer that transformers has to
-    read."""
+    """A cache folder of the test's own; the list grows by each tokenizer that is read from its
+    files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls: list[Path] = []
-    for name in ("_convert", "_read"):
+    for name in ("read_gguf_tokenizer", "_read"):
         monkeypatch.setattr(tokenizer_files, name, counted(getattr(tokenizer_files, name), calls))
     return calls
 
@@ -265,10 +265,8 @@ def test_gguf_tokenizer_is_converted_once(
     for loaded in (first, second):
         assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
         assert loaded.decode(loaded.encode(TEXT)) == TEXT
-        assert (
-            loaded.size == 299
-        )  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
-        assert (loaded.eos_ids, loaded.has_chat_template) == ((2,), True)
+        assert loaded.size == 299  # without [PAD299] to [PAD304]
+        assert (loaded.eos_ids, loaded.has_chat_template) == ((2, 7), True)
         assert max(loaded.encode("the<|endoftext|>")) < 299
         check_same_vocabulary(loaded, tokenizer)
     assert first.fingerprint() == second.fingerprint()
