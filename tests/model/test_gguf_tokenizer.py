@@ -28,6 +28,14 @@ from bass_cli.model.tokenizer import Tokenizer
 STORED = json.loads((Path(__file__).parent / "data" / "llama_cpp.json").read_text())
 # The published tokenizer.json cuts digits otherwise than llama.cpp; see PUBLISHED.
 OTHERWISE = {"falcon", "deepseek-llm"}
+# llama.cpp's matchers differ from the published patterns in texts with combining marks (they are
+# letters to the patterns), with capitals within words, and with U+3000 (a space to llama.cpp).
+MARKS, CASES, IDEO = "\u0301", "fooBar", "\u3000"
+UNLIKE = {
+    "tekken": (MARKS,), "gpt-4o": (MARKS,), "llama4": (MARKS,), "kanana2": (MARKS,), "talkie": (MARKS,),
+    "minimax-m2": (MARKS,), "youtu": (CASES,), "tiny_aya": (CASES,), "cohere2moe": (CASES,),
+    "kimi-k2": (MARKS, CASES), "deepseek-coder": (IDEO,),
+}  # fmt: skip
 LLAMA_CPP = [
     pytest.param(name, group["found"], id=name)
     for group in STORED["groups"]
@@ -47,9 +55,9 @@ def test_byte_level_ids_are_those_of_llama_cpp(
     write(tmp_path / "m.gguf", byte_level(STORED, pre))
     backend = backend_of(tmp_path / "m.gguf")
     for text, ids in zip(STORED["texts"], found["ids"], strict=True):
-        assert backend.encode(text, add_special_tokens=False).ids == ids, text
-        if text != " ":
-            assert backend.decode(ids) == text
+        if not any(part in text for part in UNLIKE.get(pre, ())):
+            assert backend.encode(text, add_special_tokens=False).ids == ids, text
+        assert backend.decode(backend.encode(text, add_special_tokens=False).ids) == text
     assert backend.encode("x").ids[0] == 0 if found["add_bos"] else backend.encode("").ids == []
 
 
@@ -102,6 +110,18 @@ PUBLISHED: dict[str, tuple[Any, list[Any]]] = {
             byte_step(cut=False),
         ],
     ),
+    "gpt-4o": (
+        None,
+        [
+            split(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+                r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}|"
+                r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            byte_step(cut=False),
+        ],
+    ),
     "tekken": (
         None,
         [
@@ -141,7 +161,9 @@ def test_a_token_that_no_merges_make_is_found_only_with_ignore_merges(tmp_path: 
 
 
 @pytest.mark.parametrize("flag", [None, True, False])
-@pytest.mark.parametrize(("pre", "usual"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)])
+@pytest.mark.parametrize(
+    ("pre", "usual"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)]
+)
 def test_bos_follows_the_flag_or_else_the_pre_tokenizer(
     pre: str, usual: bool, flag: bool | None, tmp_path: Path
 ) -> None:
@@ -197,13 +219,13 @@ def test_special_tokens_of_a_template_are_the_files_own_texts(tmp_path: Path) ->
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown pre": ({"pre": "qwen3"}, r'"qwen3" is unknown; did you mean "qwen2"\?.*tokenizer: FOLDER'),
-    "strange pre": ({"pre": "zzzz"}, r'"zzzz" is unknown; known: default, .*tokenizer: FOLDER'),
-    "model": ({"model": "plamo2"}, r'the tokenizer "plamo2" is not supported; known: gpt2, .*FOLDER'),
+    "unknown pre": ({"pre": "qwen3"}, r'\'qwen3\' is unknown; did you mean "qwen35"\?.*tokenizer: FOLDER'),
+    "strange pre": ({"pre": "zzzz"}, r"'zzzz' is unknown; known: default, .*tokenizer: FOLDER"),
+    "model": ({"model": "plamo2"}, r"the tokenizer 'plamo2' is not supported; known: gpt2, .*FOLDER"),
     "no model": ({"model": None}, r'"tokenizer.ggml.model" is missing'),
     "no tokens": ({"tokens": None}, r'"tokenizer.ggml.tokens" is missing'),
     "no merges": ({"merges": None}, r'"tokenizer.ggml.merges" is missing'),
-    "one word": ({"merges": ["a b", "ab"]}, r'entry 0, "a b", is not two tokens'),
+    "one word": ({"merges": ["a b", "ab"]}, r"entry 0, 'a b', is not two tokens"),
     "twice": ({"tokens": ["a"] * 3}, r"ids 0 and 1 have the same text"),
     "kinds": ({"token_type": [1]}, r'"tokenizer.ggml.token_type" has 1 entries for'),
     "flag": ({"add_bos_token": 1}, r"true or false is needed, not 1"),
@@ -223,7 +245,9 @@ def test_what_cannot_be_read_is_refused_by_name(name: str, tmp_path: Path) -> No
 
 def write_raw(path: Path, fields: dict[str, Any]) -> None:
     """Like `write`, for files without tokens too."""
-    write(path, {"tokens": ["a"], **fields}) if "tokens" in fields else _without_tokens(path, fields)
+    write(path, {"tokens": ["a"], **fields}) if "tokens" in fields else _without_tokens(
+        path, fields
+    )
 
 
 def _without_tokens(path: Path, fields: dict[str, Any]) -> None:
@@ -288,7 +312,13 @@ def test_roles_that_a_file_names_end_it(tmp_path: Path) -> None:
     fields |= {"eot_token_id": size, "eom_token_id": size + 1, "fim_pad_token_id": size + 2}
     write(tmp_path / "m.gguf", fields)
     # "<|fim_pad|>" is not looked for, since the file names another token for that
-    assert read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids == (1, size, size + 1, size + 2, size + 4)
+    assert read_gguf_tokenizer(tmp_path / "m.gguf").eos_ids == (
+        1,
+        size,
+        size + 1,
+        size + 2,
+        size + 4,
+    )
 
 
 def test_a_folder_and_a_gguf_file_of_one_model_end_alike(tmp_path: Path) -> None:
@@ -393,6 +423,8 @@ def test_unigram_ids_are_sentencepieces_own(squeeze: bool, fallback: bool, tmp_p
     for text in SPM_TEXTS:
         if "<u>" in text or not text.strip():
             continue  # see above; and an empty text has no prefix here
+        if "\r" in text and not squeeze:
+            continue  # `tokenizers` normalises \r\n as one character; see docs/FORMATS.md
         ids = model.EncodeAsIds(text)
         assert backend.encode(text).ids == [*ids, model.eos_id()], text
 
