@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from bass_cli.model.tokenizer_parts import TokenizerParts
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_MOST_TOKENS = 1 << 21  # the largest vocabulary known has 262,144
+_LONGEST = 1000  # characters of a SentencePiece token: every place to cut it is looked at
 _SPACE = "\u2581"  # how SentencePiece spells a space
 # The roles of special tokens: bass's and the chat template's name for each, and GGUF's key.
 _ROLES = {
@@ -112,6 +115,16 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     )
 
 
+def doubts_of(metadata: Mapping[str, Any]) -> list[str]:
+    """Notes for the user on what a GGUF file leaves open about its tokenizer."""
+    if metadata.get(f"{_KEY}model") != "gpt2" or metadata.get(f"{_KEY}pre"):
+        return []
+    return [
+        f'the GGUF file has no "{_KEY}pre", as files from before May 2024: text is cut as '
+        f"llama.cpp does then, which may differ from the model's own tokenizer; {_REMEDY}"
+    ]
+
+
 class _Source:
     """Metadata of a file, read by key; UserError where a value has another type."""
 
@@ -133,6 +146,11 @@ class _Source:
         value = self._value(key, Texts, "a list of texts")
         if value is None:
             raise UserError(f'{self.path}: key "{_KEY}{key}" is missing; {_REMEDY}')
+        if value.length > _MOST_TOKENS:
+            raise UserError(
+                f'{self.path}: key "{_KEY}{key}" has {value.length} entries, and {_MOST_TOKENS} are '
+                "the most"
+            )
         return read_texts(self.path, value)
 
     def id(self, key: str, vocabulary: _Vocabulary) -> int | None:
@@ -195,6 +213,15 @@ def _unique(source: _Source, texts: list[str]) -> list[str]:
         text if "\ufffd" not in text or text.encode() == raw else f"[INVALID_{id_}]"
         for id_, (text, raw) in enumerate(zip(texts, raws, strict=True))
     ]
+
+
+def _unknown(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> int:
+    """The id of the unknown token; UserError if there is none."""
+    id_ = source.id(_ROLES["unk"], vocabulary)
+    id_ = kind.roles["unk"] if id_ is None else id_
+    if id_ >= len(vocabulary.texts):
+        raise UserError(f'{source.path}: key "{_KEY}{_ROLES["unk"]}" is missing or no token')
+    return id_
 
 
 def _roles(source: _Source, vocabulary: _Vocabulary, model: str) -> dict[str, int]:
@@ -387,6 +414,8 @@ def _scores(source: _Source, vocabulary: _Vocabulary) -> list[float]:
             f'{source.path}: key "{_KEY}scores" has {len(scores)} entries for '
             f"{len(vocabulary.texts)} tokens"
         )
+    if wrong := [score for score in scores if not math.isfinite(score)]:
+        raise UserError(f'{source.path}: key "{_KEY}scores": {wrong[0]} is no score')
     return [float(score) for score in scores]
 
 
@@ -395,6 +424,11 @@ def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dic
     joined first."""
     scores = _scores(source, vocabulary)
     pieces = {vocabulary.texts[id_]: id_ for id_ in vocabulary.of(0, _NORMAL, _USER_DEFINED)}
+    if (longest := max(map(len, pieces), default=0)) > _LONGEST:
+        raise UserError(
+            f'{source.path}: key "{_KEY}tokens": a token has {longest} characters, and {_LONGEST} '
+            "are the most"
+        )
     ranked = [
         (-scores[id_], pieces[text[:cut]], pieces[text[cut:]], text[:cut], text[cut:])
         for text, id_ in pieces.items()
@@ -402,14 +436,13 @@ def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dic
         if text[:cut] in pieces and text[cut:] in pieces
     ]
     prefix = source.flag("add_space_prefix", kind.space_prefix)
-    unknown = source.id(_ROLES["unk"], vocabulary) or kind.roles["unk"]
     return _content(
         normalizer=_sequence("normalizers", _spaces(prefix)),
         decoder=_plain_decoder(strip=prefix),
         model=_bpe(
             vocabulary,
             [pair[3:] for pair in sorted(ranked)],
-            unk_token=vocabulary.texts[unknown],
+            unk_token=vocabulary.texts[_unknown(source, vocabulary, kind)],
             fuse_unk=True,
             byte_fallback=True,
         ),
@@ -430,7 +463,7 @@ def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str,
         [text, score if (set_to := by_kind.get(one, least)) is None else set_to]
         for text, score, one in zip(vocabulary.texts, scores, vocabulary.kinds, strict=False)
     ]
-    prefix, unknown = source.flag("add_space_prefix", False), source.id(_ROLES["unk"], vocabulary)
+    prefix = source.flag("add_space_prefix", kind.space_prefix)
     steps = list[dict[str, Any]]()
     if charsmap := source.numbers("precompiled_charsmap"):
         raw = bytes(one & 0xFF for one in charsmap)
@@ -448,7 +481,7 @@ def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str,
         decoder=_plain_decoder(strip=prefix, fallback=fallback),
         model={
             "type": "Unigram",
-            "unk_id": kind.roles["unk"] if unknown is None else unknown,
+            "unk_id": _unknown(source, vocabulary, kind),
             "vocab": pieces,
             "byte_fallback": fallback,
         },
@@ -463,7 +496,6 @@ def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[s
         whole = text.startswith(_SPACE) and text != _SPACE
         vocabulary.texts[id_] = text.removeprefix(_SPACE) if whole else f"##{text}"
     lower = source.flag("normalizer.lowercase", True)
-    unknown = source.id(_ROLES["unk"], vocabulary)
     return _content(
         normalizer={
             "type": "BertNormalizer",
@@ -476,7 +508,7 @@ def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[s
         decoder={"type": "WordPiece", "prefix": "##", "cleanup": False},
         model={
             "type": "WordPiece",
-            "unk_token": vocabulary.texts[kind.roles["unk"] if unknown is None else unknown],
+            "unk_token": vocabulary.texts[_unknown(source, vocabulary, kind)],
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
             "vocab": {text: id_ for id_, text in enumerate(vocabulary.texts)},

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from bass_cli.errors import UserError
 from bass_cli.model.gguf_file import Texts, read_gguf, read_texts
 from bass_cli.model.gguf_pretokenizers import PRE_TOKENIZERS
-from bass_cli.model.gguf_tokenizer import read_gguf_tokenizer
+from bass_cli.model.gguf_tokenizer import doubts_of, read_gguf_tokenizer
 from bass_cli.model.tokenizer import Tokenizer
 
 STORED = json.loads((Path(__file__).parent / "data" / "llama_cpp.json").read_text())
@@ -268,6 +268,9 @@ def test_a_missing_pre_tokenizer_is_llama_cpps_default(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", fields)
     one, other = (read_gguf_tokenizer(tmp_path / f"{name}.gguf") for name in ("m", "named"))
     assert one.content == other.content
+    notes = [doubts_of(read_gguf(tmp_path / f"{name}.gguf").metadata) for name in ("m", "named")]
+    assert [len(listed) for listed in notes] == [1, 0]
+    assert "tokenizer.ggml.pre" in notes[0][0]
 
 
 def test_texts_that_are_no_utf8_or_empty_keep_their_ids(tmp_path: Path) -> None:
