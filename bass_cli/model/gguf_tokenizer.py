@@ -148,8 +148,8 @@ class _Source:
             raise UserError(f'{self.path}: key "{_KEY}{key}" is missing; {_REMEDY}')
         if value.length > _MOST_TOKENS:
             raise UserError(
-                f'{self.path}: key "{_KEY}{key}" has {value.length} entries, and {_MOST_TOKENS} are '
-                "the most"
+                f'{self.path}: key "{_KEY}{key}" has {value.length} entries; the most are '
+                f"{_MOST_TOKENS}"
             )
         return read_texts(self.path, value)
 

@@ -22,7 +22,8 @@ OUT = ROOT / "tests" / "model" / "data" / "llama_cpp.json"
 TEXTS = (
     "", " ", "   leading and trailing  ", "\n\n\n x\n \n", "\t\ta\tb \t\n", "a\r\nb\r\n\r\nc\r",
     "x   y    z     w", " 1 22 333 4444 55555 3.14159 1000000", "１２３ ²³¹ ½ Ⅷ ٣٤٥",
-    "Hello, y'all! I've been 'told HE'S there, we'd've don'T", "foo_bar fooBar XMLHttpRequest2 /a//b/\n/c",
+    "Hello, y'all! I've been 'told HE'S there, we'd've don'T",
+    "foo_bar fooBar XMLHttpRequest2 /a//b/\n/c",
     "def f(x):\n    if x == 1:\n\t\treturn [x, 22]\n\n\nclass A:\n        pass # 12345\n",
     "我想在apple工作1314151天～。“引号”（括号）", "日本語のテキスト。カタカナ！ 한국어 안녕하세요", "нещо на Български नमस्ते ที่ x\u0301y",
     "🚀 (normal) 😶\u200d🌫️ ✅ ===--- ''''``` \"\"\"...!!!???", "\u00a0nbsp\u3000ideo\u200bzw", "$100 + €20 = £3 ^_^ ~a |b| <c>",
