@@ -26,7 +26,9 @@ TEXTS = (
     "foo_bar fooBar XMLHttpRequest2 /a//b/\n/c",
     "def f(x):\n    if x == 1:\n\t\treturn [x, 22]\n\n\nclass A:\n        pass # 12345\n",
     "我想在apple工作1314151天～。“引号”（括号）", "日本語のテキスト。カタカナ！ 한국어 안녕하세요", "нещо на Български नमस्ते ที่ x\u0301y",
-    "🚀 (normal) 😶\u200d🌫️ ✅ ===--- ''''``` \"\"\"...!!!???", "\u00a0nbsp\u3000ideo\u200bzw", "$100 + €20 = £3 ^_^ ~a |b| <c>",
+    "🚀 (normal) 😶\u200d🌫️ ✅ ===--- ''''``` \"\"\"...!!!???",
+    "\u00a0nbsp\u3000ideo\u200bzw",
+    "$100 + €20 = £3 ^_^ ~a |b| <c>",
     "whole (whole", " " * 37 + "x" + "\n" * 5,
 )  # fmt: skip
 
