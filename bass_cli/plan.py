@@ -25,6 +25,7 @@ from bass_cli.engine.forecast import expected
 from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
+from bass_cli.model.gguf_tokenizer import doubts_of
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.pair_files import (
@@ -72,8 +73,8 @@ class Plan:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end a sample: what the checkpoint says, or else the tokenizer."""
-        return frozenset(self.files.target.eos_ids or self.files.tokenizer.eos_ids)
+        """The ids that end a sample: the checkpoint's, and the tokenizer's (ends.py)."""
+        return frozenset(self.files.target.eos_ids).union(self.files.tokenizer.eos_ids)
 
     @property
     def samples(self) -> int | None:
@@ -228,6 +229,8 @@ def make_plan(
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
     dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
+    if files.tokenizer.path == files.target.path:
+        notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype)

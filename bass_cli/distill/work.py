@@ -146,7 +146,8 @@ class Work:
         source, checkpoint, files = self._source, self._source.checkpoint, self._plan.files
         own = checkpoint.path == files.target.path
         tokenizer = files.tokenizer if own else Tokenizer.load(checkpoint.path)
-        config = config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
+        ends = sorted({*checkpoint.eos_ids, *tokenizer.eos_ids})
+        config = config_of(source.spec, eos_ids=ends, place=str(checkpoint.path))
         write_folder(
             self._places.draft,
             source.spec,

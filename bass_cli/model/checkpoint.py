@@ -19,6 +19,7 @@ import torch
 from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object, read_bytes, shown
 from bass_cli.model import families, gguf_config
+from bass_cli.model.ends import END_ROLES
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
@@ -63,9 +64,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty;
-    `vocabulary` a digest of what a tokenizer is made of there. `head`: what makes it a drafter
-    that reads a target's hidden states, if it is one; then `spec` is that of its layers."""
+    """A model on disk whose headers are in order.
+
+    eos_ids: ids that end a sample and that its files name; a tokenizer also has those that are
+        known by their text (ends.py).
+    metadata: that of a GGUF file, else empty.
+    vocabulary: a digest of what a GGUF file's tokenizer is made of.
+    head: what makes it a drafter that reads a target's hidden states, if it is one; then `spec`
+        is that of its layers.
+    """
 
     path: Path
     spec: Spec
@@ -138,9 +145,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     slots = families.slots(spec, tensors)
     pieces = _assign(spec, slots, entries, path, gguf_config.IGNORED, parameters(spec))
     eos = [
-        id_
-        for kind in ("eos", "eot")
-        for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)
+        id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)
     ]
     return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces, vocabulary)
 

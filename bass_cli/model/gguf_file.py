@@ -33,9 +33,16 @@ _EMBEDDING = "token_embd.weight"  # a tokenizer has no more tokens than it has r
 _Info = tuple[tuple[int, ...], int, int]
 
 
+class Texts(NamedTuple):
+    """Where an array of strings lies in a file: its first byte, and how many strings it has."""
+
+    start: int
+    length: int
+
+
 class Header(NamedTuple):
-    """A file's metadata, arrays of strings (the vocabulary) left out; its tensors; and a digest of
-    all that its tokenizer is made of."""
+    """A file's metadata, with `Texts` for arrays of strings (the vocabulary); its tensors; and a
+    digest of all that its tokenizer is made of."""
 
     metadata: dict[str, Any]
     entries: dict[str, Entry]
@@ -49,6 +56,26 @@ def read_gguf(path: Path) -> Header:
         status = path.stat()
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return _read(path, identity)
+
+
+def read_texts(path: Path, texts: Texts) -> list[bytes]:
+    """Read an array of strings, which need not be UTF-8.
+
+    Raises:
+        UserError: the file cannot be read, or has changed since its header was read.
+    """
+    length_at, at, found = _LENGTH.unpack_from, texts.start, list[bytes]()
+    with opened(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            for _ in range(texts.length):
+                begin = at + _LENGTH.size
+                at = begin + length_at(data, at)[0]
+                found.append(data[begin:at])
+        except (struct.error, OverflowError):
+            raise UserError(f"{path}: the header is truncated or corrupt near byte {at}") from None
+        if at > len(data):
+            raise UserError(f"{path}: the header is truncated or corrupt near byte {at}")
+    return found
 
 
 @functools.lru_cache(maxsize=2)  # tokenizer and checkpoint read the same: of a target and a draft
@@ -69,7 +96,8 @@ def _read(path: Path, identity: tuple[int, ...]) -> Header:
     }
     check_places(path, total, entries)
     rows = infos[_EMBEDDING][0][:1] if _EMBEDDING in infos else ()
-    digest.update(repr((metadata.get("general.architecture"), rows)).encode())
+    named = [metadata.get(f"general.{key}") for key in ("architecture", "name")]
+    digest.update(repr((*named, rows)).encode())
     return Header(metadata, entries, digest.hexdigest())
 
 
@@ -123,15 +151,16 @@ class _Cursor:
         return self.data[begin : self.at].decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A field's value; None for an array of strings."""
+        """A field's value; for an array of strings, where it lies."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
             return self.scalar(_SCALARS[kind])
         kind, length = self.scalar("I"), self.scalar("Q")
         if kind == _STRING:
+            texts = Texts(self.at, length)
             self._skip_texts(length)
-            return None
+            return texts
         if length > _ITEMS:
             raise OverflowError
         code = _SCALARS[kind]

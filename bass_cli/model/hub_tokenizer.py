@@ -16,6 +16,7 @@ from typing import Any
 from bass_cli.errors import UserError
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.model.backends import load_backend, pieces_content
+from bass_cli.model.ends import end_ids
 from bass_cli.model.sources import TOKENIZER
 from bass_cli.model.text_length import check_growth
 from bass_cli.model.tokenizer_parts import TokenizerParts
@@ -52,12 +53,19 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
         content = _pieces(settings, read_bytes(folder / "tokenizer.model", LARGEST_FILE))
     else:
         content = _fast(settings, _built(settings))
-    eos = load_backend(content).get_vocab().get(settings.special.get("eos_token", ""))
+    ids = load_backend(content).get_vocab()
+    eos = ids.get(settings.special.get("eos_token", ""))
+    added = json.loads(content).get("added_tokens") or ()
+    special = {token["content"] for token in added if token.get("special")}
     return TokenizerParts(
         content,
         settings.template(),
         settings.special,
-        () if eos is None else (eos,),
+        end_ids(
+            ids,
+            special=special.union(settings.special.values()),
+            named={} if eos is None else {"eos": eos},
+        ),
         bool(settings.config.get("split_special_tokens")),
     )
 

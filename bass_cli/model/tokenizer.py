@@ -73,7 +73,7 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a sample, in ascending order."""
+        """The ids that end a sample, in ascending order (ends.py)."""
         return self.settled.eos_ids
 
     def spelled(self, id_: int) -> str:

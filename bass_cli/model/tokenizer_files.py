@@ -151,7 +151,7 @@ def _digest_of(folder: Path) -> str:
 def made(path: Path, key: str) -> bytes:
     """Read the files and return the entry for the cache."""
     fault, gguf = f"{path}: no tokenizer can be read there", path.suffix == ".gguf"
-    if gguf or needs_transformers(path):  # its import needs more than the child's memory
+    if not gguf and needs_transformers(path):  # its import needs more than the child's memory
         import transformers
 
         assert transformers.PreTrainedTokenizerFast

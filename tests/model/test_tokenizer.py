@@ -272,10 +272,8 @@ def test_gguf_tokenizer_is_converted_once(
     for loaded in (first, second):
         assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
         assert loaded.decode(loaded.encode(TEXT)) == TEXT
-        assert (
-            loaded.size == 299
-        )  # neither [PAD299] to [PAD304] nor <|endoftext|>, which transformers would add
-        assert (loaded.eos_ids, loaded.has_chat_template) == ((2,), True)
+        assert loaded.size == 299  # without [PAD299] to [PAD304]
+        assert (loaded.eos_ids, loaded.has_chat_template) == ((2, 7), True)
         assert max(loaded.encode("the<|endoftext|>")) < 299
         check_same_vocabulary(loaded, tokenizer)
     assert first.fingerprint() == second.fingerprint()
