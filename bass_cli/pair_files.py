@@ -45,6 +45,12 @@ class Files(NamedTuple):
     mask: int | None
     skipped: frozenset[int]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the models' configurations, each note once."""
+        opened = (self.target,) if self.draft is None else (self.target, self.draft)
+        return tuple(dict.fromkeys(note for one in opened for note in one.notes))
+
 
 def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -> Files:
     """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each

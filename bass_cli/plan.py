@@ -227,7 +227,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
+    dtype, notes = _dtype(job.dtype, device), [*_contradictions(job), *files.notes]
     profile, surface = costs_of(job, files, device, dtype, notes.append)
     tokens = tokens_of(longest_prompt, files.tokenizer, files.target.spec.context)
     found = _footprint(job, files, tokens, device=device, dtype=dtype)

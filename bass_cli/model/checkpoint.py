@@ -23,7 +23,7 @@ from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters, tokens_of
-from bass_cli.model.hf_config import mask_of, spec_of_config
+from bass_cli.model.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tensor_content import DTYPES, parts
@@ -65,7 +65,8 @@ class Piece(NamedTuple):
 class Checkpoint:
     """A model on disk whose headers are in order. `metadata` is that of a GGUF file, else empty;
     `vocabulary` a digest of what a tokenizer is made of there. `head`: what makes it a drafter
-    that reads a target's hidden states, if it is one; then `spec` is that of its layers."""
+    that reads a target's hidden states, if it is one; then `spec` is that of its layers.
+    `notes`: what the user should know of its configuration."""
 
     path: Path
     spec: Spec
@@ -74,6 +75,7 @@ class Checkpoint:
     pieces: tuple[Piece, ...]
     vocabulary: str | None = None
     head: HeadSpec | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -142,7 +144,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         for kind in ("eos", "eot")
         for id_ in _ids(metadata, f"tokenizer.ggml.{kind}_token_id", path)
     ]
-    return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces, vocabulary)
+    return Checkpoint(
+        path,
+        spec,
+        tuple(dict.fromkeys(eos)),
+        metadata,
+        pieces,
+        vocabulary,
+        notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
+    )
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -157,7 +167,12 @@ def _open_folder(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
     return Checkpoint(
-        path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces
+        path,
+        spec,
+        eos or _ids(config, "eos_token_id", path / "config.json"),
+        {},
+        pieces,
+        notes=notes_of_config(config, place=str(path / "config.json")),
     )
 
 
