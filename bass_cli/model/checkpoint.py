@@ -22,7 +22,13 @@ from bass_cli.model import families, gguf_config
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
-from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters, tokens_of
+from bass_cli.model.head_config import (
+    HeadSpec,
+    head_of_config,
+    head_parameters,
+    notes_of_head,
+    tokens_of,
+)
 from bass_cli.model.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.spec import Spec, parameters
@@ -211,7 +217,8 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
         slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
-    return Checkpoint(path, head.body, (), {}, pieces, head=head)
+    notes = notes_of_head(config, place=str(place))
+    return Checkpoint(path, head.body, (), {}, pieces, head=head, notes=notes)
 
 
 def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
+from bass_cli.io.reading import shown
 from bass_cli.model.sources import locate
 from bass_cli.model.template import Template
 from bass_cli.model.text_length import Spelling, spelling_of
@@ -26,7 +27,10 @@ _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
 
 class Tokenizer:
     """A model's tokenizer as its files have it. `size`: one more than the largest id that is a
-    token (padding rows, which GGUF writers call [PAD123], are none)."""
+    token (padding rows, which GGUF writers call [PAD123], are none). `rows`: of the embedding of
+    the model that reads the ids, None if unknown; an id beyond them is a UserError."""
+
+    rows: int | None = None
 
     def __init__(self, settled: Settled, path: Path):
         self.settled, self.path, self.size = settled, path, settled.size
@@ -82,13 +86,15 @@ class Tokenizer:
         not certain may have more too."""
         with refusals(f"{self.path}: the tokenizer cannot read the text"):
             text = self._checked(text, most)
-            return self._backend.encode(text).ids
+            ids = self._backend.encode(text).ids
+        return self._embedded(ids)
 
     def encode_part(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a text as it may stand inside another, without special tokens."""
         with refusals(f"{self.path}: the tokenizer cannot read the text"):
             text = self._checked(text, most)
-            return self._backend.encode(text, add_special_tokens=False).ids
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        return self._embedded(ids)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None
@@ -106,6 +112,15 @@ class Tokenizer:
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
             )
         return self._template(messages)
+
+    def _embedded(self, ids: list[int]) -> list[int]:
+        """Return the ids; UserError if one has no row in the model's embedding."""
+        if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
+            raise UserError(
+                f"token {shown(self.spelled(largest))} has id {largest}, but the model's embedding "
+                f"has {self.rows} rows, and its tokenizer {max(self.size, largest + 1)} ids"
+            )
+        return ids
 
     def _checked(self, text: str, most: int | None) -> str:
         """The text, if it is Unicode (half of a surrogate pair, which JSON can spell, has no

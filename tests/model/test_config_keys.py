@@ -17,6 +17,7 @@ import torch
 import transformers
 from checkpoints import FAMILIES as WRITTEN
 from checkpoints import write_checkpoint, write_gguf, write_tokenizer
+from heads import config_of as block_config
 from transformers import AutoConfig
 
 from bass_cli.config.job import Job
@@ -27,6 +28,7 @@ from bass_cli.model.gguf_config import ARCHITECTURES
 from bass_cli.model.gguf_config import HARMLESS as GGUF_HARMLESS
 from bass_cli.model.gguf_config import NEUTRAL as GGUF_NEUTRAL
 from bass_cli.model.gguf_config import reads as gguf_reads
+from bass_cli.model.head_config import head_of_config, notes_of_head
 from bass_cli.model.hf_config import notes_of_config, spec_of_config
 from bass_cli.model.weights import open_checkpoint
 from bass_cli.plan import make_plan
@@ -257,3 +259,47 @@ def test_gguf_keys_that_are_not_read_are_named(tmp_path: Path) -> None:
     keys, window = open_checkpoint(path).notes
     assert "bass does not read these keys: qwen2.new_scale (2.5)" in keys
     assert '"qwen2.attention.sliding_window": 64 is not used' in window
+
+
+HEAD_TARGET = {"hidden_size": 48, "vocab_size": 301, "num_hidden_layers": 9}
+
+
+def head_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The notes of a drafter's config.json that fits a small target."""
+    target = spec_of_config(
+        json.loads(
+            AutoConfig.for_model(
+                "qwen3", **HEAD_TARGET, num_attention_heads=4, num_key_value_heads=2
+            ).to_json_string(use_diff=False)
+        ),
+        place="target",
+    )
+    head_of_config(config, target, place="head/config.json")
+    return notes_of_head(config, place="head/config.json")
+
+
+KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_drafters_that_are_not_read_are_named(kind: str) -> None:
+    plain = block_config(kind, width=48, vocab=301, taps=(0, 1), auto_map={"AutoModel": "x.Y"})
+    assert head_of({**plain, "is_causal": False, "use_swa": False, "num_target_layers": 9}) == ()
+    (note,) = head_of({**plain, "new_gate": 2})
+    assert "bass does not read these keys: new_gate (2)" in note
+    (note,) = head_of({**plain, "dflash_config": {**plain.get("dflash_config", {}), "new": 3}})
+    assert "dflash_config.new (3)" in note
+
+
+@pytest.mark.parametrize(
+    "key", sorted(REFUSED.keys() - {"is_causal", "sliding_window", "layer_types"})
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_a_drafters_layers_that_change_the_computation_are_refused(
+    key: str, kind: str
+) -> None:
+    config = block_config(kind, width=48, vocab=301, taps=(0, 1))
+    layers = config.get("transformer_layer_config", config)
+    layers[key] = REFUSED[key]
+    with pytest.raises(UserError, match=f'^head/config.json: .*"{key}"'):
+        head_of(config)
