@@ -227,7 +227,8 @@ def spec_of_gguf(
         gated=kind.gated,
         windows=_windows(values, shape["layers"]) if gemma else (0,) * shape["layers"],
         query_scale=(shape["width"] / shape["heads"] if wide_scale else shape["head_size"]) ** -0.5
-        * attention**2,
+        * attention
+        * attention,
         embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
         biases=_biases(kind.tensors, shapes),
         tied="output.weight" not in shapes,
@@ -327,11 +328,6 @@ def _rope(
     factor = 1.0 if stored is None or kind == "none" else _or_one(values, stored)
     scaling: tuple[float, ...] | None = None
     if kind == "yarn":
-        if theta <= 1:
-            raise UserError(
-                f'{values.place}: key "{name}.rope.freq_base": {theta:g} is not above 1, as yarn '
-                "needs"
-            )
         scaling = yarn_factors(
             theta,
             size,
@@ -339,6 +335,7 @@ def _rope(
             original=_or(values, "rope.scaling.original_context_length", shape["context"]),
             fast=32.0,
             slow=1.0,
+            place=values.place,
         )
         attention *= yarn_scale(factor)
     elif factor != 1.0:

@@ -128,7 +128,9 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         parallel=family.parallel,
         windows=_windows(values, shape["layers"], family),
         biases=biases,
-        query_scale=scalar**-0.5 * attention**2,  # of the cosines and sines of queries and keys
+        query_scale=scalar**-0.5
+        * attention
+        * attention,  # of the cosines and sines of queries and keys
         embed_scale=shape["width"] ** 0.5 if name == "gemma3_text" else 1.0,
         tied=values.flag("tie_word_embeddings"),
     )
@@ -368,8 +370,6 @@ def _llama3(own: Values, theta: float, size: int) -> tuple[float, ...]:
 
 def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
     factor, attention = own.number("factor"), own.values.get("attention_factor")
-    if theta <= 1:
-        raise UserError(f'{own.place}: key "rope_theta": {theta:g} is not above 1, as yarn needs')
     factors = yarn_factors(
         theta,
         size,
@@ -378,6 +378,7 @@ def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
         fast=own.number("beta_fast", 32.0),
         slow=own.number("beta_slow", 1.0),
         truncate=own.values.get("truncate") is None or own.flag("truncate"),
+        place=own.place,
     )
     if attention is not None:
         return Rope(theta, size, factors), own.number("attention_factor")
@@ -421,17 +422,27 @@ def yarn_factors(
     fast: float,
     slow: float,
     truncate: bool = True,
+    place: str,
 ) -> tuple[float, ...]:
     """YaRN (arXiv 2309.00071, section 3.2): dimensions that turn more than `fast` times within
     the original context keep their frequency, those that turn less than `slow` times are divided
-    by `factor`, with a linear ramp over the dimensions between the two."""
-    bounds = [
-        size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-        for turns in (fast, slow)
-    ]
-    first, last = (
-        (math.floor(bounds[0]), math.ceil(bounds[1])) if truncate else (bounds[0], bounds[1])
-    )
+    by `factor`, with a linear ramp over the dimensions between the two.
+
+    Raises:
+        UserError: there are no such dimensions, since a value is out of all proportion.
+    """
+    try:
+        first, last = (
+            size * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (fast, slow)
+        )
+        if truncate:
+            first, last = math.floor(first), math.ceil(last)
+    except (ValueError, ArithmeticError):
+        raise UserError(
+            f"{place}: yarn is not defined for a rope base of {theta:g}, an original context of "
+            f"{original:g} and {slow:g} to {fast:g} turns"
+        ) from None
     first, last = max(first, 0), min(last, size - 1)
     if first == last:
         last += 0.001

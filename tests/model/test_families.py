@@ -216,7 +216,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      'rope type "longrope".* default, linear, dynamic, llama3, yarn'),
     (changed("llama-3.1", rope_scaling={"type": "su", "factor": 2.0}), 'rope type "su" is not supported'),
     (changed("llama-3.1", rope_scaling={"type": "dynamic"}), 'rope_parameters: the key "factor" is missing'),
-    (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), '"rope_theta": 1 is not above 1'),
+    (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), 'yarn is not defined for a rope base of 1,'),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}), "and 1 to 1e.308 turns"),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": -1}), '"attention_factor": a'),
+
     (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is '
                                                             'missing'),
     (changed("llama-3.1", hidden_act="silo"), r'"hidden_act": the activation "silo" .*did you mean "silu"'),
@@ -311,7 +314,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"split.count": 3}, '"split.count"'),
     ({"llama.rope.scaling.type": "longrope"}, 'the rope type "longrope"'),
     ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
-    ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, '"llama.rope.freq_base": 1 is not above 1'),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'yarn is not defined for a rope base of 1'),
     ({"llama.rope.scaling.factor": -2.0}, '"llama.rope.scaling.factor": a number above 0'),
     ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "only a part of each head is rotary"),
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
@@ -338,6 +341,11 @@ def test_gguf_needs_an_embedding_and_fitting_factors() -> None:
         UserError, match=re.escape('x.gguf: the tensor "token_embd.weight" is missing')
     ):
         spec_of_gguf(GGUF, {}, place="x.gguf")
+    other = {key.replace("llama", "qwen2"): value for key, value in GGUF.items()}
+    with pytest.raises(UserError, match=r'the tensor "rope_freqs\.weight" is not supported'):
+        spec_of_gguf(
+            {**other, "general.architecture": "qwen2"}, EMBEDDING, place="", rope_factors=(1.0,) * 4
+        )
     with pytest.raises(UserError, match="has 3 factors, not 4"):
         spec_of_gguf(GGUF, EMBEDDING, place="x.gguf", rope_factors=(1.0,) * 3)
 
