@@ -294,17 +294,12 @@ def _ropes(
         )
         return rope, local, _same_factor(attention, other, values.place)
     scaling = older or given
-    if not scaling.keys() & set(_KINDS):
-        rope, attention = _rope(scaling, values, theta, head_size)
-        return rope, None, attention
-    kinds = Values(scaling, {}, f"{values.place}: rope_parameters")
-    full, sliding = kinds.mapping("full_attention"), kinds.mapping("sliding_attention")
-    if not full or not sliding:
-        rope, attention = _rope(full or sliding, values, theta, head_size)
-        return rope, None, attention
-    rope, attention = _rope(full, values, theta, head_size)
-    local, other = _rope(sliding, values, theta, head_size)
-    return rope, local, _same_factor(attention, other, values.place)
+    if scaling.keys() & set(_KINDS):  # transformers ignores them for these families, or fails
+        raise UserError(
+            f"{values.place}: rope parameters by layer type are not supported for this family"
+        )
+    rope, attention = _rope(scaling, values, theta, head_size)
+    return rope, None, attention
 
 
 def _same_factor(full: float, local: float, place: str) -> float:

@@ -142,15 +142,14 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
     assert max(spec.rope.factors) == pytest.approx(8.0)
 
 
-def test_nested_rope_per_layer_type() -> None:
+@pytest.mark.parametrize("name", ["llama-3.1", "mistral-v0.1", "qwen2-windows", "starcoder2-3b"])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> None:
+    """transformers reads a plain rotary embedding from it, or fails."""
     nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
-    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    spec = spec_of_config(
-        changed("qwen2-windows", rope_parameters=nested, layer_types=types), place=""
-    )
-    assert (spec.rope, spec.local_rope) == (Rope(50.0, 16, (2.0,) * 8), Rope(7.0, 16))
-    assert spec.windows == (16, 0, 0, 16)
+    with pytest.raises(UserError, match="by layer type are not supported"):
+        spec_of_config({**changed(name, rope_scaling=None), key: nested}, place="")
 
 
 @pytest.mark.parametrize("family", WRITTEN)
