@@ -11,8 +11,6 @@ import transformers
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate
-from bass_cli.bench.texts import _encode
-from bass_cli.io.prompts import prompts_of
 from bass_cli.model.tokenizer import Tokenizer
 from bass_cli.plan import make_plan
 from bass_cli.profiling import texts
@@ -67,16 +65,15 @@ def test_prompt_with_an_id_beyond_the_embedding_is_one_error_line(tmp_path: Path
     assert [one.token_ids for one in found["last"]] == [one.token_ids for one in alone["last"]]
 
 
-def test_texts_of_bench_and_profile_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_text_of_a_pair_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(job(model(tmp_path / "m")), longest_prompt="the <late> cat")
-    (prompt,) = prompts_of(["the <late> cat"])
-    with pytest.raises(UserError, match=r"prompts\[0\]: token '<late>' has id 300"):
-        _encode(plan.files.tokenizer, prompt, 100)
+    tokenizer = plan.files.tokenizer
+    for encode in (tokenizer.encode, tokenizer.encode_part):
+        with pytest.raises(UserError, match="token '<late>' has id 300"):
+            encode("the <late> cat")
     monkeypatch.setattr(texts, "PASSAGES", ("the <late> cat",))
     with pytest.raises(UserError, match="token '<late>' has id 300"):
-        texts.joined(plan.files.tokenizer, 0, 5)
+        texts.joined(tokenizer, 0, 5)
 
 
 def test_a_tokenizer_alone_has_no_rows(tmp_path: Path) -> None:
