@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bass_cli.errors import UserError
 from bass_cli.model.families import FAMILIES, slots
 from bass_cli.model.gguf_config import ARCHITECTURES, spec_of_gguf
-from bass_cli.model.hf_config import spec_of_config
+from bass_cli.model.hf_config import notes_of_config, spec_of_config
 from bass_cli.model.spec import Norm, Rope, parameters
 
 # As on the hub, from the days of transformers 4: flat rope keys, many values left to defaults.
@@ -103,6 +103,11 @@ def test_old_and_new_style_give_the_same_spec(name: str) -> None:
     new = json.loads(config.to_json_string(use_diff=False))
     assert ("rope_parameters" in new) == ("n_embd" not in old and "ffn_dim" not in old)
     assert spec_of_config(old, place="old") == spec_of_config(new, place="new")
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_configs_of_hubs_need_no_note(name: str) -> None:
+    assert notes_of_config(OLD[name], place="") == ()
 
 
 def test_values_that_matter() -> None:
