@@ -45,6 +45,21 @@ class Files(NamedTuple):
     mask: int | None
     skipped: frozenset[int]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the models' configurations, each note once."""
+        opened = (self.target,) if self.draft is None else (self.target, self.draft)
+        notes = dict.fromkeys(note for one in opened for note in one.notes)
+        vocab = self.target.spec.vocab
+        beyond = [id_ for id_ in self.target.eos_ids or self.tokenizer.eos_ids if id_ >= vocab]
+        if beyond:
+            ids = ", ".join(map(str, beyond))
+            notes[
+                f"{self.target.path}: eos_token_id {ids}: the model has {vocab} ids, so no sample "
+                "ends there"
+            ] = None
+        return tuple(notes)
+
 
 def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -> Files:
     """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
@@ -72,6 +87,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
     elif tokenizer is None:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
+    tokenizer.rows = target.spec.vocab
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
@@ -139,8 +155,8 @@ def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
     text = prompt.encode(errors="replace").decode()
     try:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
-    except UserError:  # too long to be tokenised
-        return context
+    except UserError:  # too long to be tokenised, or a token that the model does not have
+        return min(len(text.encode()), context)
 
 
 def reach(job: Job, files: Files, device: torch.device) -> int:

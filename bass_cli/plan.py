@@ -228,7 +228,7 @@ def make_plan(
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
     check_ranks(job, files, device)
-    dtype, notes = _dtype(job.dtype, device), list(_contradictions(job))
+    dtype, notes = _dtype(job.dtype, device), [*_contradictions(job), *files.notes]
     if files.tokenizer.path == files.target.path:
         notes += doubts_of(files.target.metadata)
     profile, surface = costs_of(job, files, device, dtype, notes.append)

@@ -44,6 +44,8 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
     `note` takes a line of progress, `phase` what is done from now on. The gate comes first: if
     it fails, there is one document without cells, and its "failures" say why."""
     plan = pairs.plan_for(settings)
+    for line in () if plan is None else plan.files.notes:
+        note(line)
     device = device_of(settings.job.device) if plan is None else plan.device
     if settings.attention != "ragged" and ops.kind_for(torch.empty(0, device=device)) != "triton":
         raise MachineError(

@@ -107,6 +107,8 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
 
     screen.phase("checking the models", live=False)
     plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)
+    for note in plan.files.notes:
+        screen.note(note)
     document = jobs.measure(
         plan,
         list(read_prompts(source, column=job.prompt_column, limit=job.limit)),

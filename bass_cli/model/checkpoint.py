@@ -23,8 +23,14 @@ from bass_cli.model.ends import END_ROLES
 from bass_cli.model.families import FAMILIES, Family, Slot
 from bass_cli.model.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
 from bass_cli.model.gguf_file import read_gguf
-from bass_cli.model.head_config import HeadSpec, head_of_config, head_parameters, tokens_of
-from bass_cli.model.hf_config import mask_of, spec_of_config
+from bass_cli.model.head_config import (
+    HeadSpec,
+    head_of_config,
+    head_parameters,
+    notes_of_head,
+    tokens_of,
+)
+from bass_cli.model.hf_config import mask_of, notes_of_config, spec_of_config
 from bass_cli.model.quantised import QUANTISED
 from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tensor_content import DTYPES, parts
@@ -72,6 +78,7 @@ class Checkpoint:
     vocabulary: a digest of what a GGUF file's tokenizer is made of.
     head: what makes it a drafter that reads a target's hidden states, if it is one; then `spec`
         is that of its layers.
+    notes: what the user should know of its configuration.
     """
 
     path: Path
@@ -81,6 +88,7 @@ class Checkpoint:
     pieces: tuple[Piece, ...]
     vocabulary: str | None = None
     head: HeadSpec | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -147,7 +155,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     eos = [
         id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)
     ]
-    return Checkpoint(path, spec, tuple(dict.fromkeys(eos)), metadata, pieces, vocabulary)
+    return Checkpoint(
+        path,
+        spec,
+        tuple(dict.fromkeys(eos)),
+        metadata,
+        pieces,
+        vocabulary,
+        notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
+    )
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -162,7 +178,12 @@ def _open_folder(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
     return Checkpoint(
-        path, spec, eos or _ids(config, "eos_token_id", path / "config.json"), {}, pieces
+        path,
+        spec,
+        eos or _ids(config, "eos_token_id", path / "config.json"),
+        {},
+        pieces,
+        notes=notes_of_config(config, place=str(path / "config.json")),
     )
 
 
@@ -201,7 +222,8 @@ def open_head(path: Path, target: Spec) -> Checkpoint:
         slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
     ignored = families.IGNORED + _HEAD_IGNORED
     pieces = _assign(head.body, slots, entries, path, ignored, shapes)
-    return Checkpoint(path, head.body, (), {}, pieces, head=head)
+    notes = notes_of_head(config, place=str(place))
+    return Checkpoint(path, head.body, (), {}, pieces, head=head, notes=notes)
 
 
 def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:

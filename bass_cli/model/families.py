@@ -41,10 +41,12 @@ class Family(NamedTuple):
     one), transform.
 
     `prefix` may or may not stand before a checkpoint's names. `keys` translates our words into
-    the config's; `defaults` are the config's values where it is silent; a value other than those
-    of `required` is refused. `flags` are config keys that switch biases on. `rotary`: "config",
-    "partial" (of the first rotary_dim) or "" for learned positions. `windows`: "" for none,
-    "all" for one in every layer, "types" for what the config says of each layer.
+    the config's, "" for a value that the family's config does not have. `defaults` are the values
+    of keys that a config leaves out. A value other than those of `required` is refused. `flags`
+    are config keys that switch biases on. `rotary`: "config", "partial" (of the first rotary_dim)
+    or "" for learned positions. `windows`: "" for none, "all" for one in every layer, "types" for
+    one in the layers that the config names. `aliases`: other names of keys. `eps`: of the norms,
+    where no key of the config sets it.
     """
 
     prefix: str
@@ -60,6 +62,14 @@ class Family(NamedTuple):
     windows: str = ""
     biases: frozenset[str] = frozenset()
     flags: Mapping[str, frozenset[str]] = {}
+    aliases: Mapping[str, str] = {}
+    eps: float | None = None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The keys of config.json that decide what the model computes."""
+        keys = {"model_type", *self.keys.values(), *self.defaults, *self.required, *self.flags}
+        return frozenset(keys - {""})
 
 
 CODEGEN_BLOCKS = 4  # its fused rows are this many blocks of q, v, k
@@ -77,7 +87,19 @@ _LLAMA_KEYS = {
     "context": "max_position_embeddings",
     "activation": "hidden_act",
 }
-_OPT_KEYS = _LLAMA_KEYS | {"inner": "ffn_dim", "activation": "activation_function"}
+_OPT_KEYS = _LLAMA_KEYS | {
+    "inner": "ffn_dim",
+    "activation": "activation_function",
+    "kv_heads": "",
+    "head_size": "",
+    "eps": "",
+}
+_GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _GPT_KEYS = {
     "layers": "n_layer",
     "width": "n_embd",
@@ -172,13 +194,23 @@ _CODEGEN_TENSORS = (
 
 _ROPE_DEFAULTS = {
     "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
     "tie_word_embeddings": False,
     "head_dim": None,
     "num_key_value_heads": None,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
-_WINDOW_DEFAULTS = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
+_WINDOW_DEFAULTS = {
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "num_key_value_heads": 32,
+}
 _STARCODER_DEFAULTS = {
     "norm_epsilon": 1e-5,
     "num_key_value_heads": 2,
@@ -186,13 +218,15 @@ _STARCODER_DEFAULTS = {
     "tie_word_embeddings": True,
     "use_bias": True,
     "sliding_window": None,
-    "use_sliding_window": True,
+    "layer_types": None,
 }
 _GPT_DEFAULTS = {
     "tie_word_embeddings": False,
     "n_inner": None,
     "layer_norm_epsilon": 1e-5,
     "activation_function": "gelu_new",
+    "sliding_window": None,
+    "layer_types": None,
 }
 _GEMMA_DEFAULTS = _ROPE_DEFAULTS | {
     "rope_theta": 1e6,
@@ -203,7 +237,7 @@ _GEMMA_DEFAULTS = _ROPE_DEFAULTS | {
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    "use_sliding_window": True,
+    "layer_types": None,
     "max_position_embeddings": 131072,
     "sliding_window_pattern": 6,
 }
@@ -217,6 +251,7 @@ _PARTIAL = Family(
     gated=False,
     parallel=True,
     biases=frozenset({"up", "down", "head"}),
+    aliases=_GPT_ALIASES,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -224,16 +259,15 @@ FAMILIES: dict[str, Family] = {
         "model.",
         _LLAMA_TENSORS,
         _LLAMA_KEYS,
-        _ROPE_DEFAULTS,
+        _ROPE_DEFAULTS | {"sliding_window": None, "layer_types": None},
         flags={"attention_bias": frozenset({"qkv", "o"}), "mlp_bias": frozenset({"up", "down"})},
     ),
     "mistral": Family(
         "model.",
         _LLAMA_TENSORS,
         _LLAMA_KEYS,
-        _ROPE_DEFAULTS
-        | {"num_key_value_heads": 8, "sliding_window": 4096, "use_sliding_window": True},
-        windows="all",
+        _ROPE_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        windows="types",
     ),
     "qwen2": Family(
         "model.",
@@ -272,12 +306,13 @@ FAMILIES: dict[str, Family] = {
         _OPT_KEYS,
         {
             "tie_word_embeddings": True,
-            "num_key_value_heads": None,
-            "head_dim": None,
-            "rms_norm_eps": 1e-5,
             "activation_function": "relu",
             "enable_bias": True,
+            "word_embed_proj_dim": None,
+            "sliding_window": None,
+            "layer_types": None,
         },
+        eps=1e-5,
         norm="layer",
         rotary="",
         gated=False,
@@ -307,6 +342,7 @@ FAMILIES: dict[str, Family] = {
         rotary="",
         gated=False,
         biases=_EVERY_MAP,
+        aliases=_GPT_ALIASES,
         required={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,

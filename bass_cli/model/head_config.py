@@ -15,7 +15,8 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown, truth
-from bass_cli.model.hf_config import Values, known, mask_of, spec_of_config
+from bass_cli.model.config_keys import HARMLESS, name_keys
+from bass_cli.model.hf_config import Values, known, mask_of, notes_of_config, spec_of_config
 from bass_cli.model.spec import Spec, parameters
 
 # by the class that a config names, which kind it is; speculators name the kind itself
@@ -56,6 +57,35 @@ _ONLY_OF_CHAINS: dict[str, Any] = {
     "use_mtp_layernorm": False,
     "parallel_drafting": False,
 }
+# Keys that are read of such a drafter, or that do not change what is computed.
+_KEYS = frozenset(
+    {
+        "aux_hidden_state_layer_ids",
+        "block_size",
+        "confidence_head_with_markov",
+        "dflash_config",
+        "draft_vocab_size",
+        "dspark_bonus_anchor",
+        "dspark_config",
+        "eagle_aux_hidden_state_layer_ids",
+        "eagle_config",
+        "enable_confidence_head",
+        "has_no_defaults_at_init",
+        "markov_rank",
+        "mask_token_id",
+        "norm_before_residual",
+        "num_target_layers",
+        "sample_from_anchor",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "target_hidden_size",
+        "target_layer_ids",
+        "transformer_layer_config",
+    }
+)
+_OWN = _KEYS | _ONLY.keys() | _ONLY_OF_BLOCKS.keys() | _ONLY_OF_CHAINS.keys()
+_NESTED = ("dflash_config", "dspark_config", "eagle_config")
 _LONGEST = 64  # places of a block: more than is ever drafted at once
 
 
@@ -225,10 +255,7 @@ def _refuse(values: Mapping[str, Any], further: dict[str, Any], place: str) -> N
 
 def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
     """Its layers, of a kind that can be run as a block, on the target's own embedding."""
-    layers = config
-    if "transformer_layer_config" in config:
-        layers = Values(config, {}, place).mapping("transformer_layer_config")
-        place = f"{place}: transformer_layer_config"
+    layers, place = _layers(config, place)
     body = replace(spec_of_config(layers, place=place), tied=False)
     for key, ours, theirs in (
         ("hidden_size", body.width, target.width),
@@ -239,18 +266,44 @@ def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
                 f'{place}: key "{key}": it was trained for a target of {ours}, and this one has '
                 f"{theirs}"
             )
-    if any(body.windows):
-        raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
     plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
     if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
         raise UserError(f'{place}: key "model_type": layers like those of "{body.family}" are not '
                         "supported in such a drafter; known: llama, qwen2, qwen3")  # fmt: skip
+    if any(body.windows):
+        raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
     if target.embed_scale != 1.0:
         raise UserError(
             f'{place}: the target\'s family "{target.family}" scales its embedding, and such '
             "drafters are not supported for it"
         )
     return body
+
+
+def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
+    """The configuration of its layers, without the keys of the drafter, and its place."""
+    if "transformer_layer_config" not in config:
+        own = _OWN - {"num_hidden_layers"}
+        return {key: value for key, value in config.items() if key not in own}, place
+    layers = Values(config, {}, place).mapping("transformer_layer_config")
+    return layers, f"{place}: transformer_layer_config"
+
+
+def notes_of_head(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
+    """What the user should know of keys that `head_of_config` did not use. The folder's own code
+    (auto_map) is what is implemented here."""
+    layers, inner = _layers(config, place)
+    layers.pop("auto_map", None)
+    found = {
+        f"{name}.{key}": value
+        for name in _NESTED
+        for key, value in Values(config, {}, place).mapping(name).items()
+        if key not in _OWN
+    }
+    if inner != place:
+        known_keys = _OWN | HARMLESS | {"auto_map"}
+        found |= {key: value for key, value in config.items() if key not in known_keys}
+    return notes_of_config(layers, place=inner) + name_keys(found, place)
 
 
 def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:

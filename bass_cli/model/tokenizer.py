@@ -17,6 +17,7 @@ from typing import Any
 
 from bass_cli.config.job import Pair
 from bass_cli.errors import UserError
+from bass_cli.io.reading import shown
 from bass_cli.model.backends import load_backend
 from bass_cli.model.limited import Limited, RefusalError
 from bass_cli.model.sources import locate
@@ -31,7 +32,10 @@ _MEMORY = 2 << 30  # bytes beyond what the process has when it begins; 1 MB take
 
 class Tokenizer:
     """A model's tokenizer as its files have it. `size`: one more than the largest id that is a
-    token (padding rows, which GGUF writers call [PAD123], are none)."""
+    token (padding rows, which GGUF writers call [PAD123], are none). `rows`: of the embedding of
+    the model that reads the ids, None if unknown; an id beyond them is a UserError."""
+
+    rows: int | None = None
 
     def __init__(self, settled: Settled, path: Path):
         self.settled, self.path, self.size = settled, path, settled.size
@@ -103,7 +107,7 @@ class Tokenizer:
             answer = self._encoded((text, special, most, fault))
         except RefusalError as error:
             raise UserError(f"{fault}: {error}") from None
-        return array.array("I", answer).tolist()
+        return self._embedded(array.array("I", answer).tolist())
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None
@@ -121,6 +125,15 @@ class Tokenizer:
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
             )
         return self._template(messages)
+
+    def _embedded(self, ids: list[int]) -> list[int]:
+        """Return the ids; UserError if one has no row in the model's embedding."""
+        if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
+            raise UserError(
+                f"token {shown(self.spelled(largest))} has id {largest}, but the model's embedding "
+                f"has {self.rows} rows, and its tokenizer {max(self.size, largest + 1)} ids"
+            )
+        return ids
 
     def _check(self, text: str, most: int | None) -> None:
         """UserError if the text is not Unicode (JSON can spell half of a surrogate pair, which

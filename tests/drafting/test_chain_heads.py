@@ -323,7 +323,7 @@ def test_a_run_goes_on_where_it_stopped_and_is_plain_decodings(here):
         ("speculators", {"norm_before_fc": True}, 'key "norm_before_fc": True is not supported, only False is'),
         ("speculators", {"norm_output": True}, 'key "norm_output": True is not supported'),
         ("speculators", {"norm_before_residual": "yes"}, 'key "norm_before_residual": true or false is needed'),
-        ("speculators", {"model_type": "gemma3_text"}, 'key "sliding_window": layers with a window are not supported'),
+        ("speculators", {"model_type": "gemma3_text"}, 'layers like those of "gemma3_text" are not supported'),
     ],
 )  # fmt: skip
 def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from bass_cli.errors import UserError
 from bass_cli.model.families import FAMILIES, slots
 from bass_cli.model.gguf_config import ARCHITECTURES, spec_of_gguf
-from bass_cli.model.hf_config import spec_of_config
+from bass_cli.model.hf_config import notes_of_config, spec_of_config
 from bass_cli.model.spec import Norm, Rope, parameters
 
 # As on the hub, from the days of transformers 4: flat rope keys, many values left to defaults.
@@ -105,6 +105,11 @@ def test_old_and_new_style_give_the_same_spec(name: str) -> None:
     assert spec_of_config(old, place="old") == spec_of_config(new, place="new")
 
 
+@pytest.mark.parametrize("name", OLD)
+def test_configs_of_hubs_need_no_note(name: str) -> None:
+    assert notes_of_config(OLD[name], place="") == ()
+
+
 def test_values_that_matter() -> None:
     gemma = spec_of_config(OLD["gemma-3-1b"], place="")
     assert gemma.windows[:7] == (512,) * 5 + (0, 512)
@@ -142,15 +147,14 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
     assert max(spec.rope.factors) == pytest.approx(8.0)
 
 
-def test_nested_rope_per_layer_type() -> None:
+@pytest.mark.parametrize("name", ["llama-3.1", "mistral-v0.1", "qwen2-windows", "starcoder2-3b"])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_by_layer_type_is_refused_outside_gemma(name: str, key: str) -> None:
+    """transformers reads a plain rotary embedding from it, or fails."""
     nested = {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
               "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}}  # fmt: skip
-    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
-    spec = spec_of_config(
-        changed("qwen2-windows", rope_parameters=nested, layer_types=types), place=""
-    )
-    assert (spec.rope, spec.local_rope) == (Rope(50.0, 16, (2.0,) * 8), Rope(7.0, 16))
-    assert spec.windows == (16, 0, 0, 16)
+    with pytest.raises(UserError, match="by layer type are not supported"):
+        spec_of_config({**changed(name, rope_scaling=None), key: nested}, place="")
 
 
 @pytest.mark.parametrize("family", WRITTEN)
@@ -212,7 +216,14 @@ def test_gguf_values() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("gpt2", model_type="mixtral"), r'"model_type": the family "mixtral" .*mean "mistral"\?; known: llama,'),
     ({}, r'"model_type": the family "None" is not supported; known: llama, '),
-    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0}), 'rope type "yarn".* default, linear, llama3'),
+    (changed("llama-3.1", rope_scaling={"type": "longrope", "factor": 2.0}),
+     'rope type "longrope".* default, linear, dynamic, llama3, yarn'),
+    (changed("llama-3.1", rope_scaling={"type": "su", "factor": 2.0}), 'rope type "su" is not supported'),
+    (changed("llama-3.1", rope_scaling={"type": "dynamic"}), 'rope_parameters: the key "factor" is missing'),
+    (changed("llama-3.1", rope_theta=1.0, rope_scaling={"type": "yarn", "factor": 2.0}), 'for a rope base of 1,'),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 1e308}), "and 1 to 1e.308 turns"),
+    (changed("llama-3.1", rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": -1}), '"attention_factor": a'),
+
     (changed("llama-3.1", rope_scaling={"type": "linear"}), 'rope_parameters: the key "factor" is '
                                                             'missing'),
     (changed("llama-3.1", hidden_act="silo"), r'"hidden_act": the activation "silo" .*did you mean "silu"'),
@@ -273,11 +284,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                                   "'llama3'"),
     (changed("llama-3.1", rope_scaling={"type": ["linear"]}), "the rope type .* is not supported"),
     (changed("llama-3.1", rope_scaling={"type": "linear", "factor": "2"}), "rope_parameters: key \"factor\": .* not '2'"),
-    (changed("llama-3.1", partial_rotary_factor=1e300), "256 rotary dimensions of a head of 128"),
-    (changed("llama-3.1", partial_rotary_factor=0.001), "0 rotary dimensions of a head of 128"),
+    (changed("llama-3.1", partial_rotary_factor=1e300), r'"partial_rotary_factor": 1e\+300 is not supported'),
+    (changed("llama-3.1", partial_rotary_factor=0.001), '"partial_rotary_factor": 0.001 is not supported'),
     (changed("llama-3.1", rope_scaling={**OLD["llama-3.1"]["rope_scaling"], "high_freq_factor": 1.0}),
      'key "high_freq_factor": 1 is not above low_freq_factor, 1'),
-    (changed("gemma-3-1b", rope_scaling={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
+    (changed("gemma-3-1b", rope_parameters={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
+    (changed("gemma-3-1b", rope_scaling={"full_attention": {}}), 'rope_scaling has neither'),
+    (changed("gemma-3-1b", rope_parameters={"rope_type": "default"}), 'an object with full_attention and sliding'),
+    (changed("gemma-3-1b", sliding_window=None), "there are layers of sliding_attention, but no window"),
     (changed("qwen2-windows", layer_types=4), '"layer_types": a list is needed, not 4'),
     (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not '
                                                               'supported'),
@@ -302,7 +316,11 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"general.architecture": "mamba"}, 'the family "mamba" is not supported.*known: llama, qwen2'),
     ({"llama.expert_count": 8}, '"llama.expert_count": 8 is not supported'),
     ({"split.count": 3}, '"split.count"'),
-    ({"llama.rope.scaling.type": "yarn"}, 'the rope type "yarn"'),
+    ({"llama.rope.scaling.type": "longrope"}, 'the rope type "longrope"'),
+    ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'yarn is not defined for a rope base of 1'),
+    ({"llama.rope.scaling.factor": -2.0}, '"llama.rope.scaling.factor": a number above 0'),
+    ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "only a part of each head is rotary"),
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),
     ({"llama.context_length": None}, 'the key "llama.context_length" is missing'),
     ({"llama.attention.head_count_kv": [2, 1]}, r'"llama.attention.head_count_kv": a number above 0 is needed'),
@@ -327,6 +345,11 @@ def test_gguf_needs_an_embedding_and_fitting_factors() -> None:
         UserError, match=re.escape('x.gguf: the tensor "token_embd.weight" is missing')
     ):
         spec_of_gguf(GGUF, {}, place="x.gguf")
+    other = {key.replace("llama", "qwen2"): value for key, value in GGUF.items()}
+    with pytest.raises(UserError, match=r'the tensor "rope_freqs\.weight" is not supported'):
+        spec_of_gguf(
+            {**other, "general.architecture": "qwen2"}, EMBEDDING, place="", rope_factors=(1.0,) * 4
+        )
     with pytest.raises(UserError, match="has 3 factors, not 4"):
         spec_of_gguf(GGUF, EMBEDDING, place="x.gguf", rope_factors=(1.0,) * 3)
 

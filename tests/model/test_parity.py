@@ -4,6 +4,8 @@ and every width."""
 from __future__ import annotations
 
 import importlib.util
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from checkpoints import (
     write_gguf,
 )
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.prefill import Part, Table, laid_out
@@ -123,6 +125,121 @@ def test_prefill_gives_all_logits(family: str, tmp_path: Path) -> None:
 def test_variants(family: str, overrides: dict, tmp_path: Path) -> None:
     model = write_checkpoint(family, tmp_path, shards=False, **overrides)
     assert_same(decoder_of(tmp_path), model)
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+_ROPE = {"rope_type": "default", "rope_theta": 300.0}
+_MIXED = ["full_attention", "sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(("family", "overrides", "changes"), [
+    # windows
+    ("mistral", {}, {"layer_types": _MIXED}),
+    ("mistral", {}, {"layer_types": ["full_attention"] * 3}),
+    ("mistral", {}, {"layer_types": None}),
+    ("mistral", {}, {"layer_types": _MIXED, "model_type": "ministral"}),
+    ("mistral", {}, {"model_type": "ministral"}),
+    ("mistral", {}, {"use_sliding_window": False, "max_window_layers": 1}),
+    ("starcoder2", {}, {"use_sliding_window": False, "layer_types": None}),
+    ("gemma3_text", {}, {"use_sliding_window": False}),
+    ("gemma3_text", {}, {"sliding_window_pattern": 2, "layer_types": None}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 3}, {"layer_types": None, "max_window_layers": 2}),
+    ("qwen2", {}, {"use_sliding_window": True, "sliding_window": None, "layer_types": None}),
+    ("qwen2", {}, {"sliding_window": 0}),
+    # rotary embedding
+    ("llama", {}, {"rope_parameters": {**_YARN, "rope_theta": 300.0}}),
+    ("qwen2", {}, {"rope_parameters": None, "rope_theta": 300.0, "rope_scaling": {**_YARN, "type": "yarn"}}),
+    ("qwen2", {}, {"rope_parameters": None, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("qwen3", {}, {"rope_scaling": {**_YARN, "beta_fast": 8, "beta_slow": 2.0, "truncate": False}}),
+    ("mistral", {}, {"rope_scaling": {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.4}}),
+    ("llama", {}, {"rope_scaling": {**_YARN, "attention_factor": 1.7, "beta_fast": None}}),
+    ("llama", {}, {"rope_scaling": {**_YARN, "factor": 0.5}}),
+    ("starcoder2", {}, {"rope_scaling": _YARN, "original_max_position_embeddings": 16}),
+    ("llama", {}, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    ("llama", {}, {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 4.0}}),
+    ("llama", {}, {"rope_scaling": {"factor": 4.0}}),
+    ("llama", {}, {"rope_parameters": _ROPE, "rope_scaling": {}}),
+    ("llama", {}, {"rope_parameters": {"rope_type": "default"}, "rope_theta": 77.0}),
+    ("gemma3_text", {}, {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
+    ("gemma3_text", {}, {"rope_parameters": {"full_attention": None, "sliding_attention": _ROPE}}),
+    ("gemma3_text", {}, {"rope_parameters": {"full_attention": _ROPE}, "rope_local_base_freq": 50.0}),
+    ("gemma3_text", {}, {"rope_parameters": {}, "rope_theta": 2e3, "rope_local_base_freq": 50.0}),
+    # keys that another family reads
+    ("opt", {}, {"rms_norm_eps": 0.5, "head_dim": 6, "num_key_value_heads": 2, "layer_norm_eps": 0.5}),
+    ("gpt2", {}, {"head_dim": 6, "num_key_value_heads": 2, "n_ctx": 3, "rms_norm_eps": 0.5}),
+    ("gptj", {}, {"n_ctx": 3, "partial_rotary_factor": 0.5}),
+    ("codegen", {}, {"n_ctx": 3, "rope_theta": 7.0}),
+    ("mistral", {}, {"attention_bias": True, "mlp_bias": True, "query_pre_attn_scalar": 3}),
+    ("qwen2", {}, {"attention_bias": False, "rope_local_base_freq": 7.0, "sliding_window_pattern": 2}),
+    ("gemma3_text", {}, {"hidden_act": "relu", "mlp_bias": True}),
+    ("llama", {}, {"norm_epsilon": 0.5, "use_bias": True, "activation_function": "relu", "query_pre_attn_scalar": 3}),
+])  # fmt: skip
+def test_keys_mean_what_transformers_makes_of_them(
+    family: str, overrides: dict, changes: dict, tmp_path: Path
+) -> None:
+    """The model that transformers loads from the same folder, after its config was edited."""
+    write_checkpoint(family, tmp_path, shards=False, **overrides)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same(decoder_of(tmp_path), theirs)
+
+
+def test_other_names_of_sizes(tmp_path: Path) -> None:
+    write_checkpoint("gpt2", tmp_path, shards=False)
+    path = tmp_path / "config.json"
+    names = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers",
+             "n_positions": "max_position_embeddings"}  # fmt: skip
+    config = {names.get(key, key): value for key, value in json.loads(path.read_text()).items()}
+    path.write_text(json.dumps(config))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert_same(decoder_of(tmp_path), theirs)
+
+
+_LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(("family", "scaling", "rope"), [
+    ("llama", {}, {}),
+    ("llama", {"scaling.type": "linear", "scaling.factor": 4.0}, _LINEAR),
+    ("llama", {"scaling.factor": 4.0}, _LINEAR),
+    ("qwen2", {"scale_linear": 4.0}, _LINEAR),
+    ("llama", {"scaling.type": "linear", "scale_linear": 4.0}, _LINEAR),
+    ("llama", {"scaling.factor": 0.0, "scale_linear": 4.0}, {}),
+    ("llama", {"scaling.factor": 4.0, "scale_linear": 9.0}, _LINEAR),
+    ("qwen3", {"scaling.factor": 4}, _LINEAR),
+    ("starcoder2", {"scale_linear": 4.0}, _LINEAR),
+    ("llama", {"scaling.type": "none", "scaling.factor": 4.0}, {}),
+    ("llama", {"scaling.type": "none", "scale_linear": 4.0}, {}),
+    ("llama", {"scaling.type": "linear"}, {}),
+    ("llama", {"scaling.type": "linear", "scaling.factor": 0.0}, {}),
+    ("qwen2", {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 64}, _YARN),
+    ("qwen3", {"scaling.type": "yarn", "scaling.factor": 4.0},
+     {**_YARN, "original_max_position_embeddings": 256}),
+    ("llama", {"scaling.type": "yarn", "scale_linear": 4.0, "scaling.original_context_length": 64,
+               "scaling.finetuned": True, "scaling.attn_factor": 1.5},
+     {**_YARN, "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1)}),
+])  # fmt: skip
+def test_gguf_rope_scaling(family: str, scaling: dict, rope: dict, tmp_path: Path) -> None:
+    """Old and implicit spellings, against transformers with the scaling that llama.cpp computes:
+    a missing type is linear, a factor of 0 is 1, and yarn scales attention."""
+    plain = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
+    heads = {"head_dim": 32} if family in ("qwen2", "starcoder2") else {}
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    path = tmp_path / "model.gguf"
+    model = write_gguf(
+        family, path, kind="F32", rope_parameters=parameters, **plain, **heads,
+        metadata={f"{family}.rope.{key}": value for key, value in scaling.items()},
+    )  # fmt: skip
+    assert_same(decoder_of(path), model)
+
+
+def test_gguf_factors_are_multiplied_by_linear_scaling(tmp_path: Path) -> None:
+    """As llama.cpp does: the tensor divides a frequency, and the factor divides the position."""
+    path = tmp_path / "model.gguf"
+    model = write_gguf("llama3", path, kind="F32", metadata={"llama.rope.scale_linear": 4.0})
+    model.model.rotary_emb.inv_freq /= 4.0
+    assert_same(decoder_of(path), model)
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1"])
