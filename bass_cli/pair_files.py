@@ -73,7 +73,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
         tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
     elif tokenizer is None:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
-    special_stops(tokenizer, job.sampling.stop)
+    special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)

@@ -192,3 +192,25 @@ def test_a_character_that_no_token_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no token of this model has the character 'Z'"):
         special_stops(tokenizer, ["cat", "Zebra"])
     assert special_stops(tokenizer, ["at s", "<unk>"]) == {3}
+
+
+def test_a_special_token_beyond_the_models_vocabulary_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    write_checkpoint("llama", tmp_path, vocab_size=VOCAB - 2)
+    with pytest.raises(UserError, match="token 299 of the tokenizer, and the model has tokens 0"):
+        drawn(tmp_path, (END,))
+
+
+def test_rivals_are_given_the_same_ends(model: Path) -> None:
+    """They get token ids, so a stop that is a special token is one of their ends too."""
+    from bass_cli.bench.jobs import _order
+    from bass_cli.plan import make_plan
+
+    sampling = Sampling(stop=[END, "x"], max_new_tokens=4)
+    pair = Pair(name="tiny", target=str(model), draft="none")
+    order = _order(make_plan(Job(pair=pair, device="cpu", sampling=sampling)), [], "transformers")
+    assert order["eos"] == [2, 299]
+    assert list(order["stop"]) == [END, "x"]

@@ -281,6 +281,8 @@ def _show(results: dict[str, Any], key: str) -> str:
     if key not in results:
         return "not given"
     value = results[key]
+    if key == "prompts" and isinstance(value, dict):  # a PromptDigest's record
+        return f"{value.get('count')} prompts with the digest {str(value.get('digest'))[:8]}"
     return (
         shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
     )

@@ -4,6 +4,7 @@ some of them. Not here: tokenizers, and what ends a row (endings.py)."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -70,18 +71,25 @@ class Continuation:
         return bool(twice) and _CUT not in twice
 
 
-def special_stops(tokenizer: Tokenizer, stops: Iterable[str]) -> frozenset[int]:
-    """The ids of the stop texts that are one special token each.
+def special_stops(
+    tokenizer: Tokenizer, stops: Iterable[str], *, vocab: int = sys.maxsize
+) -> frozenset[int]:
+    """The ids of the stop texts that are one special token each. `vocab`: of the model.
 
     Decoding leaves special tokens out, so these ids end a sample where a search of its text
     cannot. The search goes on for the same stop, because ordinary tokens may spell it.
 
     Raises:
         UserError: A stop text that cannot occur: it holds a special token and other text, or a
-            character that no token of the vocabulary has.
+            character that no token of the vocabulary has, or is a token that the model lacks.
     """
     stops, special = tuple(stops), tokenizer.special_tokens if stops else {}
     for stop in stops:
+        if stop in special and special[stop] >= vocab:
+            raise UserError(
+                f"stop text {shown(stop)}: it is token {special[stop]} of the tokenizer, and the "
+                f"model has tokens 0 to {vocab - 1}, so it could never be drawn"
+            )
         if stop in special:
             continue
         held = max((text for text in special if text and text in stop), key=len, default=None)
