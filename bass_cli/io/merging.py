@@ -200,7 +200,7 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
         return None
     try:
         source = open_source(name)
-        digest, before = PromptDigest(source), results.get("prompts")
+        digest, before = PromptDigest(source, column), results.get("prompts")
         prompts = digest.over(read_prompts(source, column=column, limit=results.get("limit")))
         ids = {prompt.id: place for place, prompt in enumerate(prompts)}
         change = digest.compare(before)

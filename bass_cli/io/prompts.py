@@ -154,8 +154,9 @@ class PromptDigest:
     after each prompt is held in memory; a manifest has the last one and up to 512 marks.
     """
 
-    def __init__(self, source: Source):
-        self._source, self._running, self._after = source, hashlib.sha256(), bytearray()
+    def __init__(self, source: Source, column: str = "prompt"):
+        self._source, self._column = source, column
+        self._running, self._after = hashlib.sha256(), bytearray()
         self._size = _WHOLE // 2  # bytes of a value
 
     def over(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -217,9 +218,15 @@ class PromptDigest:
         first, last = same * stride + 1, min((same + 1) * stride, count)
         if first > self.count:
             return f"{count} there, {self.count} now; those after number {self.count} are missing"
-        what = f"number {first}" if first == last else f"one of numbers {first} to {last}"
+        what = self._named(first) if first == last else f"one of numbers {first} to {last}"
         sizes = "" if count == self.count else f"{count} there, {self.count} now; "
         return f"{sizes}{what} is not the prompt that it was"
+
+    def _named(self, number: int) -> str:
+        """A prompt of this run by its number, id and place."""
+        prompts = read_prompts(self._source, column=self._column)
+        prompt = next(itertools.islice(prompts, number - 1, None))
+        return f'number {number} (now "{shown(prompt.id)[1:-1]}", {prompt.place})'
 
     def at(self, count: int) -> str:
         """The digest after so many prompts, from 1 to `count`, in hexadecimal."""
@@ -305,7 +312,7 @@ def check_prompts(
             if name in RESERVED
         )
         return Checked(None, "", first.text is not None, notes=notes)
-    digest = PromptDigest(source)
+    digest = PromptDigest(source, column)
     prompts = digest.over(read_prompts(source, column=column, limit=limit))
     return replace(check(held_by(shard, prompts)), digest=digest)
 

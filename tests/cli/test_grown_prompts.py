@@ -81,13 +81,28 @@ def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        ([LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]], "number 2 is not the prompt"),
-        ([*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]], "number 3 is not the prompt"),
-        ([*LINES[:3], LINES[4], LINES[3], LINES[0]], "number 4 is not the prompt that it was"),
+        (
+            [LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]],
+            'number 2 (now "1", p.jsonl:2) is not',
+        ),
+        (
+            [*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]],
+            'number 3 (now "2", p.jsonl:3) is not',
+        ),
+        (
+            [*LINES[:3], LINES[4], LINES[3], LINES[0]],
+            'number 4 (now "3", p.jsonl:4) is not the prompt that it was',
+        ),
         (LINES[:3], "5 there, 3 now; those after number 3 are missing"),
-        (LINES[1:], "5 there, 4 now; number 1 is not the prompt that it was"),
-        ([{**LINES[0], "id": "a"}, *LINES[1:]], "number 1 is not the prompt that it was"),
-        ([*LINES[:4], {**LINES[4], "reference": "r"}], "number 5 is not the prompt"),
+        (LINES[1:], '5 there, 4 now; number 1 (now "0", p.jsonl:1) is not the prompt that it was'),
+        (
+            [{**LINES[0], "id": "a"}, *LINES[1:]],
+            'number 1 (now "a", p.jsonl:1) is not the prompt that it was',
+        ),
+        (
+            [*LINES[:4], {**LINES[4], "reference": "r"}],
+            'number 5 (now "4", p.jsonl:5) is not the prompt',
+        ),
     ],
 )
 def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said: str) -> None:
