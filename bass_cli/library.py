@@ -93,7 +93,7 @@ def generate(
         on_note=on_note if plan is job else lambda note: on_note(in_own_terms(note)),
         loop=loop,
     )
-    return drawn if plan is job else _in_own_terms(drawn)
+    return drawn if plan is job else told_in_own_terms(drawn)
 
 
 def in_own_terms(text: str) -> str:
@@ -111,7 +111,8 @@ def own_terms() -> Iterator[None]:
         raise
 
 
-def _in_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
+def told_in_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
+    """The samples, with what their lines and a UserError say in the library's terms."""
     with own_terms(), contextlib.closing(drawn):  # type: ignore[type-var]
         for one in drawn:
             if one.error is not None:

@@ -12,7 +12,7 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
 from bass_cli.library import generate as draw
-from bass_cli.library import own_terms
+from bass_cli.library import own_terms, told_in_own_terms
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -106,7 +106,8 @@ class Drawer:
                 'bass_cli.ray.generate: a row has no "id"; give each one of its own, which says '
                 "with the seed what its samples are"
             )
-        found = [json.loads(one.to_line()) for one in draw(rows, self._plan, loop=self._loop)]
+        drawn = told_in_own_terms(draw(rows, self._plan, loop=self._loop))
+        found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])

@@ -78,6 +78,7 @@ _UNKNOWN = frozenset(
 RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_TOOLS, *_UNKNOWN))
 _META = 'to carry it to the results, put it into "meta": {...}'
 _MARKS, _MARK, _WHOLE = 512, 8, 32  # of a PromptDigest: so many marks; digits of one, of the last
+_encode = json.JSONEncoder(default=str).encode
 # of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python
 # allows
 _DEPTH = 100
@@ -168,7 +169,7 @@ class PromptDigest:
     def add(self, prompt: Prompt) -> None:
         """Take the next prompt."""
         known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
-        content = json.dumps([*known, prompt.fault is None], default=str)
+        content = _encode([*known, prompt.fault is None])
         self._running.update(content.encode() + b"\n")
         self._after += self._running.digest()[: self._size]
 
