@@ -122,9 +122,21 @@ def test_a_resumed_file_ends_at_the_same_special_tokens(model: Path, tmp_path: P
     assert lines() == first
 
 
-def test_the_models_own_end_stays_its_own_where_it_is_a_stop_too(model: Path) -> None:
-    ended = drawn(model, ("</s>",), sampling={"seed": 5, "temperature": 1.0, "stop": ("</s>",)})
-    assert {one.finish_reason for one in ended.values()} <= {"eos", "length"}
+def test_the_models_own_end_stays_its_own_where_it_is_a_stop_too(
+    model: Path, tmp_path: Path
+) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(config | {"eos_token_id": 299}))
+    plain, stopped = drawn(tmp_path, ()), drawn(tmp_path, (END,))
+    reasons = [one.finish_reason for one in stopped.values()]
+    assert reasons.count("eos") >= 4
+    assert "stop" not in reasons
+    assert {key: one.token_ids for key, one in stopped.items()} == {
+        key: one.token_ids for key, one in plain.items()
+    }
 
 
 @pytest.mark.parametrize("stop", [END + "\n", "\n" + END, f"a{END}b", END + END, END + "</s>"])
@@ -214,3 +226,11 @@ def test_rivals_are_given_the_same_ends(model: Path) -> None:
     order = _order(make_plan(Job(pair=pair, device="cpu", sampling=sampling)), [], "transformers")
     assert order["eos"] == [2, 299]
     assert list(order["stop"]) == [END, "x"]
+
+
+@pytest.mark.parametrize(
+    "stop", [["\ud800"], ["x", "a\udcff"], "\udfff", [""], [3], {"a": 1}, b"a"]
+)
+def test_what_is_no_text_is_no_stop(stop: Any) -> None:
+    with pytest.raises(ValueError, match="stop"):
+        Sampling(stop=stop)

@@ -233,7 +233,7 @@ def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
     prompts, value = results.get("prompts"), _digest(results)
     if isinstance(prompts, dict):  # a PromptDigest's record
         rest = {key: value for key, value in results.items() if key != "prompts"}
-        value = f"{_digest(rest)} {prompts['count']} {prompts['digest']}"
+        value = f"{_digest(rest)} {prompts.get('count')} {prompts.get('digest')}"
     with contextlib.suppress(
         OSError, AttributeError
     ):  # no such attributes in this file system, or on this system
@@ -254,8 +254,8 @@ def is_marked(
         return value == _digest(results | whole_file)
     if value != _digest({key: value for key, value in results.items() if key != "prompts"}):
         return False
-    count, digest = int(noted[0]), noted[-1]
-    return prompts.at(count) == digest if count <= prompts.count else None
+    count = int(noted[0]) if noted[0].isdecimal() else 0
+    return prompts.at(count) == noted[-1] if 0 < count <= prompts.count else None
 
 
 def _digest(results: dict[str, Any]) -> str:
