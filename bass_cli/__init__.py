@@ -1,8 +1,8 @@
 """bass: many exact samples per prompt, by batched speculative sampling.
 
-    from bass_cli import Job, generate, load_pair
+    from bass_cli import Job, generate
 
-    for completion in generate(["def add(a, b):"], Job(pair=load_pair("smollm2"), n=4)):
+    for completion in generate(["def add(a, b):"], Job(pair="smollm2", n=4)):
         print(completion.text)
 
 Names are imported when they are used, so that `import bass_cli` costs nothing.

@@ -28,7 +28,8 @@ from bass_cli.model.tokenizer import Tokenizer
 class Conductor:
     """Feeds prompts to a loop and takes finished rows from it: for one job, on one loop.
 
-    `context`: the most positions the target knows; `eos_ids`: the tokens that end a sample;
+    `context`: the most positions the target knows; `eos_ids`, `stop_ids`: the tokens that end a
+    sample, as the model's end and as a stop;
     `count`: prompts, if that is known, by which the end of the job is foreseen; `on_round` is
     told of every round, with the rows that there are places for as its `capacity`.
     """
@@ -41,12 +42,13 @@ class Conductor:
         *,
         context: int,
         eos_ids: Collection[int],
+        stop_ids: Collection[int] = (),
         count: int | None = None,
         on_round: Callable[[Round], None] | None = None,
     ):
         self._job, self._loop, self._on_round = job, loop, on_round
         self._intake = Intake(job, tokenizer, context=context)
-        self._watch = Watch(eos_ids, job.sampling.stop)
+        self._watch = Watch(eos_ids, job.sampling.stop, stop_ids)
         # With a budget, prompts run one at a time unless a batch size was asked for. Under
         # maximal coupling they always do, and each begins anew, or how far the clock let one
         # prompt come would reach the draft lengths of others, and so their samples.
@@ -230,7 +232,7 @@ class Conductor:
         hosts = self._loop.batch.hosts
         for place in self._watch.suspects(self._loop.batch.ledger):
             sample = self._live[hosts[place]]
-            ending = sample.look(self._watch.eos)
+            ending = sample.look(self._watch.eos, self._watch.stop_ids)
             if ending is not None:
                 self._end(sample, ending)
 

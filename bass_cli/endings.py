@@ -24,11 +24,15 @@ _UNSOUND = (
 
 
 class Watch:
-    """Says of which rows somebody has to look whether they are over; all that needs is some
-    operations on what a round brought. `eos`: ids of which each ends a sample."""
+    """Finds the rows that a round may have ended, with a few operations on the round's tokens.
 
-    def __init__(self, eos: Collection[int], stops: Sequence[str]):
+    eos: ids that end a sample because the model ends there.
+    stop_ids: ids that end it because a stop text is that token (`special_stops`).
+    """
+
+    def __init__(self, eos: Collection[int], stops: Sequence[str], stop_ids: Collection[int] = ()):
         self.eos, self._stops = frozenset(eos), stops
+        self.stop_ids = frozenset(stop_ids) - self.eos
         self._tokens: StopTokens | None = None  # from the first prompt on
 
     def detector(self, text: Continuation) -> StopDetector | None:
@@ -43,7 +47,7 @@ class Watch:
         """The places of live rows that may be over, after a round."""
         places, block, counts = ledger.news
         ends = numpy.zeros(block.shape, dtype=bool)
-        for id_ in self.eos:
+        for id_ in self.eos | self.stop_ids:
             ends |= block == id_
         if self._tokens is not None:
             ends |= self._tokens.among(block)
@@ -71,9 +75,12 @@ class Sample:
     stops: StopDetector | None
     seen: int = 0
 
-    def look(self, eos: Collection[int]) -> Ending | None:
-        """The end of a row that is done, which is cut to what counts; None while it goes on.
-        `eos`: ids of which each ends a sample."""
+    def look(self, eos: Collection[int], stop_ids: Collection[int] = ()) -> Ending | None:
+        """Cut a finished row to the tokens that count and return its end; None while it goes on.
+
+        The token that ends a row counts: the end-of-sequence token, a special token that is a
+        stop text, the token that completes a stop text. `eos`, `stop_ids`: see Watch.
+        """
         row = self.row
         numbers, new = row.numbers(), row.since(self.seen)
         limit, broken = numbers[LIMIT], numbers[BROKEN]
@@ -81,9 +88,10 @@ class Sample:
         keep, reason = min(sound, limit - self.seen), None if broken < 0 else "error"
         if self.seen + keep == limit:
             reason = "length"
-        end = next((i for i, token in enumerate(new[:keep]) if token in eos), None)
+        ends = (i for i, token in enumerate(new[:keep]) if token in eos or token in stop_ids)
+        end = next(ends, None)
         if end is not None:
-            keep, reason = end + 1, "eos"
+            keep, reason = end + 1, "eos" if new[end] in eos else "stop"
         if self.stops is not None:
             found = self.stops.feed(new[:keep])
             if found is not None:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from bass_cli.model.sources import files_of
 
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
-    """`bass generate`. Says whether every sample was finished."""
+    """Run `bass generate`; returns whether no prompt and no sample failed."""
     out = "-" if args.out is None else args.out
     if not out:
         raise UserError("--out (or BASS_OUT): it is empty; give a file, or - for standard output")
@@ -60,7 +60,8 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_prompts(args.prompts, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
-    identity = {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
+    known = source.name if checked.digest is None else checked.digest.record()
+    identity = {"prompts": known, "prompt_column": job.prompt_column}
 
     def prompts() -> Iterator[Prompt]:
         every = read_prompts(source, column=job.prompt_column, limit=job.limit)
@@ -82,9 +83,10 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
             resume=args.resume,
             overwrite=args.overwrite,
             prompt_ids=lambda: {prompt.id for prompt in prompts()},
+            prompts=checked.digest,
         ) as writer,
     ):
-        tell(job, drawing.facts, screen, plain=checked.plain)
+        tell(job, drawing.facts, screen, plain=checked.plain, notes=checked.notes)
         summary = write_samples(
             writer, drawing, job.n, prompts(), checked.count, screen, together=job.draws_together
         )
@@ -121,10 +123,20 @@ def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
     return own + [("a file of the models", file) for file in files_of(job.pair)]
 
 
-def tell(job: Job, facts: Facts, screen: Screen, *, plain: bool, ask: str = "--chat") -> None:
-    """Say what may surprise: that equal samples are copies, and, where the model has a chat
-    template and some prompts are `plain` text, which of the two forms such a prompt is given,
-    with the flag for the other (`ask`: for the template)."""
+def tell(
+    job: Job,
+    facts: Facts,
+    screen: Screen,
+    *,
+    plain: bool,
+    ask: str = "--chat",
+    notes: Iterable[str] = (),
+) -> None:
+    """Say what may surprise: `notes`, that equal samples are copies, and, where the model has a
+    chat template and some prompts are `plain` text, which of the two forms such a prompt is
+    given, with the flag for the other (`ask`: for the template)."""
+    for note in notes:
+        screen.note(note)
     if job.draws_one:
         screen.note(
             f"temperature 0: the {job.n} samples of a prompt are equal, so one is drawn and copied"

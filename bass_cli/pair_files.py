@@ -19,6 +19,7 @@ from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.errors import MachineError, UserError
 from bass_cli.lengths import store
 from bass_cli.lengths.round_cost import Surface
+from bass_cli.model.continuation import special_stops
 from bass_cli.model.partition import check_divisible
 from bass_cli.model.spec import Spec, parameters
 from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
@@ -88,6 +89,7 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     elif tokenizer is None:
         tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
     tokenizer.rows = target.spec.vocab
+    special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
     draft_vocab = min(tokenizer.size, target.spec.vocab)
     if draft is not None and draft_path is not None and not words.reads:
         other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)

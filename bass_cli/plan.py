@@ -25,6 +25,7 @@ from bass_cli.engine.forecast import expected
 from bass_cli.errors import MachineError
 from bass_cli.footprint import SLACK, Footprint, Need, footprint, usable
 from bass_cli.lengths.round_cost import Surface
+from bass_cli.model.continuation import special_stops
 from bass_cli.model.gguf_tokenizer import doubts_of
 from bass_cli.model.slabs import Pieces
 from bass_cli.model.tokenizer import Tokenizer
@@ -75,6 +76,11 @@ class Plan:
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sample: the checkpoint's, and the tokenizer's (ends.py)."""
         return frozenset(self.files.target.eos_ids).union(self.files.tokenizer.eos_ids)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a sample because a stop text is that token."""
+        return special_stops(self.files.tokenizer, self.job.sampling.stop)
 
     @property
     def samples(self) -> int | None:

@@ -12,6 +12,7 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
 from bass_cli.library import generate as draw
+from bass_cli.library import own_terms, told_in_own_terms
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -86,8 +87,9 @@ class Drawer:
         from bass_cli.plan import make_plan
         from bass_cli.system.threads import settle
 
-        settle(job.threads, lambda note: None)
-        self._plan = make_plan(job)
+        with own_terms():
+            settle(job.threads, lambda note: None)
+            self._plan = make_plan(job)
         self._loop = build(self._plan)
 
     def __call__(self, batch: Any) -> Any:
@@ -104,7 +106,8 @@ class Drawer:
                 'bass_cli.ray.generate: a row has no "id"; give each one of its own, which says '
                 "with the seed what its samples are"
             )
-        found = [json.loads(one.to_line()) for one in draw(rows, self._plan, loop=self._loop)]
+        drawn = told_in_own_terms(draw(rows, self._plan, loop=self._loop))
+        found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
         schema = pyarrow.schema([(name, kinds[kind]) for name, kind in _COLUMNS.items()])

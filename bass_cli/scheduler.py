@@ -120,6 +120,7 @@ def _attempt(
         loop,
         context=plan.files.target.spec.context,
         eos_ids=plan.eos_ids,
+        stop_ids=plan.stop_ids,
         count=work.count,
         on_round=on_round,
     )

@@ -5,7 +5,7 @@ python examples/library.py [PAIR]
 
 import sys
 
-from bass_cli import Job, Sampling, generate, load_pair
+from bass_cli import Job, Sampling, generate
 
 
 def main(pair: str = "smollm2") -> None:
@@ -13,7 +13,8 @@ def main(pair: str = "smollm2") -> None:
         "The capital of France is",
         {"id": "code", "prompt": "def add(a, b):", "source": "mine"},
     ]
-    job = Job(pair=load_pair(pair), n=2, device="cpu", sampling=Sampling(seed=7, max_new_tokens=16))
+    sampling = Sampling(seed=7, max_new_tokens=16, stop=["\n\n"])
+    job = Job(pair=pair, n=2, device="cpu", sampling=sampling)
     for sample in generate(prompts, job):
         print(
             f"{sample.id} {sample.sample}: {sample.text!r} ({sample.finish_reason}, "

@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +270,144 @@ def test_the_example_runs(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     module.main(str(tmp_path / "pair.yaml"))
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split(":")[0] for line in lines) == ["0 0", "0 1", "code 0", "code 1"]
+
+
+def test_a_pair_may_be_named_in_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Sampling(temperature=0.1)
+    assert Job(pair="smollm2", n=2) == Job(pair=load_pair("smollm2"), n=2)
+    (tmp_path / "mine.yaml").write_text("target: x\nsampling: {temperature: 0.1}\n")
+    monkeypatch.chdir(tmp_path)
+    for place in ("mine.yaml", tmp_path / "mine.yaml"):
+        job = Job(pair=place, sampling=Sampling(seed=3))
+        assert (job.pair, job.sampling) == (load_pair(place), own.model_copy(update={"seed": 3}))
+
+
+@pytest.mark.parametrize(
+    ("pair", "said"),
+    [
+        ("smolm2", 'there is no pair "smolm2"; did you mean "smollm2"?'),
+        ("nowhere.yaml", "nowhere.yaml: cannot read the pair file"),
+        ("Qwen/Qwen2.5-0.5B", '"Qwen/Qwen2.5-0.5B" is a model, not a pair; name it as the target'),
+    ],
+)
+def test_a_pair_that_is_not_there_is_said_without_flags(pair: str, said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        Job(pair=pair)
+    assert said in str(caught.value)
+    assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tensor_parallel": 7}, r"^tensor_parallel 7: "),
+        ({"threads": 99999}, r"^threads: "),
+        ({"chat": True}, r"^chat=True: "),
+        ({"speculation": Speculation(length="table")}, r"^speculation\.length table: "),
+        ({"batch_size": 4000, "memory": 3 * 2**26}, r"expected to fit: batch_size \d+"),
+        ({"device": "cuda"}, r"^device cuda: "),
+        ({"prompts": [{"prompt": "a", "max_tokens": 3}]}, r"with sampling\.max_new_tokens, not"),
+        ({"sampling": Sampling(stop=["a</s>"])}, r"^stop text 'a</s>': "),
+    ],
+)
+def test_errors_speak_of_fields(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, said: str
+) -> None:
+    """Whatever the command line would call by a flag."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    plain = tmp_path / "plain"
+    write_checkpoint("llama", plain)
+    write_tokenizer(plain, template=False)
+    changes = dict(changes)
+    prompts, memory = changes.pop("prompts", ["a"]), changes.pop("memory", None)
+    if memory is not None:
+        for place in ("plan", "footprint"):
+            monkeypatch.setattr(f"bass_cli.{place}.free_memory", lambda device: memory)
+    with pytest.raises(UserError, match=said) as caught:
+        list(generate(prompts, job(plain, **changes)))
+    assert not re.search(r"(?<!\w)--?[a-z]|BASS_", str(caught.value))
+
+
+def test_a_prompt_that_cannot_run_says_so_in_fields(model: Path) -> None:
+    chat = [{"messages": [{"role": "user", "content": "a"}]}]
+    (found,) = generate(chat, job(model, chat=False))
+    assert found.finish_reason == "error"
+    assert found.error is not None
+    assert "--" not in found.error
+    assert "chat=False" in found.error
+
+
+def test_calls_with_one_seed_give_the_same_samples_and_number_from_0(model: Path) -> None:
+    """As the docstring of generate says; another id is another sample."""
+
+    def texts(*prompts: Any) -> dict[tuple[str, int], Any]:
+        return {(one.id, one.sample): one.token_ids for one in generate(prompts, job(model))}
+
+    assert texts("the cat") == texts("the cat")
+    both = texts("a dog", "the cat")
+    assert both["0", 0] != both["1", 0]
+    assert texts("a dog") == {key: ids for key, ids in both.items() if key[0] == "0"}
+    assert texts({"id": "1", "prompt": "the cat"})["1", 0] == both["1", 0]
+    assert texts("the cat")["0", 0] != both["1", 0]
+
+
+@pytest.mark.parametrize("stop", [["e"], ["at", "the"], [" ", "t c"]])
+def test_text_is_what_the_ids_read_as_before_the_stop(model: Path, stop: list[str]) -> None:
+    """Against tokenizers' own decoder. The ids are a prefix of those without stops, the shortest
+    that has a stop text."""
+    from tokenizers import Tokenizer
+
+    inner = Tokenizer.from_file(str(model / "tokenizer.json"))
+    sampling = Sampling(seed=3, max_new_tokens=30, temperature=1.0)
+    whole = {
+        (one.id, one.sample): one.token_ids or []
+        for one in generate(["the cat", "a dog"], job(model, n=4, sampling=sampling))
+    }
+    stopped = 0
+    for one in generate(
+        ["the cat", "a dog"],
+        job(model, n=4, sampling=sampling.model_copy(update={"stop": tuple(stop)})),
+    ):
+        ids = whole[one.id, one.sample]
+        ends = [
+            end
+            for end in range(1, len(ids) + 1)
+            if any(text in inner.decode(ids[:end]) for text in stop)
+        ]
+        if not ends:
+            continue
+        stopped += 1
+        read = inner.decode(ids[: ends[0]])
+        assert (one.token_ids, one.tokens) == (ids[: ends[0]], ends[0])
+        assert one.finish_reason == "stop"
+        assert one.text == read[: min(read.find(text) for text in stop if text in read)]
+    assert stopped >= 3
+
+
+def test_the_types_take_what_programs_write() -> None:
+    """Lists of stops; mypy itself is asked in the slow test, and of examples/ by `make lint`."""
+    hint = typing.get_type_hints(Sampling)["stop"]
+    assert hint == Sequence[str]
+    assert Sampling(stop=["x", "y"]).stop == ("x", "y")
+    assert hash(Sampling(stop=["x"])) == hash(Sampling(stop=("x",)))
+
+
+@pytest.mark.slow
+def test_mypy_accepts_what_programs_write_and_nothing_else(tmp_path: Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    good = """
+from pathlib import Path
+from bass_cli.config.job import Job, Pair, Sampling
+job = Job(pair="smollm2", n=2, sampling=Sampling(stop=["x"]))
+Job(pair=Path("x.yaml"), sampling=Sampling(stop=("x",)))
+pair: Pair = job.pair
+"""
+    bad = 'Job(pair=3)\nSampling(stop=3)\nJob(pair="smollm2", m=2)\n'
+    (tmp_path / "program.py").write_text(good + bad)
+    flags = ["--strict", "--config-file=", "--follow-imports=silent", "--cache-dir"]
+    said, errors, _ = api.run([*flags, str(tmp_path / "cache"), str(tmp_path / "program.py")])
+    assert not errors
+    lines = [int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line]
+    assert lines == [7, 8, 9], said

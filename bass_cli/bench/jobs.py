@@ -157,7 +157,7 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
 
 def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
     """What a rival is to do. It gets token ids, so no template or tokenizer of its own decides."""
-    sampling, eos = plan.job.sampling, sorted(plan.eos_ids)
+    sampling, eos = plan.job.sampling, sorted(plan.eos_ids | plan.stop_ids)
     return {
         "engine": engine,
         "model": str(plan.files.target.path),

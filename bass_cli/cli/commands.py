@@ -1,8 +1,8 @@
 """The command line: flags to a Job, user errors to exit codes. Every heavy import happens inside a
 command.
 
-0 done, 1 some prompts failed or stayed unfinished, 2 wrong input or configuration, 3 the machine
-lacks something, 130 interrupted. Standard output carries results only.
+0 done, also where a budget cut samples; 1 some prompts failed, 2 wrong input or configuration,
+3 the machine lacks something, 130 interrupted. Standard output carries results only.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
     "top_k": Flag("Only the N likeliest tokens; 0 is all", SAMPLING, "N", "the pair's, or 0"),
     "seed": Flag("Fixes the samples", SAMPLING, "N", "0"),
     "stop": Flag(
-        "End a sample before this text; may be repeated. \\n is a line end, \\t a tab, \\\\ a "
-        "backslash. BASS_STOP: a text or a JSON list",
+        "End a sample before this text, or at this special token; may be repeated. \\n is a line "
+        "end, \\t a tab, \\\\ a backslash. BASS_STOP: a text or a JSON list",
         SAMPLING,
         "TEXT",
         variable=False,
@@ -126,7 +126,8 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "How drafts are checked; both kinds are exact", DRAFTING, "shared|maximal", "shared"
     ),
     "budget": Flag(
-        "Wall clock for each prompt, like 2s or 500ms; what is unfinished then is cut",
+        "Wall clock for each prompt, like 2s or 500ms; samples that are unfinished then are cut, "
+        "which is no failure",
         MACHINE,
         "TIME",
         "no end",

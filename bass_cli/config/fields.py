@@ -7,13 +7,14 @@ Not here: which values a job has, and its own rules across them (config/job.py).
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bass_cli.config.draft_spec import check_draft, check_target
 from bass_cli.errors import UserError
-from bass_cli.io.reading import LARGEST, shown
+from bass_cli.io.reading import LARGEST, is_unicode, shown
 
 MOST_ROWS = (
     1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
@@ -29,8 +30,15 @@ def _refuse_bool(value: Any) -> Any:
 
 def _stops(value: Any) -> Any:
     listed = (value,) if isinstance(value, str) else value
-    if isinstance(listed, (list, tuple)) and "" in listed:
-        raise ValueError("an empty stop string would stop every sample at once")
+    if not isinstance(listed, (list, tuple)):
+        raise ValueError(f"a text or a list of texts is needed, not {shown(value)}")
+    for text in listed:
+        if text == "":
+            raise ValueError("an empty stop string would stop every sample at once")
+        if isinstance(text, str) and not is_unicode(text):
+            raise ValueError(
+                f"{shown(text)} holds half of a surrogate pair, which no sample's text has"
+            )
     return listed
 
 
@@ -61,7 +69,8 @@ Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Length = Annotated[str | int, BeforeValidator(_draft_length)]  # one of CONTROLLERS, or a number
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
-Stops = Annotated[tuple[str, ...], BeforeValidator(_stops)]
+# a tuple; a sequence in its type, so that a type checker accepts lists
+Stops = Annotated[Sequence[str], BeforeValidator(_stops), AfterValidator(tuple)]
 Name = Annotated[str, Field(min_length=1)]
 Target = Annotated[Name, AfterValidator(check_target)]
 Draft = Annotated[Name, AfterValidator(check_draft)]

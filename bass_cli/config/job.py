@@ -113,6 +113,18 @@ class Pair(Strict):
     folder: Path | None = None
 
 
+if TYPE_CHECKING:
+
+    class _PairField:
+        """What a type checker knows of `Job.pair`: given as a Pair, a name or a path, read as a
+        Pair."""
+
+        def __get__(self, job: Any, kind: Any = None) -> Pair: ...
+        def __set__(self, job: Any, given: Pair | str | os.PathLike[str]) -> None: ...
+else:
+    _PairField = Pair
+
+
 def _over(base: Any, said: Any) -> Any:
     """`said`, with what it does not say of itself as `base` has it."""
     if isinstance(base, Strict) and type(said) is type(base):
@@ -122,10 +134,18 @@ def _over(base: Any, said: Any) -> Any:
 
 class Job(Strict):
     """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else
-    is said; `budget`: seconds for each prompt; `chat` None means: chat if the prompt has
-    messages."""
+    is said.
 
-    pair: Pair
+    pair: a Pair, the name of one that comes with bass, or the path of a pair file.
+    budget: seconds for each prompt.
+    chat: None means: through the chat template if the prompt has messages.
+
+    Raises:
+        UserError: There is no such pair, or its file is wrong.
+        ValueError: Another value that a Job cannot have.
+    """
+
+    pair: _PairField
     n: Annotated[Count, Field(le=MOST_ROWS)] = 8
     sampling: Sampling = Sampling()
     speculation: Speculation = Speculation()
@@ -144,6 +164,9 @@ class Job(Strict):
     @classmethod
     def _as_the_pair_has_it(cls, given: Any) -> Any:
         pair = given.get("pair") if isinstance(given, dict) else None
+        if isinstance(pair, (str, os.PathLike)):
+            pair = load_pair(pair)
+            given = {**given, "pair": pair}
         if isinstance(pair, dict):
             with contextlib.suppress(ValidationError):  # Job's own says where
                 pair = Pair(**pair)
@@ -178,7 +201,12 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
     with --model."""
     name, model = args.pair, args.model
     if model is None:
-        return load_pair(DEFAULT_PAIR if name is None else name)
+        return _pair_of(
+            DEFAULT_PAIR if name is None else name,
+            key="--pair: ",
+            model=f"give it with --model {name}",
+            other=" (a pair file ends in .yaml; a model is given with --model)",
+        )
     if name is not None:
         raise UserError(
             "--pair (or BASS_PAIR) and --model (or BASS_MODEL) exclude each other: a pair has a "
@@ -208,6 +236,17 @@ def _model_name(model: str) -> str:
 def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
     """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and
     nearest valid key."""
+    return _pair_of(
+        name_or_file,
+        key="pair: ",
+        model="name it as the target of a Pair",
+        other=" (a pair file ends in .yaml)",
+    )
+
+
+def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, other: str) -> Pair:
+    """The same. `key`: what a model in a pair's place is refused with, `model`: where it goes;
+    `other`: what is said of a name that is not known."""
     if not isinstance(name_or_file, (str, os.PathLike)):
         raise UserError(f"a pair's name or file is needed, not {shown(name_or_file)}")
     name_or_file = os.fspath(name_or_file)
@@ -217,16 +256,10 @@ def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
     path = Path(os.path.expanduser(name_or_file))
     if not name_or_file.endswith(_PAIR_FILES):
         if _is_model(name_or_file):
-            raise UserError(
-                f'--pair: "{name_or_file}" is a model, not a pair; give it with --model '
-                f"{name_or_file}"
-            )
+            raise UserError(f'{key}"{name_or_file}" is a model, not a pair; {model}')
         if not os.path.isfile(path):
             known = nearest(name_or_file, packaged_pairs())
-            raise UserError(
-                f'there is no pair "{name_or_file}"; {known} (a pair file ends in .yaml; a model '
-                "is given with --model)"
-            )
+            raise UserError(f'there is no pair "{name_or_file}"; {known}{other}')
     try:
         content = read_bytes(path, MOST_BYTES)
     except OSError as error:

@@ -12,8 +12,18 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sample of one prompt; the fields are a result line's, in order. Logs are natural,
-    times in seconds. `copy_of`: the sample whose copy it is. `task_id` and `completion` are an
-    evaluation's: what public scorers read."""
+    times in seconds.
+
+    `token_ids` are all tokens that were drawn, in order, with what ended the sample: the
+    end-of-sequence token, a special token that is a stop, or the tokens of a stop text. `tokens`
+    is their number, `sum_logprob` and `mean_logprob` are of all of them. `text` is what they read
+    as before that end: special tokens are left out, and so is a stop text with whatever follows
+    it in its last token. A stop text may begin inside a token, so no list of ids reads as `text`
+    in general.
+
+    `copy_of`: the sample whose copy it is. `task_id` and `completion` are an evaluation's: what
+    public scorers read.
+    """
 
     id: str
     sample: int

@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple
 
 from bass_cli.errors import UserError
 from bass_cli.io.places import check_format, is_stream, refuse_shared_files
-from bass_cli.io.prompts import open_source, read_prompts
+from bass_cli.io.prompts import PromptDigest, open_source, read_prompts
 from bass_cli.io.reading import open_regular, parse_object
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import (
@@ -86,8 +86,8 @@ class _Part:
 
 def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[str], None]) -> bool:
     """Write to `out` what the parts hold, with the manifest of a single run, which may go on with
-    it. What is missing is said through `note`; returns whether nothing is, and no sample failed or
-    ran out of time. UserError, before anything is written, where the parts are not of one job."""
+    it. What is missing is said through `note`; returns whether nothing is, and no sample failed.
+    UserError, before anything is written, where the parts are not of one job."""
     _check_out(out, paths, overwrite=overwrite)
     with contextlib.ExitStack() as files:
         parts = sorted((_open(path, files) for path in paths), key=lambda part: part.shard)
@@ -193,17 +193,21 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
 
 
 def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, int] | None:
-    """The job's prompts with their places, where their file still has the content that the
+    """The job's prompts with their places, where their file still begins with those that the
     manifest says; else None."""
     name, column = manifest.get("source"), results.get("prompt_column")
     if not (isinstance(name, str) and isinstance(column, str)) or name.startswith(("-", "hf:")):
         return None
     try:
         source = open_source(name)
-        if source.digest() != results.get("prompts"):
+        digest, before = PromptDigest(source, column), results.get("prompts")
+        prompts = digest.over(read_prompts(source, column=column, limit=results.get("limit")))
+        ids = {prompt.id: place for place, prompt in enumerate(prompts)}
+        change = digest.compare(before)
+        if change.fault is not None or (change.before is not None and isinstance(before, str)):
             return None
-        prompts = read_prompts(source, column=column, limit=results.get("limit"))
-        return {prompt.id: place for place, prompt in enumerate(prompts)}
+        count = len(ids) if change.before is None else int(change.before)
+        return {id_: place for id_, place in ids.items() if place < count}
     except (UserError, OSError):
         return None
 

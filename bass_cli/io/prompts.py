@@ -3,6 +3,7 @@ at a time.
 
 Nothing is tokenised here. `check_prompts` walks a source once before a model is loaded,
 `read_prompts` streams it afterwards; every fault is a UserError that names file, line and field.
+A field that asks for something that a prompt cannot set is such a fault; all others become `meta`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import contextlib
 import hashlib
 import io
 import itertools
+import json
 import stat
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 from bass_cli.errors import MachineError, UserError, nearest
 from bass_cli.io.readers import LONGEST_LINE, READERS, format_of, hub_records
-from bass_cli.io.reading import is_unicode, shown
+from bass_cli.io.reading import is_unicode, shown, whole
+from bass_cli.io.reading import text as text_of
 from bass_cli.io.shards import Shard, held_by
 
 IN_MEMORY = 64 * 2**20
@@ -36,6 +39,46 @@ _KINDS = {
     list: "a list",
 }
 _KINDS |= {dict: "an object", type(None): "null"}
+_ROLES = ("system", "user", "assistant")
+_MESSAGE = ("role", "content")  # what chat templates are given of a message
+# Reserved fields, with what to use instead. A setting of the whole run, by its flag:
+_FLAGS = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), "--max-new-tokens"),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), "--stop"),
+    **dict.fromkeys(("num_return_sequences", "num_samples"), "--n"),
+    "do_sample": "--temperature",
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in (
+            *("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens", "n", "budget"),
+            *("pair", "model", "draft", "draft_length", "coupling", "batch_size"),
+            *("tensor_parallel", "device", "dtype", "chat", "threads", "limit"),
+            *("prompt_column", "token_ids"),
+        )
+    },
+}
+# a part of the prompt in another place:
+_AS_MESSAGE = ("system", "system_prompt", "system_message")
+_TOOLS = ("tools", "functions")
+# and what other engines and servers can be asked for, and this one cannot.
+_UNKNOWN = frozenset(
+    (
+        *("tool_choice", "function_call", "parallel_tool_calls", "response_format", "min_p"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "logit_bias", "best_of", "echo"),
+        *("suffix", "presence_penalty", "frequency_penalty", "repetition_penalty", "typical_p"),
+        *("length_penalty", "bad_words", "min_tokens", "min_new_tokens", "max_length"),
+        *("num_beams", "use_beam_search", "stop_token_ids", "eos_token_id", "ignore_eos"),
+        *("skip_special_tokens", "include_stop_str_in_output", "modalities", "audio"),
+        *("reasoning_effort", "verbosity", "web_search_options", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
+        *("chat_template", "chat_template_kwargs", "add_generation_prompt"),
+        *("continue_final_message", "enable_thinking", "prediction"),
+    )
+)
+RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_TOOLS, *_UNKNOWN))
+_META = 'to carry it to the results, put it into "meta": {...}'
+_MARKS, _MARK, _WHOLE = 512, 8, 32  # of a PromptDigest: so many marks; digits of one, of the last
+_encode = json.JSONEncoder(default=str).encode
 # of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python
 # allows
 _DEPTH = 100
@@ -44,7 +87,8 @@ _DEPTH = 100
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta`
-    all other fields. `fault`: why there can be no samples of it, though the file is well formed."""
+    what is carried to its results. `fault`: why there can be no samples of it, though the file is
+    well formed."""
 
     id: str
     text: str | None
@@ -88,6 +132,116 @@ class Source:
             while block := stream.read(BLOCK):
                 summary.update(block)
             return summary.hexdigest()
+
+    def digests(self) -> Iterator[str]:
+        """The same after each line, without its end and with it: what `digest` said of the file
+        before lines were added at its end."""
+        if self.kind == "hf":
+            return
+        with self.open() as stream:
+            summary = hashlib.sha256()
+            for line in stream:
+                text = line.rstrip(b"\r\n")
+                for part in (text, line[len(text) :]):
+                    summary.update(part)
+                    yield summary.hexdigest()
+
+
+class PromptDigest:
+    """What a manifest keeps of a job's prompts, by which a later run tells prompts that were
+    added from prompts that changed.
+
+    A running digest of everything in the prompts that reaches their samples' lines. Its value
+    after each prompt is held in memory; a manifest has the last one and up to 512 marks.
+    """
+
+    def __init__(self, source: Source, column: str = "prompt"):
+        self._source, self._column = source, column
+        self._running, self._after = hashlib.sha256(), bytearray()
+        self._size = _WHOLE // 2  # bytes of a value
+
+    def over(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
+        """The prompts themselves; each is added as it passes."""
+        for prompt in prompts:
+            self.add(prompt)
+            yield prompt
+
+    def add(self, prompt: Prompt) -> None:
+        """Take the next prompt."""
+        known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
+        content = _encode([*known, prompt.fault is None])
+        self._running.update(content.encode() + b"\n")
+        self._after += self._running.digest()[: self._size]
+
+    @property
+    def count(self) -> int:
+        """Prompts so far."""
+        return len(self._after) // self._size
+
+    def record(self) -> dict[str, Any]:
+        """For a manifest: `digest` after the last of `count` prompts, and `marks`, the beginnings
+        of the digests after every `stride` prompts, joined."""
+        stride = 1
+        while self.count // stride > _MARKS:
+            stride *= 2
+        marks = (self.at(end)[:_MARK] for end in range(stride, self.count + 1, stride))
+        last = self.at(self.count)
+        return {"count": self.count, "digest": last, "stride": stride, "marks": "".join(marks)}
+
+    def of_file(self) -> str | None:
+        """The digest of the whole file, by which older versions knew the prompts."""
+        return self._source.digest()
+
+    def compare(self, before: Any) -> Change:
+        """What became of the prompts of which a manifest says `before`: a `record`, or the digest
+        of a whole file in manifests of older versions."""
+        if isinstance(before, str):
+            if before == self.of_file():
+                return Change(None, None, self.count)
+            if before in self._source.digests():
+                return Change(None, "fewer", self.count)
+            return Change("the file has other prompts than it had", None, self.count)
+        try:
+            count, last = whole(before["count"], least=1), text_of(before["digest"])
+            stride, marks = whole(before["stride"], least=1), text_of(before["marks"])
+        except (ValueError, KeyError, TypeError):
+            return Change("what the manifest says of them cannot be read", None, self.count)
+        if count <= self.count and self.at(count) == last:
+            grown = None if count == self.count else str(count)
+            return Change(None, grown, self.count)
+        return Change(self._first_change(count, stride, marks), None, self.count)
+
+    def _first_change(self, count: int, stride: int, marks: str) -> str:
+        """Where prompts differ, as exactly as the marks tell."""
+        same, ends = 0, range(stride, min(count, self.count) + 1, stride)
+        while same < len(ends) and marks.startswith(self.at(ends[same])[:_MARK], same * _MARK):
+            same += 1
+        first, last = same * stride + 1, min((same + 1) * stride, count)
+        if first > self.count:
+            return f"{count} there, {self.count} now; those after number {self.count} are missing"
+        what = self._named(first) if first == last else f"one of numbers {first} to {last}"
+        sizes = "" if count == self.count else f"{count} there, {self.count} now; "
+        return f"{sizes}{what} is not the prompt that it was"
+
+    def _named(self, number: int) -> str:
+        """A prompt of this run by its number, id and place."""
+        prompts = read_prompts(self._source, column=self._column)
+        prompt = next(itertools.islice(prompts, number - 1, None))
+        return f'number {number} (now "{shown(prompt.id)[1:-1]}", {prompt.place})'
+
+    def at(self, count: int) -> str:
+        """The digest after so many prompts, from 1 to `count`, in hexadecimal."""
+        return self._after[(count - 1) * self._size : count * self._size].hex()
+
+
+class Change(NamedTuple):
+    """Between the prompts of a manifest and those of this run. `fault`: what differs, if those of
+    the manifest are not the first of this run's; `before`: how many they were, where there are
+    more now; `now`: how many there are."""
+
+    fault: str | None
+    before: str | None
+    now: int
 
 
 def open_prompts(source: str, column: str | None) -> Source:
@@ -136,11 +290,14 @@ def open_source(source: str) -> Source:
 @dataclass(frozen=True, slots=True)
 class Checked:
     """What is known of prompts that are all valid: how many there are (None: nobody knows), the
-    longest text, and whether any is plain text, not messages."""
+    longest text, and whether any is plain text, not messages. `digest`: of all prompts of a file;
+    `notes`: what a person should know of a dataset's columns."""
 
     count: int | None
     longest: str
     plain: bool
+    digest: PromptDigest | None = None
+    notes: tuple[str, ...] = ()
 
 
 def check_prompts(
@@ -149,10 +306,16 @@ def check_prompts(
     """Check every prompt (a hub dataset only has its first row checked); what is known of those
     in the shard."""
     if source.kind == "hf":
-        return Checked(
-            None, "", next(read_prompts(source, column=column, limit=1)).text is not None
+        first = next(read_prompts(source, column=column, limit=1))
+        notes = tuple(
+            f'{source.name}: column "{name}" sets nothing; it is carried to the results as meta'
+            for name in first.meta
+            if name in RESERVED
         )
-    return check(held_by(shard, read_prompts(source, column=column, limit=limit)))
+        return Checked(None, "", first.text is not None, notes=notes)
+    digest = PromptDigest(source, column)
+    prompts = digest.over(read_prompts(source, column=column, limit=limit))
+    return replace(check(held_by(shard, prompts)), digest=digest)
 
 
 def check(prompts: Iterable[Prompt]) -> Checked:
@@ -175,11 +338,17 @@ def read_prompts(
     opened = open_source(source) if isinstance(source, str) else source
     name = "stdin" if opened.spooled else opened.name
     lines = enumerate(itertools.islice(_records(opened, name, column), limit))
-    by_line = opened.kind == "txt"
+    by_line, columns = opened.kind == "txt", opened.kind == "hf"
     yield from _distinct(
         name,
         (
-            _to_prompt(record, str(line - 1 if by_line else index), column, f"{name}:{line}")
+            _to_prompt(
+                record,
+                str(line - 1 if by_line else index),
+                column,
+                f"{name}:{line}",
+                columns=columns,
+            )
             for index, (line, record) in lines
         ),
     )
@@ -235,7 +404,11 @@ def _refuse(place: str, field: str, reason: str) -> NoReturn:
     raise UserError(f'{place}: field "{field}": {reason}')
 
 
-def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
+def _to_prompt(
+    record: Any, default_id: str, column: str, place: str, *, columns: bool = False
+) -> Prompt:
+    """`columns`: the fields are a dataset's columns, which its author named: settings among them
+    describe the data and are carried, but what belongs to the prompt is refused all the same."""
     if not isinstance(record, Mapping):
         raise UserError(
             f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}'
@@ -252,7 +425,7 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     if text is not None:
         _check_text(text, column, place)
     else:
-        _check_messages(messages, place)
+        messages = _checked_messages(messages, place)
     reference = fields.pop("reference", None)
     if reference is not None:
         _check_text(reference, "reference", place, may_be_empty=True)
@@ -260,6 +433,10 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
+    for key in fields:
+        if key in _TOOLS or key in _AS_MESSAGE or (key in RESERVED and not columns):
+            _refuse(place, key, _instead(key))
+    fields = _with_meta(fields, place)
     fault = (
         None
         if is_unicode(identity)
@@ -269,6 +446,30 @@ def _to_prompt(record: Any, default_id: str, column: str, place: str) -> Prompt:
         del fields[key]  # it could not be written to the line that says so
         fault = f'{place}: field "{key}": it is nested more than {_DEPTH} deep'
     return Prompt(identity, text, messages, fields, reference, place, fault)
+
+
+def _instead(key: str) -> str:
+    """Why a reserved field is refused, and what to do."""
+    if key in _AS_MESSAGE:
+        return (
+            'a prompt has no such field; begin its "messages" with {"role": "system", "content": '
+            f'"..."}}; {_META}'
+        )
+    if key in _FLAGS:
+        return f"it is set for the whole run, with {_FLAGS[key]}, not by a prompt; {_META}"
+    return f"bass has nothing of the kind, and would draw as if it were not there; {_META}"
+
+
+def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """The fields that are carried, with those of an object that is called "meta" beside them."""
+    given = fields.get("meta")
+    if not isinstance(given, Mapping):
+        return fields
+    others = {key: value for key, value in fields.items() if key != "meta"}
+    for key in given:
+        if key in others:
+            _refuse(place, "meta", f'"{shown(key)[1:-1]}" is a field beside it too')
+    return {**others, **given}
 
 
 def _is_deeper(value: Any, most: int) -> bool:
@@ -295,20 +496,41 @@ def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = Fals
         _refuse(place, field, "it is empty")
 
 
-def _check_messages(messages: Any, place: str) -> None:
+def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
+    """The messages, without keys that are null; UserError at anything that a chat template may
+    drop or read otherwise than it is meant."""
     if not isinstance(messages, list) or not messages:
         _refuse(place, "messages", 'it must be a list of {"role", "content"}')
+    found = []
     for number, message in enumerate(messages):
+        here = f"messages[{number}]"
         if not isinstance(message, dict):
-            _refuse(
-                place,
-                f"messages[{number}]",
-                f'it must be {{"role", "content"}}, not {_kind_of(message)}',
-            )
-        for key in ("role", "content"):
-            _check_text(
-                message.get(key), f"messages[{number}].{key}", place, may_be_empty=key == "content"
-            )
+            _refuse(place, here, f'it must be {{"role", "content"}}, not {_kind_of(message)}')
+        message = {key: value for key, value in message.items() if value is not None}
+        role: Any = message.get("role")
+        _check_text(role, f"{here}.role", place)
+        if role not in _ROLES:
+            hint = 'use "system"' if role == "developer" else nearest(role, _ROLES)
+            _refuse(place, f"{here}.role", f"{shown(role)} is not a role; {hint}")
+        for key in message:
+            if key not in _MESSAGE:
+                _refuse(
+                    place,
+                    f"{here}.{shown(key)[1:-1]}",
+                    "a message has role and content; a chat template may drop the rest",
+                )
+        if isinstance(message.get("content"), list):
+            _refuse(place, f"{here}.content", "it must be one string, not a list of parts")
+        _check_text(message.get("content"), f"{here}.content", place, may_be_empty=True)
+        found.append(message)
+    if found[-1]["role"] == "assistant":
+        _refuse(
+            place,
+            f"messages[{len(found) - 1}].role",
+            "the last message is the assistant's; bass begins a new answer after it, and cannot go "
+            "on with that one; end with the user's",
+        )
+    return found
 
 
 def _spool(stream: IO[bytes]) -> Source:

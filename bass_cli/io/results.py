@@ -22,6 +22,7 @@ from typing import IO, Any
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.places import descriptor_of, is_stream
+from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.resume import (
     COUNTED,
     DamagedManifestError,
@@ -136,8 +137,9 @@ class Writer:
 
     @property
     def finished(self) -> bool:
-        """Whether no sample in the file failed or ran out of time."""
-        return not {"error", "budget"} & set(self.totals["finish_reasons"])
+        """Whether no sample in the file failed. One that a budget cut did not: that was asked
+        for, and the same command would not draw it again."""
+        return "error" not in self.totals["finish_reasons"]
 
     def add_run(self, seconds: float, usage: dict[str, Any]) -> None:
         """What was written since the file was opened took so long to generate; only known for a
@@ -221,13 +223,14 @@ def open_output(
     resume: bool | None = None,
     overwrite: bool = False,
     prompt_ids: Callable[[], Collection[str]] | None = None,
+    prompts: PromptDigest | None = None,
 ) -> Writer:
     """Open, check and lock an output; every refusal is a UserError and leaves the file as it was.
 
-    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow),
-    or, where its manifest is damaged and `prompt_ids` are given, if its lines fit. `resume=True`
-    insists on an existing file, `overwrite` starts anew. "-" and names like /dev/stdout are
-    plain streams: no manifest, no resuming.
+    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow,
+    and `prompts` at their end), or, where its manifest is damaged and `prompt_ids` are given, if
+    its lines fit. `resume=True` insists on an existing file, `overwrite` starts anew. "-" and
+    names like /dev/stdout are plain streams: no manifest, no resuming.
     """
     if overwrite and resume:
         raise UserError("--resume and --overwrite contradict each other; give one of the two")
@@ -248,7 +251,9 @@ def open_output(
     try:
         fresh = overwrite or os.fstat(stream.fileno()).st_size == 0
         past, notes = (
-            (Past(), []) if fresh else _read_before(stream, path, manifest["results"], prompt_ids)
+            (Past(), [])
+            if fresh
+            else _read_before(stream, path, manifest["results"], prompt_ids, prompts)
         )
         if past.done:
             past.totals["seconds"] = known_seconds(path, past.totals["samples"])
@@ -265,13 +270,14 @@ def _read_before(
     path: str,
     results: dict[str, Any],
     prompt_ids: Callable[[], Collection[str]] | None,
+    prompts: PromptDigest | None,
 ) -> tuple[Past, list[str]]:
     """What the file holds, with notes; UserError where this run may not go on with it."""
     try:
-        growth = check_manifest(path, results)
+        growth = check_manifest(path, results, prompts)
         past = read_past(stream, path)
     except DamagedManifestError as damaged:
-        marked = is_marked(stream, results)
+        marked = is_marked(stream, results, prompts)
         if marked is False:
             raise UserError(
                 f"{damaged}, or another --out: it was begun with other settings"

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.places import check_place, descriptor_of, refuse_foreign
+from bass_cli.io.prompts import PromptDigest
 from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, whole
 from bass_cli.io.saving import replace_file, write_file
 
@@ -138,9 +139,12 @@ class DamagedManifestError(UserError):
     """The manifest is there and cannot be read."""
 
 
-def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
+def check_manifest(
+    output: str, results: dict[str, Any], prompts: PromptDigest | None = None
+) -> list[str]:
     """Notes on what grew since the file was begun; UserError, key by key, if anything that
-    changes results differs."""
+    changes results differs. `prompts`: those of this run, to which some may have been added at
+    the end; without it the manifest's value is compared as all others are."""
     path = manifest_path(output)
     try:
         manifest = read_manifest(output)
@@ -153,19 +157,35 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
         ) from None
     now = json.loads(json.dumps(results, default=str))
     differing = differences(before, now)
-    grown = {key for key in GROWING if _grows(before.get(key), now.get(key))}
-    bad = [f"\n  {key}: {old} there, {new} now" for key, old, new in differing if key not in grown]
+    bad, grown = [], dict[str, tuple[str, str]]()
+    for key, old, new in differing:
+        if key == "prompts" and prompts is not None:
+            change = prompts.compare(before.get(key))
+            if change.fault is not None:
+                bad.append(f"\n  {key}: {change.fault}")
+            elif change.before is not None:
+                grown[key] = change.before, str(change.now)
+        elif key in GROWING and _grows(before.get(key), now.get(key)):
+            grown[key] = old, new
+        else:
+            bad.append(f"\n  {key}: {old} there, {new} now")
     if bad:
         hint = "use --overwrite to start anew, or another --out"
         raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+    if "limit" in grown:
+        grown.pop("prompts", None)  # it says the same
     together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together
-    if differing and together and manifest.get("finished") is not True:
-        key, old, _ = differing[0]
+    if grown and together and manifest.get("finished") is not True:
+        key, (old, _) = next(iter(grown.items()))
+        first = f"the {old} prompts that it had" if key == "prompts" else f"{key} {old}"
         raise UserError(
             f"{output}: under maximal coupling samples depend on each other, so {key} can grow "
-            f"when the file is complete; go on with {key} {old} first"
+            f"when the file is complete; go on with {first} first"
         )
-    return [f"{output}: {key} grows from {old} to {new}" for key, old, new in differing]
+    return [
+        f"{output}: {key} {'grow' if key == 'prompts' else 'grows'} from {old} to {new}"
+        for key, (old, new) in grown.items()
+    ]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -210,26 +230,37 @@ def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
 
 def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
     """Note at the file itself what its lines depend on, where that can be."""
+    prompts, value = results.get("prompts"), _digest(results)
+    if isinstance(prompts, dict):  # a PromptDigest's record
+        rest = {key: value for key, value in results.items() if key != "prompts"}
+        value = f"{_digest(rest)} {prompts.get('count')} {prompts.get('digest')}"
     with contextlib.suppress(
         OSError, AttributeError
     ):  # no such attributes in this file system, or on this system
-        os.setxattr(stream.fileno(), ATTRIBUTE, _digest(results))
+        os.setxattr(stream.fileno(), ATTRIBUTE, value.encode())
 
 
-def is_marked(stream: IO[bytes], results: dict[str, Any]) -> bool | None:
-    """Whether the file was begun with these settings (but n and limit); None where nobody noted
-    it."""
+def is_marked(
+    stream: IO[bytes], results: dict[str, Any], prompts: PromptDigest | None = None
+) -> bool | None:
+    """Whether the file was begun with these settings (but n and limit) and with the first of
+    these prompts; None where that is not noted, or not of so few prompts."""
     try:
-        return os.getxattr(stream.fileno(), ATTRIBUTE) == _digest(results)
-    except (OSError, AttributeError):
+        value, *noted = os.getxattr(stream.fileno(), ATTRIBUTE).decode().split()
+    except (OSError, AttributeError, ValueError):
         return None
+    if prompts is None or not noted:  # an older version noted the digest of the prompt file
+        whole_file = {} if prompts is None else {"prompts": prompts.of_file()}
+        return value == _digest(results | whole_file)
+    if value != _digest({key: value for key, value in results.items() if key != "prompts"}):
+        return False
+    count = int(noted[0]) if noted[0].isdecimal() else 0
+    return prompts.at(count) == noted[-1] if 0 < count <= prompts.count else None
 
 
-def _digest(results: dict[str, Any]) -> bytes:
+def _digest(results: dict[str, Any]) -> str:
     fixed = {key: value for key, value in results.items() if key not in GROWING}
-    return (
-        hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest().encode()
-    )
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def known_seconds(output: str, samples: int) -> float | None:
@@ -250,6 +281,8 @@ def _show(results: dict[str, Any], key: str) -> str:
     if key not in results:
         return "not given"
     value = results[key]
+    if key == "prompts" and isinstance(value, dict):  # a PromptDigest's record
+        return f"{value.get('count')} prompts with the digest {str(value.get('digest'))[:8]}"
     return (
         shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
     )

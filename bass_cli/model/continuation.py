@@ -1,15 +1,18 @@
-"""What follows a prompt: its text, and the stop strings in it. Not here: tokenizers, and what
-ends a row (conductor.py)."""
+"""What follows a prompt: its text, the stop texts in it, and the special tokens that stand for
+some of them. Not here: tokenizers, and what ends a row (endings.py)."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy
 from numpy.typing import NDArray
 
+from bass_cli.errors import UserError
+from bass_cli.io.reading import shown
 from bass_cli.model.tokenizer import Tokenizer
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
@@ -66,6 +69,56 @@ class Continuation:
         # a lone space is dropped, the second of two is not
         twice = self._tokenizer.decode([id_, id_])
         return bool(twice) and _CUT not in twice
+
+
+def special_stops(
+    tokenizer: Tokenizer, stops: Iterable[str], *, vocab: int = sys.maxsize
+) -> frozenset[int]:
+    """The ids of the stop texts that are one special token each. `vocab`: of the model.
+
+    Decoding leaves special tokens out, so these ids end a sample where a search of its text
+    cannot. The search goes on for the same stop, because ordinary tokens may spell it.
+
+    Raises:
+        UserError: A stop text that cannot occur: it holds a special token and other text, or a
+            character that no token of the vocabulary has, or is a token that the model lacks.
+    """
+    stops, special = tuple(stops), tokenizer.special_tokens if stops else {}
+    for stop in stops:
+        if stop in special and special[stop] >= vocab:
+            raise UserError(
+                f"stop text {shown(stop)}: it is token {special[stop]} of the tokenizer, and the "
+                f"model has tokens 0 to {vocab - 1}, so it could never be drawn"
+            )
+        if stop in special:
+            continue
+        held = max((text for text in special if text and text in stop), key=len, default=None)
+        if held is not None:
+            raise UserError(
+                f"stop text {shown(stop)}: it holds the special token {shown(held)} and other "
+                "text; special tokens are left out of a sample's text, so it could never be "
+                f"found; give {shown(held)} alone"
+            )
+        if (character := _unknown_character(tokenizer, stop)) is not None:
+            raise UserError(
+                f"stop text {shown(stop)}: no token of this model has the character "
+                f"{shown(character)}, so it could never be found"
+            )
+    return frozenset(special[stop] for stop in stops if stop in special)
+
+
+def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
+    """The first character of the stop text that no token decodes to; None where bytes can spell
+    any character."""
+    if stop in tokenizer.decode(tokenizer.encode_part(stop)):
+        return None
+    known = set[str]()
+    for id_, spelled in tokenizer.texts.items():
+        text = tokenizer.decode([id_, id_])  # the first one's leading space may be dropped
+        if _BYTE.fullmatch(spelled) or (_CUT in text and _CUT not in spelled):
+            return None
+        known.update(text)
+    return next((character for character in stop if character not in known), None)
 
 
 class Stop(NamedTuple):

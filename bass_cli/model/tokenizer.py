@@ -56,6 +56,12 @@ class Tokenizer:
         return {id_: text for text, id_ in self._backend.get_vocab().items()}
 
     @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The ids that `decode` leaves out, by their texts."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: id_ for id_, token in added.items() if token.special}
+
+    @functools.cached_property
     def _template(self) -> Template:
         assert self.settled.template is not None
         return Template(renderer(self.settled.template, self.settled.special))

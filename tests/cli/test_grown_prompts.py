@@ -1,0 +1,240 @@
+"""A prompt file to which prompts were added goes on with its samples; any other change of it is
+refused, and where it begins is said. With a stand-in for the engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from stand_in import install, loaded
+from typer.testing import CliRunner
+
+import bass_cli
+from bass_cli.cli.commands import app
+from bass_cli.io.prompts import PromptDigest, Source, prompts_of
+
+LINES = [{"prompt": f"p{number}", "level": number} for number in range(5)]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    for name in ("plan", "scheduler"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    install()
+    monkeypatch.chdir(tmp_path)
+    loaded.clear()
+    (tmp_path / "pair.yaml").write_text("target: t\ndraft: none\n")
+    return tmp_path
+
+
+def write(name: str, lines: list[dict[str, Any]]) -> None:
+    path = Path(name)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+    elif path.suffix == ".txt":
+        path.write_text("".join(f"{line['prompt']}\n" for line in lines))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(lines))
+    else:  # without the last line's end, as some editors leave it
+        path.write_text("\n".join(json.dumps(line) for line in lines))
+
+
+def run(name: str, *flags: str, out: str = "o.jsonl", given: str | None = None) -> Any:
+    command = ["generate", name, "--pair", "pair.yaml", "--n", "2", "--out", out, *flags]
+    return CliRunner().invoke(app, command, input=given)
+
+
+def keys(out: str = "o.jsonl") -> list[tuple[str, int]]:
+    rows = map(json.loads, Path(out).read_text().splitlines())
+    return [(row["id"], row["sample"]) for row in rows]
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.txt", "p.json", "p.parquet"])
+def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> None:
+    write(name, LINES[:3])
+    assert run(name).exit_code == 0
+    before = Path("o.jsonl").read_bytes()
+    write(name, LINES)
+    done = run(name)
+    assert (done.exit_code, "prompts grow from 3 to 5" in done.stderr) == (0, True)
+    assert Path("o.jsonl").read_bytes().startswith(before)
+    assert keys() == [(str(number), sample) for number in range(5) for sample in (0, 1)]
+    loaded.clear()
+    again = run(name)
+    assert (again.exit_code, loaded, "grows" in again.stderr) == (0, [], False)
+    write("whole" + name, LINES)
+    run("whole" + name, out="w.jsonl")
+    assert sorted(Path("w.jsonl").read_text().split("\n")) == sorted(
+        Path("o.jsonl").read_text().split("\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        (
+            [LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]],
+            'number 2 (now "1", p.jsonl:2) is not',
+        ),
+        (
+            [*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]],
+            'number 3 (now "2", p.jsonl:3) is not',
+        ),
+        (
+            [*LINES[:3], LINES[4], LINES[3], LINES[0]],
+            'number 4 (now "3", p.jsonl:4) is not the prompt that it was',
+        ),
+        (LINES[:3], "5 there, 3 now; those after number 3 are missing"),
+        (LINES[1:], '5 there, 4 now; number 1 (now "0", p.jsonl:1) is not the prompt that it was'),
+        (
+            [{**LINES[0], "id": "a"}, *LINES[1:]],
+            'number 1 (now "a", p.jsonl:1) is not the prompt that it was',
+        ),
+        (
+            [*LINES[:4], {**LINES[4], "reference": "r"}],
+            'number 5 (now "4", p.jsonl:5) is not the prompt',
+        ),
+    ],
+)
+def test_any_other_change_is_refused_where_it_begins(place: Path, now: Any, said: str) -> None:
+    write("p.jsonl", LINES)
+    run("p.jsonl")
+    before = [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")]
+    write("p.jsonl", now)
+    done = run("p.jsonl")
+    assert done.exit_code == 2
+    assert "begun with other settings" in done.stderr
+    assert said in done.stderr
+    assert [Path(name).read_bytes() for name in ("o.jsonl", "o.jsonl.manifest.json")] == before
+
+
+def test_standard_input_may_grow_too(place: Path) -> None:
+    run("-", given="a\nb\n")
+    assert run("-", given="a\nb\nc\n").exit_code == 0
+    assert len(keys()) == 6
+    assert run("-", given="a\nx\nc\nd\n").exit_code == 2
+
+
+def test_prompts_beyond_the_limit_may_change(place: Path) -> None:
+    write("p.jsonl", LINES)
+    run("p.jsonl", "--limit", "2")
+    write("p.jsonl", [*LINES[:2], {"prompt": "other"}])
+    done = run("p.jsonl", "--limit", "3")
+    assert done.exit_code == 0
+    assert "limit grows from 2 to 3" in done.stderr
+    assert "prompts grow" not in done.stderr
+    assert len(keys()) == 6
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
+def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> None:
+    """It has the SHA-256 of the whole file."""
+    first = "".join(f'{{"prompt": "{word}"}}\n' for word in "abc").encode()
+    first = first.replace(b"\n", ending.encode()) if ending == "\r\n" else first
+    first = first if ending else first.removesuffix(b"\n")
+    Path("p.jsonl").write_bytes(first)
+    run("p.jsonl")
+    path = Path("o.jsonl.manifest.json")
+    manifest = json.loads(path.read_text())
+    manifest["results"]["prompts"] = hashlib.sha256(first).hexdigest()
+    path.write_text(json.dumps(manifest))
+    assert run("p.jsonl").exit_code == 0
+    assert json.loads(path.read_text())["results"]["prompts"]["count"] == 3  # as it is now
+    path.write_text(json.dumps(manifest))
+    Path("p.jsonl").write_bytes(first + b'\n{"prompt": "d"}\n')
+    done = run("p.jsonl")
+    assert done.exit_code == 0
+    assert len(keys()) == 8
+    path.write_text(json.dumps(manifest))
+    Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
+    assert "the file has other prompts" in run("p.jsonl").stderr
+
+
+def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:
+    flags = ("--coupling", "maximal", "--batch-size", "2")
+    write("p.jsonl", LINES[:3])
+    run("p.jsonl", *flags)
+    path = Path("o.jsonl.manifest.json")
+    manifest = json.loads(path.read_text())
+    write("p.jsonl", LINES)
+    path.write_text(json.dumps(manifest | {"finished": False}))
+    done = run("p.jsonl", *flags)
+    assert done.exit_code == 2
+    assert "go on with the 3 prompts that it had first" in done.stderr
+    path.write_text(json.dumps(manifest))
+    assert run("p.jsonl", *flags).exit_code == 0
+    assert len(keys()) == 10
+
+
+def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) -> None:
+    write("p.jsonl", LINES[:4])
+    for number in (1, 2):
+        run("p.jsonl", "--shard", f"{number}/2", out=f"s{number}.jsonl")
+    write("p.jsonl", LINES)  # a later addition does not hide what the parts are made of
+    merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
+    assert merged.exit_code == 0, merged.stderr
+    assert keys("m.jsonl") == [(str(number), sample) for number in range(4) for sample in (0, 1)]
+    assert run("p.jsonl", out="m.jsonl").exit_code == 0  # and it goes on as a single run's
+    assert len(keys("m.jsonl")) == 10
+    assert run("p.jsonl", "--shard", "1/2", out="s1.jsonl").exit_code == 0
+    mixed = CliRunner().invoke(app, ["merge", "x.jsonl", "s1.jsonl", "s2.jsonl"])
+    assert mixed.exit_code == 2
+    assert "prompts:" in mixed.stderr
+    assert run("p.jsonl", "--shard", "2/2", out="s2.jsonl").exit_code == 0
+    merged = CliRunner().invoke(app, ["merge", "x.jsonl", "s1.jsonl", "s2.jsonl"])
+    assert (merged.exit_code, len(keys("x.jsonl"))) == (0, 10)
+
+
+def test_what_a_manifest_keeps_of_many_prompts_is_small_and_finds_changes() -> None:
+    def digest(words: list[str]) -> PromptDigest:
+        found = PromptDigest(Source("p.jsonl", "jsonl"))
+        assert len(list(found.over(prompts_of(words)))) == len(words)
+        return found
+
+    words = [f"word {number}" for number in range(5000)]
+    record = json.loads(json.dumps(digest(words).record()))
+    assert len(json.dumps(record)) < 5000
+    assert digest(words).compare(record)[:2] == (None, None)
+    assert digest([*words, "more"]).compare(record)[:2] == (None, "5000")
+    words[1234] = "another"
+    fault = digest(words).compare(record).fault
+    assert fault is not None
+    first, last = (int(word) for word in fault.split() if word.isdigit())
+    assert first <= 1235 <= last < first + 32
+    for broken in ({}, {**record, "count": 0}, {**record, "marks": 3}, None, [1]):
+        fault = digest(words[:3]).compare(broken).fault
+        assert fault is not None
+
+
+def test_a_budgets_cuts_are_no_failure_of_a_merged_file(place: Path) -> None:
+    write("p.jsonl", [{"prompt": "SLOW"}, {"prompt": "b"}])
+    for number in (1, 2):
+        done = run("p.jsonl", "--budget", "9s", "--shard", f"{number}/2", out=f"s{number}.jsonl")
+        assert done.exit_code == 0
+    merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
+    assert merged.exit_code == 0
+    assert "lines that ran out of time: 2" in merged.stderr
+
+
+def test_prompts_may_grow_where_the_manifest_is_damaged(place: Path) -> None:
+    """By the lines, and by the file's attributes where the file system keeps any."""
+    write("p.jsonl", LINES[:3])
+    run("p.jsonl")
+    Path("o.jsonl.manifest.json").write_text("")
+    write("p.jsonl", LINES)
+    done = run("p.jsonl")
+    assert done.exit_code == 0, done.stderr
+    assert len(keys()) == 10
+    if os.listxattr("o.jsonl"):
+        Path("o.jsonl.manifest.json").write_text("")
+        write("p.jsonl", [{"prompt": "x"}, *LINES[1:]])
+        assert "begun with other settings" in run("p.jsonl").stderr

@@ -1,0 +1,161 @@
+"""Fields of a prompt that ask for what a prompt cannot set are errors in every format; all other
+fields become `meta`, and messages hold nothing that a chat template would drop."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bass_cli.config.job import JOB_FLAGS
+from bass_cli.errors import UserError
+from bass_cli.io.prompts import RESERVED, check_prompts, open_source, prompts_of, read_prompts
+
+# The request bodies of POST /v1/chat/completions and /v1/completions, as OpenAI documents them,
+# without what a prompt line has itself and what only tells the server how to keep or send things.
+OPENAI = (
+    *("model", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs", "n"),
+    *("max_completion_tokens", "max_tokens", "modalities", "parallel_tool_calls", "prediction"),
+    *("presence_penalty", "reasoning_effort", "response_format", "seed", "stop", "temperature"),
+    *("tool_choice", "tools", "top_logprobs", "top_p", "verbosity", "web_search_options"),
+    *("audio", "best_of", "echo", "suffix"),
+)
+KEPT = ("user", "metadata", "store", "stream", "stream_options", "service_tier", "level", "text")
+
+
+def user(text: str = "hi") -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def fault(path: Path, record: dict[str, Any]) -> str:
+    path.write_text('{"prompt": "first"}\n' + json.dumps(record) + "\n")
+    with pytest.raises(UserError) as caught:
+        check_prompts(open_source(str(path)), column="prompt", limit=None)
+    return str(caught.value).removeprefix(f"{path.parent}/")
+
+
+def test_the_table_has_the_apis_fields_and_every_option_of_a_job() -> None:
+    assert set(OPENAI) <= RESERVED
+    assert JOB_FLAGS | {"pair", "model"} <= RESERVED
+    assert not RESERVED & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
+
+
+@pytest.mark.parametrize("name", [*OPENAI, "system", "top_k", "min_p", "max_new_tokens"])
+def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) -> None:
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", name: 1})
+    assert said.startswith(f'p.jsonl:2: field "{name}": ')
+    assert 'put it into "meta"' in said
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("max_tokens", "--max-new-tokens"),
+        ("temperature", "--temperature"),
+        ("n", "--n"),
+        ("stop", "--stop"),
+        ("system", '"messages" with {"role": "system"'),
+        ("tools", "nothing of the kind"),
+    ],
+)
+def test_the_remedy_is_the_flag_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
+    assert remedy in fault(tmp_path / "p.jsonl", {"prompt": "a", name: "x"})
+
+
+@pytest.mark.parametrize("format", ["jsonl", "json", "parquet", "stdin", "library"])
+def test_all_formats_have_one_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    rows, source = [{"prompt": "a", "seed": None}, {"prompt": "b", "seed": 3}], "-"
+    lines = [json.dumps(row) for row in rows]
+    if format == "stdin":
+        stream = types.SimpleNamespace(buffer=io.BytesIO("\n".join(lines).encode()))
+        monkeypatch.setattr(sys, "stdin", stream)
+    else:
+        source = str(tmp_path / f"p.{format}")
+    if format == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    elif format == "json":
+        Path(source).write_text(f"[{lines[0]},\n{lines[1]}]")
+    elif format == "jsonl":
+        Path(source).write_text("\n".join(lines))
+    prompts = prompts_of(rows) if format == "library" else read_prompts(source)
+    with pytest.raises(UserError, match=r'2: field "seed"|prompts\[1\]: field "seed"'):
+        list(prompts)
+
+
+def test_a_field_that_is_the_prompt_or_null_is_no_setting(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"system": "a", "tools": null}\n')
+    (found,) = read_prompts(str(tmp_path / "p.jsonl"), column="system")
+    assert (found.text, found.meta) == ("a", {})
+
+
+def test_meta_carries_what_is_reserved(tmp_path: Path) -> None:
+    line = {"prompt": "a", "level": 3, "meta": {"temperature": 0.2, "system": "x"}, **{"user": 1}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
+    (found,) = read_prompts(str(tmp_path / "p.jsonl"))
+    assert found.meta == {"level": 3, "user": 1, "temperature": 0.2, "system": "x"}
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", "level": 3, "meta": {"level": 4}})
+    assert said == 'p.jsonl:2: field "meta": "level" is a field beside it too'
+    (found,) = prompts_of([{"prompt": "a", "meta": "a text"}])
+    assert found.meta == {"meta": "a text"}
+
+
+def test_a_datasets_columns_are_its_own_but_not_parts_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row: dict[str, Any] = {"prompt": "a", "n": 3, "model": "m", "level": 1}
+    monkeypatch.setattr(
+        "bass_cli.io.readers._stream_dataset", lambda *given: iter([row, {**row, "id": "b"}])
+    )
+    checked = check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None)
+    assert [note.partition('column "')[2].partition('"')[0] for note in checked.notes] == [
+        "n",
+        "model",
+    ]
+    assert [one.meta for one in read_prompts("hf:o/n:test")] == [
+        {"n": 3, "model": "m", "level": 1}
+    ] * 2
+    row["tools"] = [{"name": "f"}]
+    with pytest.raises(UserError, match=r'hf:o/n:test:1: field "tools"'):
+        check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None)
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([user(), {"role": "tool", "content": "4"}], "messages[1].role\": 'tool' is not a role"),
+        ([{"role": "User", "content": "x"}], 'did you mean "user"?'),
+        ([{"role": "developer", "content": "x"}, user()], 'use "system"'),
+        ([{"role": "function", "name": "f", "content": "x"}, user()], "messages[0].role"),
+        ([{**user(), "name": "Ann"}], 'messages[0].name": a message has role and content'),
+        (
+            [user(), {"role": "assistant", "content": None, "tool_calls": [{}]}, user()],
+            'messages[1].tool_calls"',
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "a list of parts"),
+        ([user(), {"role": "assistant", "content": "Well"}], "the last message is the assistant's"),
+        ([{"role": "assistant", "content": ""}], "the last message is the assistant's"),
+        ([user(), {"role": "user"}], 'messages[1].content": it must be a string, not null'),
+    ],
+)
+def test_messages_with_what_a_template_would_drop_are_refused(
+    tmp_path: Path, messages: Any, said: str
+) -> None:
+    found = fault(tmp_path / "p.jsonl", {"messages": messages})
+    assert found.startswith('p.jsonl:2: field "messages')
+    assert said in found
+
+
+def test_keys_that_are_null_do_not_reach_the_template() -> None:
+    """As tables have them, where another row's message has the key."""
+    turns = [user(), {"role": "assistant", "content": "a"}, user("b")]
+    (found,) = prompts_of([{"messages": [{**one, "tool_calls": None} for one in turns]}])
+    assert found.messages == turns
