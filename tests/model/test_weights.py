@@ -22,7 +22,7 @@ from torch import Tensor
 from bass_cli.errors import MachineError, UserError
 from bass_cli.model import tensor_content, weights
 from bass_cli.model.families import FAMILIES as FAMILIES_KNOWN
-from bass_cli.model.gguf_file import read_gguf
+from bass_cli.model.gguf_file import read_gguf, read_texts
 from bass_cli.model.quantised import QUANTISED, dequantise
 from bass_cli.model.spec import parameters
 from bass_cli.model.weights import load, locate, open_checkpoint
@@ -334,7 +334,7 @@ def test_a_device_is_given_what_the_cpu_is(
 def test_gguf_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
-    extra = {"general.name": "ü", "a.list": [1, 2], "a.texts": ["x", "yy"]}
+    extra = {"general.name": "ü", "a.list": [1, 2], "a.texts": ["x", "", "größe"]}
     write_gguf("gemma3_text", path, kind="Q8_0", metadata=extra)
     metadata, entries, _ = read_gguf(path)
     reader = gguf.GGUFReader(path)
@@ -343,7 +343,8 @@ def test_gguf_header_agrees_with_the_gguf_package(tmp_path: Path) -> None:
         for name, field in reader.fields.items()
         if not name.startswith("GGUF.")
     }
-    assert metadata == {**theirs, "a.texts": None}
+    texts = read_texts(path, metadata["a.texts"])
+    assert {**metadata, "a.texts": [text.decode() for text in texts]} == theirs
     assert {name: (e.dtype, e.shape[::-1], e.start, e.size) for name, e in entries.items()} == {
         t.name: (t.tensor_type.name, tuple(t.shape), t.data_offset, t.n_bytes) for t in reader.tensors}  # fmt: skip
 
