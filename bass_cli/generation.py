@@ -23,6 +23,7 @@ from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.drawing import Drawing, drawing_of
 from bass_cli.errors import UserError
+from bass_cli.io import terminal
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_shared_files
@@ -89,7 +90,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
             writer, drawing, job.n, prompts(), checked.count, screen, together=job.draws_together
         )
     if args.json_summary:
-        print(json.dumps(summary | {"file": writer.totals}))
+        terminal.document(summary | {"file": writer.totals})
     return writer.finished
 
 

@@ -31,6 +31,7 @@ from bass_cli.config.fields import (
     Stops,
     Target,
     parse_duration,
+    reason_of,
 )
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.reading import is_unicode, read_bytes, shown
@@ -309,10 +310,7 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
         for step in fault["loc"]
         if not own_steps.match(str(step)) and not isinstance(step, int)
     )
-    reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    reason = "it is missing" if fault["type"] == "missing" else reason[:1].lower() + reason[1:]
-    plain = isinstance(fault["input"], (str, int, float)) and fault["type"] != "value_error"
-    return path, f"{reason} (got {shown(fault['input'])})" if plain else reason
+    return path, reason_of(fault)
 
 
 def make_job(pair: Pair, args: JobArgs) -> Job:

@@ -12,7 +12,7 @@ from bass_cli.errors import MachineError, UserError
 
 
 def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
-    """The error to raise for one of the hub's client, in two lines. `remedy`: how to do without
+    """The error to raise for one of the hub's client, with the remedy as second line. `remedy`: how to do without
     the network. MachineError where no hub could be asked."""
     from huggingface_hub import constants, errors
 
@@ -37,7 +37,7 @@ def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
         cause = (
             f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
         )
-    return kind(f'"{source}": {cause}\n  {remedy}')
+    return kind(f'"{source}": {cause}', remedy)
 
 
 def _any(chain: list[BaseException], *kinds: type) -> bool:

@@ -185,8 +185,10 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
         mine = _results(part) | {"shard": f"one of {part.shard.of}"}
         bad = differences(_results(first) | {"shard": f"one of {first.shard.of}"}, mine)
         if bad:
-            lines = "".join(f"\n  {key}: {there} there, {here} here" for key, there, here in bad)
-            raise UserError(f"{part.path}: it is of another job than {first.path}{lines}")
+            raise UserError(
+                f"{part.path}: it is of another job than {first.path}",
+                *(f"{key}: {there} there, {here} here" for key, there, here in bad),
+            )
         if part.shard in taken:
             raise UserError(f"{part.path}: it is shard {part.shard}, as {taken[part.shard]} is")
         taken[part.shard] = part.path

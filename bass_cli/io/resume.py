@@ -154,10 +154,10 @@ def check_manifest(output: str, results: dict[str, Any]) -> list[str]:
     now = json.loads(json.dumps(results, default=str))
     differing = differences(before, now)
     grown = {key for key in GROWING if _grows(before.get(key), now.get(key))}
-    bad = [f"\n  {key}: {old} there, {new} now" for key, old, new in differing if key not in grown]
+    bad = [f"{key}: {old} there, {new} now" for key, old, new in differing if key not in grown]
     if bad:
         hint = "use --overwrite to start anew, or another --out"
-        raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+        raise UserError(f"{output}: it was begun with other settings; {hint}", *bad)
     together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together
     if differing and together and manifest.get("finished") is not True:
         key, old, _ = differing[0]
