@@ -60,7 +60,9 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_prompts(args.prompts, args.prompt_column)
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
+    checked = check_prompts(
+        source, column=job.prompt_column, limit=job.limit, shard=shard, chat=job.chat
+    )
     identity = {"prompts": source.digest() or source.name, "prompt_column": job.prompt_column}
 
     def prompts() -> Iterator[Prompt]:

@@ -16,6 +16,7 @@ from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt, check, prompts_of
 from bass_cli.io.reading import shown
+from bass_cli.io.terminal import spell_record
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bass_cli.plan import Plan
 
 _LOG = logging.getLogger("bass")
+_LOG.addFilter(spell_record)
 
 
 def generate(
@@ -66,7 +68,7 @@ def generate(
         prompts = _first(prompts, job.limit)
         if isinstance(prompts, Sequence):
             prompts = whole = list(prompts_of(prompts, column=job.prompt_column))
-            checked = check(whole)
+            checked = check(whole, chat=job.chat)
             count, longest = checked.count, checked.longest
         plan = _plan_of(job, longest, count)
     else:

@@ -95,7 +95,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         args = replace(args, stop=[escape(text) for text in stops_of_environment() or []])
     read_request(asked, job, out="a file beside")  # whatever makes no sense on Ray
     source = open_prompts(file, args.prompt_column)
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
 
     from bass_cli.bench import jobs
     from bass_cli.bench.settings import chosen_rivals, count

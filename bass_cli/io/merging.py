@@ -160,12 +160,19 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
         fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{path}: another process is writing to this file") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: this part is missing") from None
     except OSError as error:
         raise UserError(f"{path}: cannot read this part: {error.strerror}") from None
     try:
         manifest = read_manifest(path)
         results = manifest["results"]
         shard = results.get("shard")
+    except FileNotFoundError:
+        raise UserError(
+            f"{manifest_path(path)}: this manifest is missing; it lies beside {path} where that "
+            "was written"
+        ) from None
     except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{manifest_path(path)}: the manifest cannot be read") from None
     if not isinstance(shard, str):

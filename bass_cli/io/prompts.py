@@ -144,21 +144,28 @@ class Checked:
 
 
 def check_prompts(
-    source: Source, *, column: str, limit: int | None, shard: Shard | None = None
+    source: Source,
+    *,
+    column: str,
+    limit: int | None,
+    shard: Shard | None = None,
+    chat: bool | None = None,
 ) -> Checked:
     """Check every prompt (a hub dataset only has its first row checked); what is known of those
-    in the shard."""
+    in the shard. `chat`: as in `check`."""
     if source.kind == "hf":
-        return Checked(
-            None, "", next(read_prompts(source, column=column, limit=1)).text is not None
-        )
-    return check(held_by(shard, read_prompts(source, column=column, limit=limit)))
+        first = check(read_prompts(source, column=column, limit=1), chat=chat)
+        return Checked(None, "", first.plain)
+    return check(held_by(shard, read_prompts(source, column=column, limit=limit)), chat=chat)
 
 
-def check(prompts: Iterable[Prompt]) -> Checked:
-    """What is known of these, all of which are read."""
+def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
+    """What is known of these, all of which are read. UserError at messages if `chat` is False,
+    which is --no-chat."""
     count, longest, plain = 0, "", False
     for prompt in prompts:
+        if chat is False and prompt.messages is not None:
+            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
         count, longest, plain = (
             count + 1,
             max(longest, prompt.whole(), key=len),
