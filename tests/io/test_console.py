@@ -54,10 +54,14 @@ def test_pairs_and_doctor_tell_what_is_here() -> None:
     assert known["qwen2.5-coder-7b"]["weight_bytes"] == 15e9
     table = cli("pairs")
     assert (table.exit_code, table.stderr) == (0, "")
-    assert [line.split()[0] for line in table.stdout.splitlines()] == [
-        "pair",
-        *sorted(known),
-    ]  # whole lines, for grep
+    lines = table.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if line[0] != " "]
+    assert [line.split()[0] for line in heads] == ["pair", *sorted(known)]
+    for line in heads[1:]:  # the state begins in the line of the name, for grep
+        row = known[line.split()[0]]
+        assert row["here"].startswith(line.split(row["weights"], 1)[1].strip())
+        assert row["target"] in table.stdout
     facts = json.loads(cli("doctor", "--json").stdout)
     assert facts["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}")
     assert (facts["device"] in ("cpu", "cuda"), facts["memory_bytes"] > 0, facts["cores"] >= 1) == (
