@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -54,15 +55,22 @@ class Command(TyperCommand):
 class Group(TyperGroup):
     """The program itself: the same, and what each command is for in whole sentences."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command. A mistake in the command line gets one error line and exit code 2."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            if not standalone_mode:
+                return code
         except Exception as error:
-            if not hasattr(error, "format_message"):  # it is not one of the parser's
-                raise
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise  # it is not one of the parser's
             _report(error)
             sys.exit(error.exit_code)  # type: ignore[attr-defined]
         sys.exit(code if isinstance(code, int) else 0)

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -68,7 +69,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: TextIO) 
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        shown.add_column(Text(column))
+        shown.add_column(Text(spelled(column)))
     for row in rows:
         shown.add_row(*(Text(spelled(cell), overflow="fold") for cell in row))
     Console(file=_plain(to)).print(shown)
@@ -133,6 +134,7 @@ def guard() -> None:
             stream.flush()
             setattr(sys, name, _Spelling(stream))
     warnings.showwarning = _warn
+    threading.excepthook = lambda fault: fault.exc_value and crash(fault.exc_value)
     make = logging.getLogRecordFactory()
     logging.setLogRecordFactory(lambda *args, **kwargs: _one_line(make(*args, **kwargs)))
 

@@ -42,7 +42,7 @@ PLACES: dict[str, list[str]] = {
     "an id that is there twice": ["generate", "twice.jsonl"],
     "a manifest": ["generate", "p.jsonl", "--out", "old.jsonl"],
     "parts to merge": ["merge", "all.jsonl", f"{FILE}.jsonl", FILE],
-    "a generation file": ["score", "fields.jsonl"],
+    "a generation file": ["score", "twice.jsonl", "--task", TEXT],
     "a task": ["eval", TEXT],
     "a pair that is looked at": ["pairs", "looked.yaml"],
     "a pair that doctor looks at": ["doctor", "--pair", "looked.yaml"],
@@ -91,7 +91,7 @@ def test_a_hostile_text_in_a_command_is_spelled_out(place: Path, command: list[s
 
 
 def test_a_hostile_variable_is_spelled_out(place: Path) -> None:
-    for name in ("BASS_N", "BASS_PAIR", "BASS_CHAT", "BASS_DRAFT", "BASS_BUDGET"):
+    for name in ("BASS_N", "BASS_CHAT", "BASS_DTYPE"):
         code, piped, shown = both_outputs(
             STAND_IN, "generate", "p.jsonl", cwd=place, env={"PATH": "/bin", name: TEXT}
         )
