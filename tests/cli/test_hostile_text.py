@@ -254,4 +254,6 @@ def test_only_one_module_writes_to_the_terminal() -> None:
         for line in writes(ast.parse(path.read_text(encoding="utf-8")))
     }
     assert found == set()
-    assert len(writes(ast.parse("import sys\nprint('a')\nsys.stderr.write('b')\nx = sys.stdout"))) == 3
+    assert (
+        len(writes(ast.parse("import sys\nprint('a')\nsys.stderr.write('b')\nx = sys.stdout"))) == 3
+    )

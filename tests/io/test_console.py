@@ -139,3 +139,15 @@ def test_what_a_terminal_would_obey_is_spelled_out_in_tables(tmp_path: Path) -> 
         assert "\x1b" not in found
         assert "a\\nb" in found
         assert "\\x1b[31mred" in found
+
+
+def test_a_speed_over_too_short_a_time_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, shown in ((0.01, False), (0.4, False), (0.6, True), (60.0, True)):
+        now = [0.0]
+        screen = Screen(now=lambda now=now: now[0])
+        screen.start(1)
+        screen.round(4, 1, 1, 0.0)
+        now[0] = seconds
+        screen.advance(Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1))
+        screen.close(screen.summary("o.jsonl"))
+        assert ("a second once the models were loaded" in capsys.readouterr().err) is shown
