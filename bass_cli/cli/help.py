@@ -61,11 +61,12 @@ class Group(TyperGroup):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         """Run a command. A mistake in the command line gets one error line and exit code 2."""
         try:
-            code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             if not standalone_mode:
                 return code
         except Exception as error:
@@ -151,6 +152,9 @@ def _sentence(error: Any, context: Any) -> str:
         known = [form for one in options for form in (*one.opts, *one.secondary_opts)]
         near = near_word(name, [form for form in known if form.startswith("--")])
         return f"there is no option {name}" + (f'; did you mean "{near}"?' if near else "")
+    if kind == "BadOptionUsage":
+        reason = re.sub(r"^Option '.*?' (?=requires|does)", "it ", error.message, flags=re.DOTALL)
+        return f"{error.option_name}: {_lowered(reason)}"
     if param is None:
         unknown = re.fullmatch(r"No such command (?s:(.*?))\.(?: Did you mean.*)?", error.message)
         if unknown is None:

@@ -134,7 +134,7 @@ def guard() -> None:
             stream.flush()
             setattr(sys, name, _Spelling(stream))
     warnings.showwarning = _warn
-    threading.excepthook = lambda fault: fault.exc_value and crash(fault.exc_value)
+    threading.excepthook = lambda fault: crash(fault.exc_value or fault.exc_type())
     make = logging.getLogRecordFactory()
     logging.setLogRecordFactory(lambda *args, **kwargs: _one_line(make(*args, **kwargs)))
 

@@ -140,7 +140,7 @@ def test_the_shell_completes_names_of_tasks() -> None:
         ("generate p.txt --n five", "--n (or BASS_N): a whole number is needed (got 'five')"),
         ("generate p.txt --n 1.5", "--n (or BASS_N): a whole number is needed (got '1.5')"),
         ("generate p.txt --top-p x", "--top-p (or BASS_TOP_P): a number is needed (got 'x')"),
-        ("generate p.txt --n", "option '--n' requires an argument; see bass generate --help"),
+        ("generate p.txt --n", "--n: it requires an argument"),
         ("generate p.txt q.txt", "got unexpected extra argument"),
         ("merge a.jsonl", "PART...: it is missing; see bass merge --help"),
     ],
