@@ -134,9 +134,14 @@ def guard() -> None:
             stream.flush()
             setattr(sys, name, _Spelling(stream))
     warnings.showwarning = _warn
-    threading.excepthook = lambda fault: crash(fault.exc_value or fault.exc_type())
+    threading.excepthook = _thread_fault
     make = logging.getLogRecordFactory()
     logging.setLogRecordFactory(lambda *args, **kwargs: _one_line(make(*args, **kwargs)))
+
+
+def _thread_fault(fault: threading.ExceptHookArgs) -> None:
+    if not issubclass(fault.exc_type, SystemExit):
+        crash(fault.exc_value or fault.exc_type())
 
 
 def spell_record(record: logging.LogRecord) -> bool:
