@@ -54,18 +54,16 @@ def main() -> None:
         except SystemExit as end:
             code = end.code
         sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _FULL_OR_CLOSED or error.filename is not None:
-            raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # what is still held goes nowhere, and is not tried again
-        if not code:  # else something was said already
-            terminal.error(f"standard output: cannot write: {error.strerror}")
-            code = 3
     except Exception as error:
-        terminal.crash(error)
-        code = 1
+        full = isinstance(error, OSError) and error.errno in _FULL_OR_CLOSED
+        if not full or getattr(error, "filename", None) is not None:
+            terminal.crash(error)
+            sys.exit(1)
+        # what is still held goes nowhere, and is not written again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not code:  # else something was said already
+            terminal.error(f"standard output: cannot write: {getattr(error, 'strerror', '')}")
+            code = 3
     sys.exit(code)  # type: ignore[arg-type]
 
 
