@@ -1,28 +1,100 @@
-"""The exceptions for what a user or the machine has to change, and the nearest valid word for their
-messages.
+"""The exceptions for what a user or the machine has to change, and two texts for their messages: a
+quoted text that cannot act on a terminal, and the nearest valid word.
 
-Standard library only: everything may raise them. Not here: what becomes of them
-(cli/exit_codes.py).
+Standard library only: everything may raise them. Not here: how an error is shown
+(io/terminal.py), and its exit code (cli/exit_codes.py).
 """
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Iterable
+
+_LEAST = 3  # characters of a word that may be a part of another
+_LONGEST = 64  # characters of a word whose distance is computed
 
 
 class UserError(Exception):
-    """A mistake of the user's, in one sentence that names the file, the line, the key and the
-    nearest valid value."""
+    """A mistake of the user's: a sentence that names file, line, key and the nearest valid value.
+    Each further argument is a line of its own, such as a remedy or one of several differences."""
+
+    @property
+    def lines(self) -> list[str]:
+        """The message, one line an argument, without characters that act on a terminal."""
+        return [spelled(str(line)) for line in self.args]
+
+    def __str__(self) -> str:
+        """The message in one line."""
+        return "; ".join(self.lines)
 
 
 class MachineError(UserError):
     """The machine lacks what the job needs: memory, a device, a package (exit code 3)."""
 
 
+def spelled(text: str) -> str:
+    """The text in one line, with escapes such as \\x1b, \\n and \\u202e for control and format
+    characters, line separators and lone surrogates. All other characters stay."""
+    if text.isprintable():
+        return text
+    import unicodedata
+
+    return "".join(
+        one if one.isprintable() or unicodedata.category(one) == "Zs" else repr(one)[1:-1]
+        for one in text
+    )
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A clause for an error message: the closest of the known words, or all of them when none is
-    close."""
+    """A clause for an error message: the nearest known word, or all of them if none is near."""
     choices = list(known)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f'did you mean "{close[0]}"?' if close else f"known: {', '.join(choices)}"
+    near = near_word(word, choices)
+    return f"known: {', '.join(choices)}" if near is None else f'did you mean "{near}"?'
+
+
+def near_word(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` is probably meant to be, None if there is none.
+
+    A word is near if at most a third of its characters differ. Else it is near if each part of the
+    shorter word begins a part of the longer one, where hyphens and the like separate parts.
+    """
+    given = _bare(word)
+    found: list[tuple[int, int, str]] = []  # distance, number, word
+    for number, one in enumerate(known):
+        due = _bare(one)
+        longest = max(len(given), len(due))
+        distance = _distance(given, due) if len(given) <= _LONGEST else longest
+        if distance <= longest // 3:
+            found.append((distance, number, one))
+        elif _is_part(given, due) or _is_part(due, given):
+            found.append((longest, number, one))
+    return min(found)[2] if found else None
+
+
+def _bare(word: str) -> str:
+    return word.strip("-").lower()
+
+
+def _is_part(short: str, long: str) -> bool:
+    """Whether each part of `short` begins another part of `long`."""
+    left = re.split(r"[^a-z0-9]+", long)
+    for part in re.split(r"[^a-z0-9]+", short):
+        begun = next((one for one in left if one.startswith(part)), None)
+        if begun is None:
+            return False
+        left.remove(begun)
+    return len(short) >= _LEAST
+
+
+def _distance(one: str, other: str) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours that make one of the other."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, left in enumerate(one, 1):
+        row = [i]
+        for j, right in enumerate(other, 1):
+            row.append(min(last[j] + 1, row[-1] + 1, last[j - 1] + (left != right)))
+            if i > 1 and j > 1 and left == other[j - 2] and right == one[i - 2]:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]

@@ -23,6 +23,7 @@ from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
 from bass_cli.drawing import Drawing, drawing_of
 from bass_cli.errors import UserError
+from bass_cli.io import terminal
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.places import check_format, descriptor_of, is_stream, refuse_shared_files
@@ -59,7 +60,9 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
     source = open_prompts(args.prompts, args.prompt_column)
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, shard=shard)
+    checked = check_prompts(
+        source, column=job.prompt_column, limit=job.limit, shard=shard, chat=job.chat
+    )
     known = source.name if checked.digest is None else checked.digest.record()
     identity = {"prompts": known, "prompt_column": job.prompt_column}
 
@@ -91,7 +94,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
             writer, drawing, job.n, prompts(), checked.count, screen, together=job.draws_together
         )
     if args.json_summary:
-        print(json.dumps(summary | {"file": writer.totals}))
+        terminal.document(summary | {"file": writer.totals})
     return writer.finished
 
 

@@ -19,6 +19,7 @@ from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt, check, prompts_of
 from bass_cli.io.reading import shown
+from bass_cli.io.terminal import spell_record
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ _FIELDS = {
     **{"chat": "chat=True", "no-chat": "chat=False"},
 }
 _FLAG = re.compile(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)(?![\w-])(?: \(or BASS_[A-Z_]+\))?")
+_LOG.addFilter(spell_record)
 
 
 def generate(
@@ -107,7 +109,7 @@ def own_terms() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        error.args = (in_own_terms(str(error)),)
+        error.args = tuple(map(in_own_terms, error.args))
         raise
 
 
@@ -129,7 +131,7 @@ def _planned(
     longest, prompts = "", _first(prompts, job.limit)
     if isinstance(prompts, Sequence):
         prompts = list(prompts_of(prompts, column=job.prompt_column))
-        checked = check(prompts)
+        checked = check(prompts, chat=job.chat)
         count, longest = checked.count, checked.longest
     return prompts, _plan_of(job, longest, count), count
 

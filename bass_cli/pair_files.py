@@ -66,10 +66,12 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
     """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
     other, or the job. `early`: what tokenizer.begin gave."""
     pair = job.pair
-    target_path = locate(pair.target, folder=pair.folder)
+    target_path = locate(pair.target, folder=pair.folder, weights=True)
     target = open_checkpoint(target_path)
     words = parse_draft(pair.draft)
-    draft_path = None if words.files is None else locate(words.files, folder=pair.folder)
+    draft_path = (
+        None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
+    )
     draft, mask = None, None
     if draft_path is not None and words.reads:
         draft = open_head(draft_path, target.spec)

@@ -308,6 +308,11 @@ def _growing(plan: Plan) -> Plan:
 
 def _contradictions(job: Job) -> Iterator[str]:
     """What of a job is not done as it was asked."""
+    if job.pair.target == job.pair.fallback:
+        yield (
+            f'pair "{job.pair.name}": the package of its target is not installed; the target is '
+            f"{job.pair.fallback} from the Hugging Face hub"
+        )
     if (
         job.budget
         and job.speculation.coupling == "maximal"

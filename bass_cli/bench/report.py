@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bass_cli.io import terminal
+
 WIDTH = 80
 _SPEED = ("rows", "method", "ms/token", "least-most", "tokens/s", "speed-up", "length", "accepted")
 _ROUND = ("rows", "method", "first", "last", "floor", "round", "draft", "verify", "accept", "host")
@@ -32,10 +34,10 @@ def show(document: dict[str, Any]) -> None:
     _table(_SPEED, [speed_line(cell) for cell in cells])
     detailed = [round_line(cell) for cell in cells if cell["parts_ms"] is not None]
     if detailed:
-        print()
+        terminal.line("", stdout=True)
         _print(_ABOUT_ROUND)
         _table(_ROUND, detailed)
-    print()
+    terminal.line("", stdout=True)
     for line in closing(document):
         _print(line)
 
@@ -143,19 +145,19 @@ def _repeats(document: dict[str, Any]) -> str:
 
 
 def _print(text: str) -> None:
-    print(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))
+    for line in textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False):
+        terminal.line(line, stdout=True)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Texts to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
-        print(
-            "  ".join(
-                cell.ljust(width) if i == 1 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
+        line = "  ".join(
+            cell.ljust(width) if i == 1 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
+        terminal.line(line, stdout=True)
 
 
 def _number(value: float | None) -> str:

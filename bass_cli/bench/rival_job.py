@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bass_cli.io import terminal
+
 Order = dict[str, Any]  # as bench/jobs.py writes it
 Run = Callable[[], list[list[int]]]  # the token ids of every sample
 
@@ -114,7 +116,7 @@ def main() -> None:
     began = time.perf_counter()
     samples = run()
     done = {"samples": len(samples), "tokens": sum(map(len, samples))}
-    print(json.dumps(done | {"generating_seconds": round(time.perf_counter() - began, 3)}))
+    terminal.document(done | {"generating_seconds": round(time.perf_counter() - began, 3)})
 
 
 if __name__ == "__main__":

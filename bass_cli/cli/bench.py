@@ -3,7 +3,6 @@ Nothing heavy before the checks."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 
@@ -13,7 +12,7 @@ from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import BenchArgs, LawArgs, job_args
 from bass_cli.errors import UserError
 from bass_cli.generation import escape, files_read, read_job, stops_of_environment
-from bass_cli.io import charts
+from bass_cli.io import charts, terminal
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import check_prompts, open_prompts, open_source, read_prompts
@@ -66,7 +65,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     for document in measure(settings, screen.note, screen.phase):
         screen.close()
         if args.json_document:
-            print(json.dumps(document), flush=True)
+            terminal.document(document)
         else:
             report.show(document)
         if args.plot is not None and document["cells"]:
@@ -96,7 +95,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
         args = replace(args, stop=[escape(text) for text in stops_of_environment() or []])
     read_request(asked, job, out="a file beside")  # whatever makes no sense on Ray
     source = open_prompts(file, args.prompt_column)
-    checked = check_prompts(source, column=job.prompt_column, limit=job.limit)
+    checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
 
     from bass_cli.bench import jobs
     from bass_cli.bench.settings import chosen_rivals, count
@@ -120,7 +119,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
     )
     screen.close()
     if args.json_document:
-        print(json.dumps(document), flush=True)
+        terminal.document(document)
     else:
         screen.table(*jobs.table(document))
 

@@ -8,8 +8,6 @@ command.
 from __future__ import annotations
 
 import errno
-import io
-import json
 import os
 import sys
 from typing import Annotated
@@ -26,6 +24,7 @@ from bass_cli.cli.options import takes
 from bass_cli.cli.profile import profile
 from bass_cli.cli.score import score
 from bass_cli.config.args import BenchArgs, DoctorArgs, GenerateArgs, PairsArgs
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 from bass_cli.system.host import expect
 from bass_cli.system.threads import begin
@@ -46,11 +45,8 @@ _FULL_OR_CLOSED = (errno.EBADF, errno.ENOSPC, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line. What standard output's encoding has no character for is written as
-    an escape."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """Run the command line, with guarded standard streams."""
+    terminal.guard()
     code: object = 0
     try:
         try:
@@ -58,21 +54,22 @@ def main() -> None:
         except SystemExit as end:
             code = end.code
         sys.stdout.flush()
-    except OSError as error:
-        if error.errno not in _FULL_OR_CLOSED or error.filename is not None:
-            raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # what is still held goes nowhere, and is not tried again
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in _FULL_OR_CLOSED
+        if not full or getattr(error, "filename", None) is not None:
+            terminal.crash(error)
+            sys.exit(1)
+        # what is still held goes nowhere, and is not written again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not code:  # else something was said already
-            print(f"bass: error: standard output: cannot write: {error.strerror}", file=sys.stderr)
+            terminal.error(f"standard output: cannot write: {getattr(error, 'strerror', '')}")
             code = 3
     sys.exit(code)  # type: ignore[arg-type]
 
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"bass {__version__}")
+        terminal.line(f"bass {__version__}", stdout=True)
         raise typer.Exit
 
 
@@ -157,20 +154,14 @@ def pairs(args: PairsArgs) -> None:
     """
     screen = Screen(document=args.json_table)
     with exit_codes(screen, "interrupted"):
-        from bass_cli.cli.doctor import describe_pairs
+        from bass_cli.cli.doctor import describe_pairs, pair_lines
 
         rows = describe_pairs(args.names or ())
         if args.json_table:
-            print(json.dumps(rows, indent=2))
+            terminal.document(rows, indent=2)
             return
-        columns = ("pair", "target", "draft", "weights", "here")
-        screen.table(
-            columns,
-            [
-                [row["name"], row["target"], row["draft"], row["weights"], row["here"]]
-                for row in rows
-            ],
-        )
+        for line in pair_lines(rows):
+            screen.say(line)
 
 
 @app.command(cls=Command)
@@ -190,7 +181,7 @@ def doctor(args: DoctorArgs) -> None:
 
         facts = describe_machine(args)
         if args.json_table:
-            print(json.dumps(facts, indent=2))
+            terminal.document(facts, indent=2)
             return
         shown = [
             [key.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)]

@@ -3,12 +3,11 @@ here: what is done (distill/command.py)."""
 
 from __future__ import annotations
 
-import typer
-
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.flags import DRAFTING, MACHINE, MODELS, OUTPUT, SAMPLING, Flag
 from bass_cli.cli.options import OPTIONS, takes
 from bass_cli.config.args import DistillArgs
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 
 _DATA, _TRAINING = "The target's samples", "Training"
@@ -113,4 +112,4 @@ def distill(args: DistillArgs) -> None:
 
         document = run(args, screen)
         if args.json_document:
-            typer.echo(document)
+            terminal.line(document, stdout=True)

@@ -13,8 +13,9 @@ import os
 import platform
 import re
 import shutil
+import textwrap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from bass_cli import __version__
 from bass_cli.config.args import DoctorArgs, JobArgs
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, load_pair, make_job, packaged_pairs
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError, UserError, spelled
 from bass_cli.system.host import (
     cache_folder,
     free_memory,
@@ -50,6 +51,29 @@ def describe_pairs(names: Sequence[str] = ()) -> list[dict[str, Any]]:
     (None: unknown), whether it runs here, and why not."""
     memory = available_memory()
     return [_describe_pair(load_pair(name), memory)[0] for name in names or packaged_pairs()]
+
+
+def pair_lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The pairs as text of at most 80 columns: name, weights and state, below them the models."""
+    heads = [("pair", "weights", "here")]
+    heads += [(spelled(row["name"]), row["weights"], row["here"]) for row in rows]
+    widths = [max(len(head[column]) for head in heads) for column in range(2)]
+    models = ["target, draft", *(f"{row['target']}, {row['draft']}" for row in rows)]
+    for (name, weights, here), text in zip(heads, models, strict=True):
+        start = f"{name:{widths[0]}}  {weights:{widths[1]}}  "
+        yield from _wrapped(start + here, " " * len(start))
+        yield from _wrapped(f"    {text}", "      ")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Lines of at most 80 columns; a longer word keeps a line of its own."""
+    return textwrap.wrap(
+        spelled(text),
+        80,
+        subsequent_indent=indent if len(indent) < 60 else "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _describe_pair(

@@ -3,13 +3,12 @@ line needs it for its help."""
 
 from __future__ import annotations
 
-import json
-
 import typer
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.options import takes
 from bass_cli.config.args import EvaluateArgs
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 from bass_cli.system.host import expect
 from bass_cli.system.threads import begin
@@ -41,6 +40,6 @@ def evaluate(args: EvaluateArgs) -> None:
             Evaluation(args, screen).run() if args.budgets is None else sweep(args, screen)
         )
         if args.json_document:
-            print(json.dumps(document, allow_nan=False))
+            terminal.document(document, allow_nan=False)
         if not complete:
             raise typer.Exit(1)

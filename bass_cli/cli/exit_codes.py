@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import typer
 
+from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.system import signals
 from bass_cli.system.host import is_refused_memory, unsupported
@@ -47,11 +48,11 @@ def _explained(screen: Screen, interrupted: str) -> Iterator[None]:
     except BrokenPipeError:
         raise
     except Exception as error:
-        code, sentence = _end_of(error)
+        code, message = _end_of(error)
         if code is None:
             screen.close()
             raise
-        screen.error(sentence)
+        screen.error(message)
         _drop_what_cannot_be_written()
         raise typer.Exit(code) from None
     finally:
@@ -69,15 +70,11 @@ def _drop_what_cannot_be_written() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _end_of(error: Exception) -> tuple[int | None, str]:
-    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and what
-    to say."""
-    from bass_cli.errors import MachineError, UserError
-
-    if isinstance(error, MachineError):
-        return 3, str(error)
+def _end_of(error: Exception) -> tuple[int | None, str | UserError]:
+    """2 or 3 for the user's mistakes and the machine's lacks, None for everything else; and the
+    message."""
     if isinstance(error, UserError):
-        return 2, str(error)
+        return 3 if isinstance(error, MachineError) else 2, error
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return 3, f"{error.filename or 'standard output'}: cannot write: {error.strerror}"
     if is_refused_memory(error):

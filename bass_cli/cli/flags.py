@@ -13,6 +13,7 @@ MODELS, SAMPLING, DRAFTING = (
     "Sampling",
     "Drafting (changes the speed, not what samples are worth)",
 )
+SHORT = {"n": "-n", "out": "-o"}  # by field
 MACHINE, PROMPTS, OUTPUT = "Time and machine", "Prompts and data", "Output"
 JOB, MEASURED, RANDOM, SCORING = (
     "A whole job",
@@ -48,6 +49,7 @@ class Flag(NamedTuple):
         flag = self.flag or f"--{field.replace('_', '-')}"
         variable = f"BASS_{flag.split('/')[0].removeprefix('--').replace('-', '_').upper()}"
         return typer.Option(
+            *([SHORT[field]] if field in SHORT else []),
             flag,
             help=self.text if self.default is None else f"{self.text} [default: {self.default}]",
             metavar=self.takes,

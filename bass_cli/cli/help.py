@@ -1,5 +1,5 @@
-"""How `--help` looks: options in named groups, nothing cut, the words that a page uses explained on
-that page.
+"""How `--help` looks, and how a mistake in the command line is reported: options in named groups,
+nothing cut, the words that a page uses explained on that page.
 
 Plain text, so that it is there at once and can be searched. Not here: what the options are
 (cli/options.py).
@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from bass_cli.errors import near_word
+from bass_cli.io import terminal
 
 EPILOG = (
     "Every option has a variable too: BASS_N=4 stands for --n 4, BASS_TOP_P=0.9 for --top-p "
@@ -49,6 +54,27 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """The program itself: the same, and what each command is for in whole sentences."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command. A mistake in the command line gets one error line and exit code 2."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            if not standalone_mode:
+                return code
+        except Exception as error:
+            if not standalone_mode or not hasattr(error, "format_message"):
+                raise  # it is not one of the parser's
+            _report(error)
+            sys.exit(error.exit_code)  # type: ignore[attr-defined]
+        sys.exit(code if isinstance(code, int) else 0)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, _paragraph(self.commands[name])) for name in self.list_commands(ctx)]
@@ -106,3 +132,48 @@ def _names(param: Any) -> str:
 def _paragraph(command: Any) -> str:
     """What a command is for: its help up to the first blank line."""
     return " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+
+
+def _report(error: Any) -> None:
+    """Write the parser's error in the form of all others; the help page where nothing was given."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    context = getattr(error, "ctx", None)
+    page = "" if context is None else f"; see {context.command_path} --help"
+    terminal.error(f"{_sentence(error, context)}{page}")
+
+
+def _sentence(error: Any, context: Any) -> str:
+    kind, param = type(error).__name__, getattr(error, "param", None)
+    if kind == "NoSuchOption":
+        name = error.option_name
+        options = [] if context is None else context.command.get_params(context)
+        known = [form for one in options for form in (*one.opts, *one.secondary_opts)]
+        near = near_word(name, [form for form in known if form.startswith("--")])
+        return f"there is no option {name}" + (f'; did you mean "{near}"?' if near else "")
+    if kind == "BadOptionUsage":
+        reason = re.sub(r"^Option '.*?' (?=requires|does)", "it ", error.message, flags=re.DOTALL)
+        return f"{error.option_name}: {_lowered(reason)}"
+    if param is None:
+        unknown = re.fullmatch(r"No such command (?s:(.*?))\.(?: Did you mean.*)?", error.message)
+        if unknown is None:
+            return _lowered(error.message)
+        name = unknown[1].strip("'\"")
+        near = near_word(name, context.command.list_commands(context))
+        return f'there is no command "{name}"' + (f'; did you mean "{near}"?' if near else "")
+    is_argument = param.param_type_name == "argument"
+    name = (param.metavar or param.name.upper()) if is_argument else max(param.opts, key=len)
+    variable = f" (or {param.envvar})" if param.envvar else ""
+    if kind == "MissingParameter":
+        return f"{name}{variable}: it is missing"
+    if hasattr(error.__cause__, "errors"):  # newer versions of typer check values by pydantic
+        from bass_cli.config.fields import reason_of
+
+        return f"{name}{variable}: {reason_of(error.__cause__.errors(include_url=False)[0])}"
+    return f"{name}{variable}: {_lowered(error.message)}"
+
+
+def _lowered(sentence: str) -> str:
+    """A sentence of the parser's, to go on after a colon."""
+    return (sentence[:1].lower() + sentence[1:]).removesuffix(".")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.options import takes
 from bass_cli.config.args import ProfileArgs, job_args
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
     with plan.need.explained():
         document = _measure(plan, args, screen)
     if args.json_document:
-        print(json.dumps(document))
+        terminal.document(document)
 
 
 def make_profile_job(args: ProfileArgs) -> Job:

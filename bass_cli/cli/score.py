@@ -3,13 +3,13 @@ needs it for its help."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from bass_cli.cli.exit_codes import exit_codes
 from bass_cli.cli.flags import OUTPUT, SCORING, Flag
 from bass_cli.cli.options import takes
 from bass_cli.config.args import ScoreArgs
+from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 
 _FLAGS = {
@@ -35,7 +35,7 @@ def score(args: ScoreArgs) -> None:
     with exit_codes(screen, kept):
         document = run(args, screen)
         if args.json_document:
-            print(json.dumps(document, allow_nan=False))
+            terminal.document(document, allow_nan=False)
 
 
 def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:

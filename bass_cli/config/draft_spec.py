@@ -6,11 +6,10 @@ Not here: whether the model is there (plan.py), who drafts (drafting/).
 
 from __future__ import annotations
 
-import difflib
 import re
 from typing import NamedTuple
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, nearest
 
 SOURCES = ("own", "siblings", "prompt", "reference")
 _LOOKUP, _SKIP, _PARALLEL, _HEADS = "lookup", "skip:", "parallel:", "heads:"
@@ -115,7 +114,7 @@ def _sources(text: str, words: str) -> tuple[str, ...]:
     found = [word.strip() for word in words.split(",")]
     for word in found:
         if word not in SOURCES:
-            close = difflib.get_close_matches(word, SOURCES, n=1, cutoff=0.5)
-            hint = f'did you mean "{close[0]}"?' if close else f"known: {', '.join(SOURCES)}"
-            raise ValueError(f'"{text}": there is no source "{word}" to look in; {hint}')
+            raise ValueError(
+                f'"{text}": there is no source "{word}" to look in; {nearest(word, SOURCES)}'
+            )
     return tuple(dict.fromkeys(found))

@@ -7,7 +7,7 @@ Not here: which values a job has, and its own rules across them (config/job.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -20,6 +20,29 @@ MOST_ROWS = (
     1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
 )
 CONTROLLERS = ("auto", "bass", "table", "bass+table")
+
+# pydantic's kinds of errors for a value of another type, and what is needed instead
+_NEEDED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number is needed"),
+    "finite_number": "a finite number is needed",
+    "string_type": "a text is needed",
+    "tuple_type": "a text or a list of texts is needed",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is needed"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping is needed"),
+    "string_too_short": "it is empty",
+}
+
+
+def reason_of(fault: Mapping[str, Any]) -> str:
+    """What is wrong with a value by pydantic's description of one error, with that value."""
+    kind, value = fault["type"], fault["input"]
+    if kind == "missing":
+        return "it is missing"
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    reason = _NEEDED.get(kind) or message[:1].lower() + message[1:]
+    known = kind == "string_too_short" or (kind == "value_error" and isinstance(value, dict))
+    return reason if known or shown(value) in reason else f"{reason} (got {shown(value)})"
 
 
 def _refuse_bool(value: Any) -> Any:

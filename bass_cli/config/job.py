@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -31,6 +32,7 @@ from bass_cli.config.fields import (
     Stops,
     Target,
     parse_duration,
+    reason_of,
 )
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.reading import is_unicode, read_bytes, shown
@@ -100,14 +102,16 @@ class Speculation(Strict):
 
 
 class Pair(Strict):
-    """A target and its draft. `folder` is where the YAML lies (None: packaged); it is never read
-    from the YAML."""
+    """A target and its draft. `fallback`: the target where `target` is in a package that is not
+    installed; load_pair chooses. `folder` is where the YAML lies (None: packaged); it is never
+    read from the YAML."""
 
     name: Name
     target: Target
     draft: Draft = "none"
     dtype: Dtype = "auto"
     tokenizer: Name | None = None
+    fallback: Target | None = None
     speculation: Speculation = Speculation()
     sampling: Sampling = Sampling()
     folder: Path | None = None
@@ -291,13 +295,27 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
         raise UserError(f'{place}:1: a pair file is a mapping with at least the key "target"')
     lines = _check_keys(node, Pair, place, ())
     try:
-        return Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
+        pair = Pair.model_validate({"name": Path(place).stem, **data, "folder": folder})
     except ValidationError as error:
         path, reason = _first_fault(error)
         line = next(
             (lines[path[:end]] for end in range(len(path), 0, -1) if path[:end] in lines), 1
         )
         raise UserError(f'{place}:{line}: key "{".".join(path)}": {reason}') from None
+    if pair.fallback is None or _is_installed(pair.target):
+        return pair
+    return pair.model_copy(update={"target": pair.fallback})
+
+
+def _is_installed(target: str) -> bool:
+    """Whether the package of a target like package:MODULE/FILE is installed; True for others."""
+    kind, _, rest = target.partition(":")
+    module = rest.partition("/")[0]
+    return (
+        kind != "package"
+        or not module.isidentifier()
+        or importlib.util.find_spec(module) is not None
+    )
 
 
 def _check_keys(
@@ -342,10 +360,7 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
         for step in fault["loc"]
         if not own_steps.match(str(step)) and not isinstance(step, int)
     )
-    reason = fault["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    reason = "it is missing" if fault["type"] == "missing" else reason[:1].lower() + reason[1:]
-    plain = isinstance(fault["input"], (str, int, float)) and fault["type"] != "value_error"
-    return path, f"{reason} (got {shown(fault['input'])})" if plain else reason
+    return path, reason_of(fault)
 
 
 def make_job(pair: Pair, args: JobArgs) -> Job:

@@ -7,7 +7,6 @@ is worth is not known here.
 
 from __future__ import annotations
 
-import difflib
 import gzip
 import math
 import zlib
@@ -16,7 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
-from bass_cli.errors import UserError
+from bass_cli.errors import UserError, near_word
 from bass_cli.io.reading import finite, open_regular, parse_json, whole
 from bass_cli.io.resume import read_manifest
 
@@ -216,8 +215,8 @@ def _text(row: dict[str, Any], place: str) -> tuple[bool, str]:
 
 
 def _hint(row: dict[str, Any], key: str) -> str:
-    close = difflib.get_close_matches(key, list(row), n=1, cutoff=0.6)
-    return f'; the line has "{close[0]}"' if close else ""
+    near = near_word(key, row)
+    return f'; the line has "{near}"' if near else ""
 
 
 def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
@@ -284,8 +283,8 @@ def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[G
         found = next((name for name in (row.task_id, bare, f"Mbpp/{bare}") if name in known), None)
         if found is None:
             name = row.task_id[:80]
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            hint = f'; did you mean "{close[0]}"?' if close else ""
+            near = near_word(name, known)
+            hint = f'; did you mean "{near}"?' if near else ""
             raise UserError(f'{file.path}:{row.line}: unknown task_id "{name}"{hint}')
         groups.setdefault(found, []).append(row)
     return {

@@ -5,10 +5,11 @@ words and the longest common subsequence, stemmed.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from bass_cli.errors import UserError
+from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.data import Fields, identity, read_problems
 from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text
@@ -26,6 +27,11 @@ class Summaries:
     stops: Sequence[str] = ("\n\n", "\nArticle:")
 
     def __init__(self, data: str | None = None):
+        if importlib.util.find_spec("rouge_score") is None:
+            raise MachineError(
+                "xsum is rated by the package rouge-score, which is not installed: "
+                "pip install 'bass-cli[xsum]'"
+            )
         self.problems = read_problems(data or _DATA, _FIELDS, _problem)
         self._scorer: Any = None
 

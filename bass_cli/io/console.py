@@ -10,11 +10,15 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from bass_cli.io.progress import INTERVAL, Display, Estimate, clock
+from bass_cli.errors import UserError, spelled
+from bass_cli.io import terminal
+from bass_cli.io.progress import INTERVAL, Display, Estimate, Lines, clock
 from bass_cli.io.usage import Usage, describe
 from bass_cli.system.host import gigabytes
+
+_LEAST_SECONDS = 0.5  # of decoding; a speed over less time says little
 
 
 class Sample(Protocol):
@@ -150,9 +154,9 @@ class Screen:
         self._counting = True
         began, counted, estimate = self._now(), (0, total), Estimate(total)
 
-        def line() -> str:
+        def line() -> Lines:
             known = f"{counted[0]}/{counted[1]} {what}, {self._times(began, estimate)}"
-            return known if beside is None else f"{known}\n{beside()}"
+            return known if beside is None else (known, beside())
 
         def step(done: int, whole: int) -> None:
             nonlocal counted
@@ -170,7 +174,7 @@ class Screen:
 
     @contextlib.contextmanager
     def watching(
-        self, line: Callable[[], str], share: Callable[[], float | None]
+        self, line: Callable[[], Lines], share: Callable[[], float | None]
     ) -> Iterator[Callable[[], None]]:
         """Show a line that says itself how far something is; the function given has it shown
         anew."""
@@ -186,10 +190,10 @@ class Screen:
         if self._display is not None:
             self._display.message(message)
 
-    def error(self, message: str) -> None:
-        """What went wrong; shown even when quiet."""
+    def error(self, message: str | UserError) -> None:
+        """Show what went wrong, also when quiet."""
         self._stop()
-        print(f"bass: error: {message}", file=sys.stderr, flush=True)
+        terminal.error(message)
 
     def summary(self, output: str) -> dict[str, Any]:
         """The figures of this run; rates are None where nothing was drafted."""
@@ -219,38 +223,36 @@ class Screen:
         reasons = ", ".join(
             f"{count} {reason}" for reason, count in summary["finish_reasons"].items()
         )
-        print(
-            f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}",
-            file=sys.stderr,
+        terminal.line(
+            f"{summary['samples']} samples ({reasons or 'nothing to do'}) in {summary['output']}"
         )
         speed = f"{summary['tokens']} tokens in {summary['seconds']:.1f} s"
-        if summary["tokens_per_second"] is not None:
+        if (
+            summary["tokens_per_second"] is not None
+            and summary["decoding_seconds"] >= _LEAST_SECONDS
+        ):
             speed += f", {summary['tokens_per_second']:.1f} a second once the models were loaded"
         if summary["acceptance_rate"] is not None:
             speed += (
                 f"; drafts accepted: {summary['accepted_per_round']:.2f} a round, "
                 f"{summary['acceptance_rate']:.0%}"
             )
-        print(speed, file=sys.stderr, flush=True)
+        terminal.line(speed)
         if summary["usage"]["rounds"]:
-            print(describe(summary["usage"]), file=sys.stderr, flush=True)
+            terminal.line(describe(summary["usage"]))
 
     def say(self, line: str) -> None:
         """A line of what the command is for, on stdout."""
         self._stop()
         if not (self._document and self._quiet):
-            print(line, file=self._reader, flush=True)
-
-    @property
-    def _reader(self) -> TextIO:
-        return sys.stderr if self._document else sys.stdout
+            terminal.line(line, stdout=not self._document)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """A table of what the command is for, on stdout: on a terminal cells that are too long
-        are folded, elsewhere every row is one line. What a terminal would obey, or that would end
-        a line, is spelled out."""
-        rows = [[_spelled(cell) for cell in row] for row in rows]
-        if not self._reader.isatty():
+        are folded, elsewhere every row is one line."""
+        rows = [[spelled(cell) for cell in row] for row in rows]
+        reader = sys.stderr if self._document else sys.stdout
+        if not reader.isatty():
             lines = [columns, *rows]
             widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
             for line in lines:
@@ -259,33 +261,23 @@ class Screen:
         self._stop()
         if self._document and self._quiet:
             return
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-        for row in rows:
-            table.add_row(*(Text(cell, overflow="fold") for cell in row))
-        Console(file=self._reader).print(table)
+        terminal.table(columns, rows, to=reader)
 
     def _figures(self) -> str:
-        seconds = max(
-            self._now() - (self._began if self._decoding is None else self._decoding), 1e-9
-        )
-        figures = f"{max(self._live_tokens, self._tokens) / seconds:.0f} tokens/s"
-        return figures + (
-            f", {self._live_accepted / self._live_rows:.2f} accepted a round"
-            if self._live_rows
-            else ""
-        )
+        """Speed and acceptance, each with a comma behind it where there is a figure."""
+        seconds = self._now() - (self._began if self._decoding is None else self._decoding)
+        tokens, figures = max(self._live_tokens, self._tokens), ""
+        if seconds >= _LEAST_SECONDS:
+            figures += f"{tokens / seconds:.0f} tokens/s, "
+        if self._live_rows:
+            figures += f"{self._live_accepted / self._live_rows:.2f} accepted a round, "
+        return figures
 
-    def _sample_line(self) -> str:
+    def _sample_line(self) -> Lines:
         known = f"/{self._total}" if self._total is not None else ""
-        return (
-            f"{self._samples}{known} samples, {self._figures()}, "
-            f"{self._times(self._began, self._estimate)}"
-            + ("" if self._beside is None else f"\n{self._beside()}")
-        )
+        times = self._times(self._began, self._estimate)
+        line = f"{self._samples}{known} samples, {self._figures()}{times}"
+        return line if self._beside is None else (line, self._beside())
 
     def _times(self, began: float, estimate: Estimate) -> str:
         left = estimate.left(self._now())
@@ -312,8 +304,3 @@ class Screen:
     def _stop(self) -> None:
         if self._display is not None:
             self._display.hide()
-
-
-def _spelled(text: str) -> str:
-    """The text, with escapes for what cannot be printed."""
-    return "".join(it if it.isprintable() else repr(it)[1:-1] for it in text)

@@ -12,8 +12,8 @@ from bass_cli.errors import MachineError, UserError
 
 
 def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
-    """The error to raise for one of the hub's client, in two lines. `remedy`: how to do without
-    the network. MachineError where no hub could be asked."""
+    """Make the error to raise for one of the hub's client: MachineError where no hub could be
+    reached. `remedy`: how to do without the network, a line of its own."""
     from huggingface_hub import constants, errors
 
     chain = list(_chain(error))
@@ -37,7 +37,7 @@ def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
         cause = (
             f"neither a path that exists nor to be had from the Hugging Face hub: {_line(error)}"
         )
-    return kind(f'"{source}": {cause}\n  {remedy}')
+    return kind(f'"{source}": {cause}', remedy)
 
 
 def _any(chain: list[BaseException], *kinds: type) -> bool:

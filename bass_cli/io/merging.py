@@ -160,12 +160,19 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
         fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UserError(f"{path}: another process is writing to this file") from None
+    except FileNotFoundError:
+        raise UserError(f"{path}: this part is missing") from None
     except OSError as error:
         raise UserError(f"{path}: cannot read this part: {error.strerror}") from None
     try:
         manifest = read_manifest(path)
         results = manifest["results"]
         shard = results.get("shard")
+    except FileNotFoundError:
+        raise UserError(
+            f"{manifest_path(path)}: this manifest is missing; it lies beside {path} where that "
+            "was written"
+        ) from None
     except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{manifest_path(path)}: the manifest cannot be read") from None
     if not isinstance(shard, str):
@@ -185,8 +192,10 @@ def _check_one_job(parts: Sequence[_Part]) -> None:
         mine = _results(part) | {"shard": f"one of {part.shard.of}"}
         bad = differences(_results(first) | {"shard": f"one of {first.shard.of}"}, mine)
         if bad:
-            lines = "".join(f"\n  {key}: {there} there, {here} here" for key, there, here in bad)
-            raise UserError(f"{part.path}: it is of another job than {first.path}{lines}")
+            raise UserError(
+                f"{part.path}: it is of another job than {first.path}",
+                *(f"{key}: {there} there, {here} here" for key, there, here in bad),
+            )
         if part.shard in taken:
             raise UserError(f"{part.path}: it is shard {part.shard}, as {taken[part.shard]} is")
         taken[part.shard] = part.path

@@ -8,12 +8,12 @@ here: what the line says (io/console.py).
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+
+from bass_cli.io import terminal
 
 # seconds between plain lines while something is reported; how long a phase may last before it is
 # named
@@ -23,6 +23,7 @@ _BAR = 24  # columns of a terminal; a line that leaves less than a quarter of it
 _LEAST, _SHARE = 3, 0.02  # what must be done, and of all there is, before the rest is estimated
 
 Clock = Callable[[], float]
+Lines = str | Sequence[str]  # one line, or several
 
 
 class Estimate:
@@ -60,16 +61,16 @@ class Display:
 
     def __init__(self, *, now: Clock = time.monotonic):
         self._now = now
-        self._line: Callable[[], str] | None = None
+        self._line: Callable[[], Lines] | None = None
         self._share: Callable[[], float | None] = lambda: None
-        self._live: Any = None
+        self._live: terminal.LiveLines | None = None
         self._lock = threading.Lock()
         self._printed = self._due = 0.0
         self._over: threading.Event | None = None
 
     def show(
         self,
-        line: Callable[[], str],
+        line: Callable[[], Lines],
         *,
         share: Callable[[], float | None] = lambda: None,
         live: bool = True,
@@ -84,8 +85,8 @@ class Display:
         if not sys.stderr.isatty():
             self._watch()
         elif live and self._live is None:
-            self._live = _live(self._renderable)
-            self._live.start(refresh=True)
+            self._live = terminal.LiveLines(self._content, bar=_BAR)
+            self._live.start()
         elif not live:
             self._stop_live()
 
@@ -102,9 +103,9 @@ class Display:
     def message(self, text: str) -> None:
         """A line that stays, above the one that changes."""
         if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False)
+            self._live.message(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            terminal.line(text)
 
     def hide(self) -> None:
         """Show nothing any more."""
@@ -120,7 +121,8 @@ class Display:
             if self._line is None or self._live is not None or sys.stderr.isatty():
                 return
             self._printed, self._due = self._now(), self._now() + SILENCE
-            print(self._line(), file=sys.stderr, flush=True)
+            for line in _listed(self._line()):
+                terminal.line(line)
 
     def _watch(self) -> None:
         if self._over is not None:
@@ -133,26 +135,19 @@ class Display:
 
         threading.Thread(target=watch, daemon=True, name="progress").start()
 
-    def _renderable(self) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
+    def _content(self) -> tuple[Sequence[str], float | None]:
         with self._lock:
             line, share = self._line, self._share()
-            text = "" if line is None else line()
-        room = 0 if self._live is None else self._live.console.width - 2
-        width = min(room - len(text.partition("\n")[0]), _BAR)
-        if share is None or width < _BAR // 4:
-            return text
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=1.0, completed=share, width=width), text)
-        return grid
+            return [] if line is None else _listed(line()), share
 
     def _stop_live(self) -> None:
         if self._live is not None:
-            with contextlib.suppress(OSError):  # the terminal may be gone
-                self._live.stop()
+            self._live.stop()
             self._live = None
+
+
+def _listed(lines: Lines) -> Sequence[str]:
+    return [lines] if isinstance(lines, str) else lines
 
 
 def clock(seconds: float) -> str:
@@ -160,16 +155,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def _live(renderable: Callable[[], Any]) -> Any:
-    from rich.console import Console
-    from rich.live import Live
-
-    return Live(
-        get_renderable=renderable,
-        console=Console(stderr=True),
-        transient=True,
-        refresh_per_second=4,
-        redirect_stdout=sys.stdout.isatty(),
-    )

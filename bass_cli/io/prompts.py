@@ -301,10 +301,15 @@ class Checked:
 
 
 def check_prompts(
-    source: Source, *, column: str, limit: int | None, shard: Shard | None = None
+    source: Source,
+    *,
+    column: str,
+    limit: int | None,
+    shard: Shard | None = None,
+    chat: bool | None = None,
 ) -> Checked:
     """Check every prompt (a hub dataset only has its first row checked); what is known of those
-    in the shard."""
+    in the shard. `chat`: as in `check`."""
     if source.kind == "hf":
         first = next(read_prompts(source, column=column, limit=1))
         notes = tuple(
@@ -312,16 +317,19 @@ def check_prompts(
             for name in first.meta
             if name in RESERVED
         )
-        return Checked(None, "", first.text is not None, notes=notes)
+        return Checked(None, "", check([first], chat=chat).plain, notes=notes)
     digest = PromptDigest(source, column)
     prompts = digest.over(read_prompts(source, column=column, limit=limit))
-    return replace(check(held_by(shard, prompts)), digest=digest)
+    return replace(check(held_by(shard, prompts), chat=chat), digest=digest)
 
 
-def check(prompts: Iterable[Prompt]) -> Checked:
-    """What is known of these, all of which are read."""
+def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
+    """What is known of these, all of which are read. UserError at messages if `chat` is False,
+    which is --no-chat."""
     count, longest, plain = 0, "", False
     for prompt in prompts:
+        if chat is False and prompt.messages is not None:
+            raise UserError(f"{prompt.place}: the prompt has messages, but --no-chat was given")
         count, longest, plain = (
             count + 1,
             max(longest, prompt.whole(), key=len),

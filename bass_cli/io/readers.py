@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -177,6 +178,8 @@ def hub_records(source: str) -> Records:
 def _stream_dataset(source: str, name: str, config: str | None, split: str | None) -> Any:
     import datasets
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     _reach_hub(source, name)
     try:
         # Versions before 4 would run a data set's own script, and ask standard input whether

@@ -39,6 +39,7 @@ from bass_cli.io.resume import (
     write_manifest,
 )
 from bass_cli.io.saving import copy_aside, is_at, present_name, remove_drafts, sync_folder
+from bass_cli.io.terminal import json_on_a_terminal
 
 # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
 SYNC_SECONDS = 5.0
@@ -84,8 +85,11 @@ class Writer:
     def write(self, completion: Completion) -> None:
         """Append one line; it is in the file when this returns. MachineError if the disk refuses
         it."""
+        line = completion.to_line()
+        if self._manifest is None and self._stream.isatty():
+            line = json_on_a_terminal(line)
         self.append(
-            completion.to_line().encode("utf-8") + b"\n",
+            line.encode("utf-8") + b"\n",
             {key: getattr(completion, key) for key in ("finish_reason", "copy_of", *COUNTED)},
         )
 

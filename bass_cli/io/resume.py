@@ -162,16 +162,16 @@ def check_manifest(
         if key == "prompts" and prompts is not None:
             change = prompts.compare(before.get(key))
             if change.fault is not None:
-                bad.append(f"\n  {key}: {change.fault}")
+                bad.append(f"{key}: {change.fault}")
             elif change.before is not None:
                 grown[key] = change.before, str(change.now)
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:
-            bad.append(f"\n  {key}: {old} there, {new} now")
+            bad.append(f"{key}: {old} there, {new} now")
     if bad:
         hint = "use --overwrite to start anew, or another --out"
-        raise UserError(f"{output}: it was begun with other settings; {hint}{''.join(bad)}")
+        raise UserError(f"{output}: it was begun with other settings; {hint}", *bad)
     if "limit" in grown:
         grown.pop("prompts", None)  # it says the same
     together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together

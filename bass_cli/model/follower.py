@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io import terminal
 from bass_cli.model.partition import Share
 from bass_cli.system.host import free_memory, gigabytes, is_refused_memory
 
@@ -78,6 +79,7 @@ class Fault(NamedTuple):
 def main() -> None:
     """Take an order and then calls from standard input, until it is closed."""
     threading.Thread(target=_end_with_leader, daemon=True).start()
+    terminal.guard()  # it shares the leader's standard error
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not come between
     calls = sys.stdin.buffer

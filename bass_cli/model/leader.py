@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bass_cli.errors import MachineError, UserError
+from bass_cli.io import terminal
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.follower import Fault, Order, Ready, Source
 from bass_cli.model.kv_cache import KVCache
@@ -106,9 +107,8 @@ class Followers:
             self.ranks.join(self._port, self._part.device)
             self.graphs.wanted = self.ranks.can_capture(self._part.device)
         if self._part.device.type == "cuda" and not self.graphs.wanted:
-            print(
-                f"bass: --tensor-parallel {self._part.ranks}: rounds are launched op by op here",
-                file=sys.stderr,
+            terminal.line(
+                f"bass: --tensor-parallel {self._part.ranks}: rounds are launched op by op here"
             )
 
     def tell(self, *message: Any) -> None:
@@ -184,7 +184,7 @@ class Followers:
         rank = next(iter(self._faults))
         ranks = self._part.ranks
         text = f"--tensor-parallel {ranks}: process {rank} of 0 to {ranks - 1}: "
-        return self._kinds[rank](text + self._faults[rank])
+        return self._kinds[rank](*(text + self._faults[rank]).split("\n"))  # a traceback has lines
 
     def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         """Take in what a process says, until it is gone."""
@@ -209,7 +209,7 @@ class Followers:
             self._news.notify_all()
         if not self._over.wait(_GRACE) and rank in self.read:
             # What waits for a device cannot be interrupted. Lines that are written are whole.
-            print(f"bass: error: {self._fault()}", file=sys.stderr, flush=True)
+            terminal.error(self._fault())
             os._exit(3)
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import Tensor, distributed
 
 import bass_kernels as ops
 from bass_cli.errors import UserError
+from bass_cli.io import terminal
 from bass_cli.model.capture import capture
 from bass_cli.model.partition import Share
 
@@ -74,7 +75,7 @@ class Ranks:
             graph = capture(exchange, torch.cuda.graph_pool_handle())
         except RuntimeError as error:
             torch.cuda.set_stream(stream)  # a capture that fails may leave its own
-            print(f"bass: exchanges between GPUs cannot be captured: {error}", file=sys.stderr)
+            terminal.line(f"bass: exchanges between GPUs cannot be captured: {error}")
         if not self._all(graph is not None, device):
             return False
         assert graph is not None

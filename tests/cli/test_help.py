@@ -104,3 +104,52 @@ def test_the_shell_completes(words: str, expected: str) -> None:
     assert CliRunner().invoke(app, [], prog_name="bass", env=environment).stdout.split() == [
         expected
     ]
+
+
+def test_short_options_stand_for_n_and_out() -> None:
+    for command, names in (
+        ("generate", ("n", "out")),
+        ("eval", ("n", "out")),
+        ("distill", ("out",)),
+    ):
+        found = {param.name: param.opts for param in params_of(command)}
+        for name in names:
+            assert found[name] == [f"-{name[0]}", f"--{name}"]
+            assert f"-{name[0]}, --{name} " in page(command)
+
+
+def test_the_shell_completes_names_of_tasks() -> None:
+    environment = {"_BASS_COMPLETE": "complete_bash", "COMP_WORDS": "bass eval ", "COMP_CWORD": "2"}
+    result = CliRunner().invoke(app, [], prog_name="bass", env=environment)
+    assert result.stdout.split() == ["humaneval", "mbpp", "xsum"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("generate p.txt --min-p 0.1", "there is no option --min-p; see bass generate --help"),
+        ("generate p.txt --temprature 1", 'no option --temprature; did you mean "--temperature"?'),
+        (
+            "generate p.txt --max-tokens 9",
+            'no option --max-tokens; did you mean "--max-new-tokens"?',
+        ),
+        ("generate p.txt --samples 9", "there is no option --samples; see bass generate --help"),
+        ("genrate p.txt", 'there is no command "genrate"; did you mean "generate"?'),
+        ("draw p.txt", 'there is no command "draw"; see bass --help'),
+        ("generate", "PROMPTS: it is missing; see bass generate --help"),
+        ("generate p.txt --n five", "--n (or BASS_N): a whole number is needed (got 'five')"),
+        ("generate p.txt --n 1.5", "--n (or BASS_N): a whole number is needed (got '1.5')"),
+        ("generate p.txt --top-p x", "--top-p (or BASS_TOP_P): a number is needed (got 'x')"),
+        ("generate p.txt --n", "--n: it requires an argument"),
+        ("generate p.txt q.txt", "got unexpected extra argument"),
+        ("merge a.jsonl", "PART...: it is missing; see bass merge --help"),
+    ],
+)
+def test_a_mistake_in_the_command_line_is_one_line_like_all_errors(
+    arguments: str, expected: str
+) -> None:
+    result = CliRunner().invoke(app, arguments.split(), prog_name="bass")
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("bass: error: ")
+    assert expected in line

@@ -54,10 +54,14 @@ def test_pairs_and_doctor_tell_what_is_here() -> None:
     assert known["qwen2.5-coder-7b"]["weight_bytes"] == 15e9
     table = cli("pairs")
     assert (table.exit_code, table.stderr) == (0, "")
-    assert [line.split()[0] for line in table.stdout.splitlines()] == [
-        "pair",
-        *sorted(known),
-    ]  # whole lines, for grep
+    lines = table.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line for line in lines if line[0] != " "]
+    assert [line.split()[0] for line in heads] == ["pair", *sorted(known)]
+    for line in heads[1:]:  # the state begins in the line of the name, for grep
+        row = known[line.split()[0]]
+        assert row["here"].startswith(line.split(row["weights"], 1)[1].strip())
+        assert row["target"] in table.stdout
     facts = json.loads(cli("doctor", "--json").stdout)
     assert facts["python"].startswith(f"{sys.version_info[0]}.{sys.version_info[1]}")
     assert (facts["device"] in ("cpu", "cuda"), facts["memory_bytes"] > 0, facts["cores"] >= 1) == (
@@ -135,3 +139,15 @@ def test_what_a_terminal_would_obey_is_spelled_out_in_tables(tmp_path: Path) -> 
         assert "\x1b" not in found
         assert "a\\nb" in found
         assert "\\x1b[31mred" in found
+
+
+def test_a_speed_over_too_short_a_time_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds, shown in ((0.01, False), (0.4, False), (0.6, True), (60.0, True)):
+        now = [0.0]
+        screen = Screen(now=lambda now=now: now[0])
+        screen.start(1)
+        screen.round(4, 1, 1, 0.0)
+        now[0] = seconds
+        screen.advance(Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1))
+        screen.close(screen.summary("o.jsonl"))
+        assert ("a second once the models were loaded" in capsys.readouterr().err) is shown

@@ -51,7 +51,7 @@ def test_without_the_hub_two_lines_name_cause_and_remedy(
                             "do without"),
     (errors.RepositoryNotFoundError, "check the name, or log in there (hf auth login, or "
                                      "HF_TOKEN) if it is private; or"),
-    (OSError, "nor to be had from the Hugging Face hub: no space left\n  do without"),
+    (OSError, "nor to be had from the Hugging Face hub: no space left; do without"),
 ])  # fmt: skip
 def test_a_hub_that_answers_is_no_lack_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception], expected: str

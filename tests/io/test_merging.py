@@ -222,7 +222,9 @@ def test_parts_of_different_jobs_are_refused_with_what_differs(place: Path) -> N
     assert "2.jsonl.manifest.json: the manifest cannot be read" in merge(
         "all.jsonl", *names, code=2
     )
-    assert "9.jsonl: cannot read this part: No such file" in merge("all.jsonl", "9.jsonl", code=2)
+    assert "9.jsonl: this part is missing" in merge("all.jsonl", "9.jsonl", code=2)
+    Path("2.jsonl.manifest.json").unlink()
+    assert "2.jsonl.manifest.json: this manifest is missing" in merge("all.jsonl", *names, code=2)
     assert not Path("all.jsonl").exists()
 
 

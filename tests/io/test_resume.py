@@ -131,7 +131,7 @@ def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: objec
         json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value})
     )
     with pytest.raises(
-        UserError, match=r"out\.jsonl: it was begun with other settings;.*\n  n: .* there, 2 now"
+        UserError, match=r"out\.jsonl: it was begun with other settings;.*; n: .* there, 2 now"
     ):
         open_output(str(path), MANIFEST)
 
@@ -159,9 +159,9 @@ def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:
     before = path.read_bytes(), manifest_path(str(path)).read_bytes()
     with pytest.raises(UserError) as caught:
         open_output(str(path), manifest(seed=1, target="u", chat=True))
-    assert "\n  seed: 0 there, 1 now" in str(caught.value)
-    assert '\n  target: "t" there, "u" now' in str(caught.value)
-    assert "\n  chat: not given there, true now" in str(caught.value)
+    assert "; seed: 0 there, 1 now" in str(caught.value)
+    assert '; target: "t" there, "u" now' in str(caught.value)
+    assert "; chat: not given there, true now" in str(caught.value)
     assert "--overwrite" in str(caught.value)
     assert (path.read_bytes(), manifest_path(str(path)).read_bytes()) == before
     open_output(str(path), MANIFEST).close(finished=True)
@@ -176,7 +176,7 @@ def test_n_and_limit_may_only_grow(
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     if not allowed:
-        with pytest.raises(UserError, match=f"\n  {key}: "):
+        with pytest.raises(UserError, match=f"; {key}: "):
             open_output(str(path), manifest(**{key: value}))
         return
     with open_output(str(path), manifest(**{key: value})) as writer:

@@ -1,0 +1,210 @@
+"""The only place that writes to standard output and standard error for people.
+
+Control and format characters in a text are spelled out, because ids, names of files and models, and
+what others wrote end up in messages. One call writes one line. Not here: which lines there are
+(io/console.py), lines that change (io/progress.py), samples, which are written as bytes
+(io/results.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from bass_cli.errors import UserError, spelled
+
+# What progress bars of libraries write to a terminal beside their text: a return to the beginning
+# of the line, and cursor movements over whole lines.
+_BAR_TEXT = re.compile(r"\r(?=[^\r])")
+_BAR_MOVE = re.compile(r"\n*(?:\x1b\[A)+|\r")
+_KEPT = re.compile(r"([\n\t])")
+
+
+def line(text: str, *, stdout: bool = False) -> None:
+    """Write one line, to standard error unless `stdout`. A newline in it is spelled out."""
+    print(spelled(text), file=sys.stdout if stdout else sys.stderr, flush=True)
+
+
+def error(message: str | UserError) -> None:
+    """Write what went wrong; further lines of a UserError are indented."""
+    first, *more = message.lines if isinstance(message, UserError) else [message]
+    line(f"bass: error: {first}")
+    for one in more:
+        line(f"  {one}")
+
+
+def crash(error: BaseException) -> None:
+    """Write the traceback of a fault in the program, indented, and what it is in one line."""
+    for one in "".join(traceback.format_exception(error)).rstrip("\n").split("\n"):
+        line(f"  {one}")
+    line(f"bass: error: unexpected {type(error).__name__}: {error}")
+
+
+def document(value: Any, *, indent: int | None = None, allow_nan: bool = True) -> None:
+    """Write a JSON document to standard output. Its ASCII form has no control characters."""
+    print(json.dumps(value, allow_nan=allow_nan, indent=indent), flush=True)
+
+
+def json_on_a_terminal(text: str) -> str:
+    """The same JSON with escapes for control and format characters, which JSON allows in texts."""
+    if text.isprintable():
+        return text
+    return "".join(one if spelled(one) == one else json.dumps(one)[1:-1] for one in text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: TextIO) -> None:
+    """Write a table to a terminal; cells that are too long are folded."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        shown.add_column(Text(spelled(column)))
+    for row in rows:
+        shown.add_row(*(Text(spelled(cell), overflow="fold") for cell in row))
+    Console(file=_plain(to)).print(shown)
+
+
+class LiveLines:
+    """Lines at the bottom of the terminal that change; other output appears above them.
+    `content`: the lines, and how far the work is (0 to 1, None if unknown)."""
+
+    def __init__(self, content: Callable[[], tuple[Sequence[str], float | None]], *, bar: int):
+        from rich.console import Console
+        from rich.live import Live
+
+        self._content, self._bar = content, bar
+        self._console = Console(file=_plain(sys.stderr))
+        self._live = Live(
+            get_renderable=self._renderable,
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def start(self) -> None:
+        _Spelling.above = self.message
+        self._live.start(refresh=True)
+
+    def stop(self) -> None:
+        _Spelling.above = None
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._live.stop()
+
+    def message(self, text: str) -> None:
+        """Write one line above."""
+        from rich.text import Text
+
+        self._console.print(Text(spelled(text)), soft_wrap=True)
+
+    def _renderable(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        lines, share = self._content()
+        text = Text("\n".join(map(spelled, lines)))
+        first = len(lines[0]) if lines else 0
+        width = min(self._console.width - 2 - first, self._bar)
+        if share is None or width < self._bar // 4:
+            return text
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(ProgressBar(total=1.0, completed=share, width=width), text)
+        return grid
+
+
+def guard() -> None:
+    """Spell out what libraries, warnings, logs and the interpreter write to the standard streams.
+    Bytes that are written to their buffers stay as they are."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Spelling):
+            stream.flush()
+            setattr(sys, name, _Spelling(stream))
+    warnings.showwarning = _warn
+    threading.excepthook = _thread_fault
+    make = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(lambda *args, **kwargs: _one_line(make(*args, **kwargs)))
+
+
+def _thread_fault(fault: threading.ExceptHookArgs) -> None:
+    if not issubclass(fault.exc_type, SystemExit):
+        crash(fault.exc_value or fault.exc_type())
+
+
+def spell_record(record: logging.LogRecord) -> bool:
+    """A filter of a logger: its messages are single lines without control characters."""
+    _one_line(record)
+    return True
+
+
+def _one_line(record: logging.LogRecord) -> logging.LogRecord:
+    with contextlib.suppress(Exception):  # arguments that do not fit: the handler reports it
+        record.msg, record.args = spelled(record.getMessage()), None
+    return record
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of warnings.showwarning: a warning of a library in one line."""
+    text = spelled(f"{category.__name__}: {message}")
+    print(f"bass: warning: {text}", file=file or sys.stderr, flush=True)
+
+
+def _plain(stream: TextIO) -> TextIO:
+    """The stream that takes what moves the cursor."""
+    return stream.plain if isinstance(stream, _Spelling) else stream
+
+
+class _Spelling(io.TextIOWrapper):
+    """A standard stream that spells out all control and format characters but newline and tab. On
+    a terminal, what progress bars need passes. `above`: takes whole lines while a display is
+    live."""
+
+    above: Callable[[str], None] | None = None
+
+    def __init__(self, plain: io.TextIOWrapper):
+        super().__init__(
+            plain.buffer,
+            encoding=plain.encoding,
+            errors="backslashreplace",
+            line_buffering=plain.isatty() or plain is sys.stderr,
+        )
+        self.plain = plain
+        self._begun = ""  # a line that is not complete, while a display is live
+
+    def write(self, text: str) -> int:
+        terminal = self.isatty()
+        if terminal and _BAR_MOVE.fullmatch(text):
+            return super().write(text)
+        start = _BAR_TEXT.match(text) if terminal else None
+        rest = text[1:] if start else text
+        safe = "".join(
+            part if _KEPT.fullmatch(part) else spelled(part) for part in _KEPT.split(rest)
+        )
+        above = type(self).above
+        if terminal and above is not None and not start:
+            *lines, self._begun = (self._begun + safe).split("\n")
+            for one in lines:
+                above(one)
+        else:
+            super().write(f"\r{safe}" if start else safe)
+        return len(text)
