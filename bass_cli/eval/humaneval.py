@@ -9,8 +9,10 @@ from collections.abc import Sequence
 
 from bass_cli.errors import UserError
 from bass_cli.eval.data import Fields, read_problems
+from bass_cli.eval.naming import names_of, whole
 from bass_cli.eval.tasks import Answer, Defaults, Problem, code_in
 from bass_cli.io.reading import text
+from bass_cli.sandbox.jail.order import Checked
 
 _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 
@@ -42,9 +44,13 @@ class HumanEval:
         prompt alone, a head with its docstring, is a whole function too."""
         return "\n" + code_in(text, problem.fields["entry_point"]) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
+    def program(self, problem: Problem, answer: Answer) -> Checked:
+        """The tests have helpers of their own, which the prompt defines (`poly`, for example)."""
         body = answer.text if answer.whole else problem.prompt + answer.text
-        return body, f"{problem.fields['test']}\ncheck({problem.fields['entry_point']})"
+        name = problem.fields["entry_point"]
+        tests, setup = f"{problem.fields['test']}\ncheck({name})", whole(problem.prompt)
+        names = dict.fromkeys((name, *names_of(tests, setup)))
+        return Checked(body, tests, tuple(names), setup)
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         raise UserError("humaneval is scored by running programs")

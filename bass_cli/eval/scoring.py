@@ -29,6 +29,7 @@ from bass_cli.io.resume import write_json
 
 if TYPE_CHECKING:
     from bass_cli.eval.tasks import Task
+    from bass_cli.sandbox.jail.order import Program
     from bass_cli.sandbox.programs import Limits
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
@@ -197,7 +198,7 @@ def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Ou
     )
 
 
-def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, tuple[str, str]]]:
+def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
     """The program of every finished sample; one that was cut off or late is not run, it counts
     as failed."""
     from bass_cli.eval.tasks import Answer

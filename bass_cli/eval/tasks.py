@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from bass_cli.errors import UserError, nearest
+from bass_cli.sandbox.jail.order import Program
 
 TASKS = ("humaneval", "mbpp", "xsum")
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
@@ -57,9 +58,8 @@ class Task(Protocol):
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         """What a model's text contributes after the data set's own prompt."""
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
-        """The program with the answer and its tests, each a whole text, so that no answer ends
-        within the tests. It passes if both run to their ends, one after the other in one module."""
+    def program(self, problem: Problem, answer: Answer) -> Program:
+        """The program with the answer, and its tests, which run in a process of their own."""
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Figures of merit, as fractions of 1, where nothing is run."""
