@@ -60,6 +60,20 @@ def shout(*words):
                 pass
 """
 
+# The children of this program's warden. A cheat must aim at no other process: where layers are
+# missing, it would hit.
+SIBLINGS = """
+import os
+def siblings():
+    found = []
+    for one in os.listdir('/proc') if os.path.isdir('/proc') else ():
+        if one.isdigit() and int(one) != os.getpid():
+            try: fields = open(f'/proc/{one}/stat').read().rsplit(') ', 1)[1].split()
+            except OSError: continue
+            found += [int(one)] * (int(fields[1]) == os.getppid())
+    return found
+"""
+
 CHEATS: dict[str, str] = {
     "wrong": WRONG,
     "an object bound to check that rebinds it when it is released": WRONG + """
@@ -163,25 +177,21 @@ def f(x):
     return 0
 """,
     "a fork that answers": WRONG + "import os\nif os.fork(): os._exit(0)\n",
-    "ends its neighbours": """
-import os
+    "ends the tests' process": SIBLINGS + """
 def f(x):
-    for one in os.listdir('/proc'):
-        if one.isdigit() and int(one) not in (1, os.getpid()):
-            try: os.kill(int(one), 9)
-            except OSError: pass
+    for one in siblings():
+        try: os.kill(one, 9)
+        except OSError: pass
     return 0
 """,
-    "reads the tests": """
-import os
+    "reads the tests": SIBLINGS + """
 def f(x):
     found = []
-    for one in os.listdir('/proc') if os.path.isdir('/proc') else []:
-        for name in ('mem', 'environ', 'fd/3', 'fd/5', 'maps', 'cwd', 'exe') if one.isdigit() and one != str(os.getpid()) else ():
+    for one in siblings():
+        for name in ('mem', 'environ', 'fd/3', 'fd/5', 'maps', 'cwd', 'exe'):
             try: found.append(os.open(f'/proc/{one}/{name}', 0))
             except OSError: pass
     return 4 if found else 0
-TESTED = True
 """,
     "its own memory": """
 import os
@@ -196,12 +206,11 @@ def f(x):
             if b'assert ' + b'candidate(2)' in text: return 4
     return 0
 """,
-    "calls into other processes": """
-import ctypes, os
+    "traces the tests' process": SIBLINGS + """
+import ctypes
 def f(x):
     c = ctypes.CDLL(None, use_errno=True)
-    hits = [c.ptrace(16, pid, None, None) for pid in range(1, 9) if pid != os.getpid()]
-    return 4 if 0 in hits else 0
+    return 4 if 0 in [c.ptrace(16, one, None, None) for one in siblings()] else 0
 """,
     "a decorator that breaks off": "def f(x): return 0\n@lambda _: lambda *_: None",
     "a text that breaks off": "def f(x): return 0\ntext = '''",

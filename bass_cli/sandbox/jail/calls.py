@@ -67,7 +67,7 @@ class Peer:
             if kind == "=":
                 result, changed = (values.load(one, self.find) for one in parts)
                 if changed is not None:
-                    values.refill(operands[1:], changed)
+                    _refill(*operands[1:], *changed)
                 return result
             if kind == "!":
                 raise _exception(operation, *(values.load(one, self.find) for one in parts))
@@ -138,6 +138,12 @@ class Peer:
         if number not in self._remotes:
             self._remotes[number] = Remote(self, number)
         return self._remotes[number]
+
+
+def _refill(given: Any, named: Any, left: Any, named_left: Any) -> None:
+    """Give the mutable arguments of a call the content that it has left in them."""
+    values.refill(given, left)
+    values.refill(tuple(named.values()), tuple(named_left.values()))
 
 
 def _is_handed_over(operation: str, parts: list[bytes]) -> bool:
