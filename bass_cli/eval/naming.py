@@ -10,12 +10,14 @@ import builtins
 import functools
 import sys
 
+from bass_cli.eval.answers import parse
+
 
 def whole(head: str) -> str:
     """A prompt as text that runs by itself: what it is, with an empty body, or nothing if it is
     no Python."""
     for text in (head, f"{head}\n    pass\n"):
-        if _parse(text) is not None:
+        if parse(text) is not None:
             return text
     return ""
 
@@ -27,12 +29,12 @@ def names_of(tests: str, setup: str = "", solution: str = "") -> tuple[str, ...]
     A builtin counts if the reference `solution` defines it. Where no name is left, the builtins
     that the tests call count: a function may be called `sum`.
     """
-    tree = _parse(tests)
+    tree = parse(tests)
     if tree is None:
         return ()
     used, bound = _names(tree)
-    bound |= _names(_parse(setup) or ast.Module([], []))[1]
-    solved = _defined(_parse(solution) or ast.Module([], []))
+    bound |= _names(parse(setup) or ast.Module([], []))[1]
+    solved = _defined(parse(solution) or ast.Module([], []))
     free = [name for name in used if name not in bound]
     found = [name for name in free if name in solved or not hasattr(builtins, name)]
     found = [name for name in found if name in solved or not _is_module(tree, name)]
@@ -41,7 +43,7 @@ def names_of(tests: str, setup: str = "", solution: str = "") -> tuple[str, ...]
 
 def modules_of(tests: str, names: tuple[str, ...]) -> str:
     """Imports of the standard library's modules that the tests use and do not import."""
-    tree = _parse(tests)
+    tree = parse(tests)
     if tree is None:
         return ""
     used, bound = _names(tree)
@@ -49,11 +51,11 @@ def modules_of(tests: str, names: tuple[str, ...]) -> str:
     return "".join(f"import {one}\n" for one in missing if _is_module(tree, one))
 
 
-def _parse(text: str) -> ast.Module | None:
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+def with_imports(program: str, tests: str) -> str:
+    """The program, followed by the imports of its tests: data sets let programs use them."""
+    tree = parse(tests) or ast.Module([], [])
+    found = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
+    return "\n\n".join([program, *map(ast.unparse, found)])
 
 
 def _names(tree: ast.AST) -> tuple[list[str], set[str]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from bass_cli.errors import UserError, nearest
+from bass_cli.eval.answers import code_in as code_in
 from bass_cli.sandbox.jail.order import Program
 
 TASKS = ("humaneval", "mbpp", "xsum")
@@ -98,21 +99,3 @@ def shape_prompt(prompt: str, form: PromptFormat) -> str:
     """A completion prompt in that format: as it is, or without blanks ("strip") or newlines
     ("strip-nl") at its ends."""
     return {"strip": prompt.strip(), "strip-nl": prompt.strip("\n")}.get(form, prompt)
-
-
-def code_in(text: str, name: str | None = None) -> str:
-    """The code of a chat answer: the fenced block that defines `name`, or else the first block;
-    one that was never closed counts too. The text itself if there is no block."""
-    blocks: list[str] = []
-    lines: list[str] | None = None
-    for line in text.replace("\r\n", "\n").split("\n"):  # Python's lines end there alone
-        if line.lstrip().startswith("```"):
-            if lines is not None:
-                blocks.append("\n".join(lines))
-            lines = [] if lines is None else None
-        elif lines is not None:
-            lines.append(line)
-    if lines is not None:
-        blocks.append("\n".join(lines))
-    defining = (block for block in blocks if name is not None and f"def {name}(" in block)
-    return next(defining, blocks[0] if blocks else text)
