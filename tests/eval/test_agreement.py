@@ -20,7 +20,9 @@ def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
     texts = {}
     for number, name in enumerate(names):
         right = raw[name]["prompt"] + raw[name]["canonical_solution"]
-        for place, text in enumerate([right, *mutants(right, count, number)]):
+        for place, text in enumerate(
+            [right, *mutants(right, raw[name]["entry_point"], count, number)]
+        ):
             texts[name, place] = text
     programs = [
         (key, task.program(task.problems[key[0]], Answer(text, True)))

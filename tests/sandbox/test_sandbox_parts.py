@@ -502,7 +502,7 @@ def test_a_weak_sandbox_is_refused_with_what_is_missing(
         isolation.refuse_weakness()
         return
     with pytest.raises(
-        MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox"
+        MachineError, match=r"^the sandbox is weak here: .* add --allow-code-execution"
     ) as refusal:
         isolation.refuse_weakness()
     assert all(sentence in str(refusal.value) for sentence in found)

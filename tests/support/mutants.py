@@ -10,12 +10,14 @@ _ORDERS = (ast.Lt, ast.LtE, ast.Gt, ast.Eq, ast.NotEq)
 _WRAPPERS = ("list", "str", "tuple", "iter", "float", "frozenset")
 
 
-def mutants(text: str, count: int, seed: int) -> list[str]:
-    """At most `count` of them, the same for the same seed."""
+def mutants(text: str, name: str, count: int, seed: int) -> list[str]:
+    """At most `count` of them, the same for the same seed; what changes is in the function of
+    that name."""
     noise, found = random.Random(seed), set[str]()
     for _ in range(100 * count):
         tree = ast.parse(text)
-        if _change(noise.choice(list(ast.walk(tree))), noise):
+        (function,) = [one for one in tree.body if getattr(one, "name", None) == name]
+        if _change(noise.choice(list(ast.walk(function))), noise):
             found.add(ast.unparse(ast.fix_missing_locations(tree)))
         if len(found) == count:
             break
