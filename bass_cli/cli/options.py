@@ -262,8 +262,8 @@ OWN: dict[type, dict[str, Flag]] = {
     EvaluateArgs: {
         "max_new_tokens": OPTIONS["max_new_tokens"]._replace(default="512, for xsum 128"),
         "temperature": OPTIONS["temperature"]._replace(default="the pair's, or 0.2"),
-        "out": Flag("Where samples go", OUTPUT, "FILE", "TASK-PAIR-FORMAT-tT-nN-sSEED.jsonl; "
-                                                        "other options that matter are added"),
+        "out": Flag("Where samples go", OUTPUT, "FILE", "named after the task, the "
+                                                        "pair and the options"),
     },
     ProfileArgs: {
         "batch_sizes": Flag("Numbers of rows to measure", MEASURED, "N,...",

@@ -240,7 +240,7 @@ def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
     )
     result = cli("f.jsonl.gz", ALLOW)
     assert result.exit_code == 0
-    assert [one.split()[1] for one in result.stderr.splitlines()] == ["programs", "warning:"]
+    assert [one.split()[0] for one in result.stderr.splitlines()] == ["programs", "warning:"]
     assert "ranked by order (no log-probabilities)" in result.stdout
     assert result.stdout.count("ranked by order") == 1
     report = scored("f.jsonl.gz", "--k", "1")

@@ -138,6 +138,13 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
     assert statuses == {"spin": "timed out", "sleep": "timed out", "heap": "out of memory"}
 
 
+def test_files_in_memory_without_a_name_are_forbidden(sandbox: Sandbox) -> None:
+    if "seccomp" not in sandbox.layers:
+        pytest.skip("this system refuses seccomp")
+    ((_, verdict),) = sandbox.run([(0, "import os\nos.memfd_create('x')")])
+    assert verdict.detail == "line 2: PermissionError: [Errno 1] Operation not permitted"
+
+
 @pytest.mark.parametrize("data", [b"", b"l", b"l1;", b"lffffffffffffff;", b"u5;ab", b"x1;", b"i3;zzz", b"i-1;", b"NN",
                                   b"l-1;", b"s1;l0;", b"d1;N", b"C4;eval", b"C2;no", b"c1;N",
                                   b"/2;u1;au1;b", b"D1;x"])  # fmt: skip
