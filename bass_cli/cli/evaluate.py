@@ -21,7 +21,7 @@ def evaluate(args: EvaluateArgs) -> None:
 
     \b
     Example:
-      bass eval humaneval --n 8 --budget 5s --allow-code-execution
+      bass eval humaneval --n 8 --budget 5s
 
     Samples and verdicts are kept: given again, the same command goes on.
     """

@@ -239,15 +239,15 @@ OPTIONS: dict[str, Flag] = {  # by field, in the order of a help page
         "Other engines, measured too where installed: transformers, vllm", MEASURED, "NAME,..."
     ),
     "attention": Flag("How a GPU runs unequal rows", MEASURED, "ragged|pad|split", "ragged"),
-    "k": Flag("Estimate pass@k for these k", SCORING, "K,...", "1,10"),
-    "allow_code_execution": Flag(
-        "Run the programs that a model wrote, in a sandbox; nothing is run without", SCORING
+    "k": Flag(
+        "Estimate pass@k for these k", SCORING, "K,...", "those of 1, 10, 100 that --n allows"
     ),
-    "allow_weak_sandbox": Flag(
-        "Run them also where the system offers too little to keep them from files, network and "
-        "processes (bass doctor says what)",
+    "allow_code_execution": Flag(
+        "Run the programs that a model wrote even where the sandbox is weak (bass doctor shows "
+        "what is missing)",
         SCORING,
     ),
+    "allow_weak_sandbox": Flag("The same as --allow-code-execution", SCORING),
     "workers": Flag("Programs run at once", SCORING, "N", "the number of cores"),
     "timeout": Flag("Wall clock for each program", SCORING, "TIME", "10s"),
     "rejudge": Flag("Run all programs again, also those with a verdict", SCORING),
@@ -269,8 +269,8 @@ OWN: dict[type, dict[str, Flag]] = {
     EvaluateArgs: {
         "max_new_tokens": OPTIONS["max_new_tokens"]._replace(default="512, for xsum 128"),
         "temperature": OPTIONS["temperature"]._replace(default="the pair's, or 0.2"),
-        "out": Flag("Where samples go", OUTPUT, "FILE", "TASK-PAIR.jsonl, with --limit N "
-                                                        "TASK-PAIR-firstN.jsonl"),
+        "out": Flag("Where samples go", OUTPUT, "FILE", "named after the task, the "
+                                                        "pair and the options"),
     },
     ProfileArgs: {
         "batch_sizes": Flag("Numbers of rows to measure", MEASURED, "N,...",

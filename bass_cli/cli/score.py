@@ -28,7 +28,7 @@ def score(args: ScoreArgs) -> None:
 
     \b
     Example:
-      bass score samples.jsonl --allow-code-execution > figures.txt
+      bass score samples.jsonl > figures.txt
     """
     screen = Screen(args.quiet, document=args.json_document)
     kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
@@ -39,7 +39,7 @@ def score(args: ScoreArgs) -> None:
 
 
 def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
-    """Check the options and the file's lines, then the permission, then score; the report."""
+    """Check the options and the file's lines, then score; the report."""
     from bass_cli.config.fields import parse_duration
     from bass_cli.errors import UserError
     from bass_cli.eval import scoring
@@ -49,7 +49,7 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     from bass_cli.io.places import refuse_shared_files
     from bass_cli.io.resume import manifest_path
 
-    ks = scoring.parse_ks(args.k or "1,10")
+    ks = None if args.k is None else scoring.parse_ks(args.k)
     workers = scoring.parse_workers(args.workers)
     timeout = (
         None
@@ -76,7 +76,6 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     file = read_generations(path)
     task = load_task(args.task or guess_task(file), args.data)
     scoring.refuse_without_programs(task, args)
-    scoring.refuse(task, allow_execution=args.allow_code_execution)
     return scoring.score(
         file,
         task,
@@ -87,5 +86,5 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
         screen=screen,
         rejudge=args.rejudge,
         overwrite=args.overwrite,
-        allow_weak=args.allow_weak_sandbox,
+        consent=args.allow_code_execution or args.allow_weak_sandbox,
     )

@@ -48,9 +48,8 @@ if TYPE_CHECKING:
 class Scoring(NamedTuple):
     """How samples are scored: see scoring.score_file."""
 
-    ks: list[int]
-    allow_execution: bool
-    allow_weak: bool
+    ks: list[int] | None
+    consent: bool
     workers: int | None
     timeout: float | None
     rejudge: bool
@@ -73,9 +72,8 @@ class Evaluation:
             else parse_duration(args.timeout, "--timeout (or BASS_TIMEOUT)")
         )
         self.scoring = Scoring(
-            scoring.parse_ks(args.k or "1,10"),
-            args.allow_code_execution,
-            args.allow_weak_sandbox,
+            None if args.k is None else scoring.parse_ks(args.k),
+            args.allow_code_execution or args.allow_weak_sandbox,
             scoring.parse_workers(args.workers),
             timeout,
             args.rejudge,
@@ -85,11 +83,8 @@ class Evaluation:
         self.task: Task = load_task(args.task, args.data)
         scoring.refuse_without_programs(self.task, args)
         self.job = self._job()
-        # a trial keeps out of the whole task's file
-        first = "" if self.job.limit is None else f"-first{self.job.limit}"
         self.shard = read_shard(args, self.job)
-        part = "" if self.shard is None else f"-{self.shard.number}of{self.shard.of}"
-        self.out = args.out or f"{self.task.name}-{self.job.pair.name}{first}{part}.jsonl"
+        self.out = args.out or self._default_out()
         if is_stream(self.out):
             raise UserError(
                 f"--out {self.out}: an evaluation needs a file, which is scored afterwards"
@@ -106,11 +101,12 @@ class Evaluation:
         ]
         if not self.problems:
             raise UserError(f"--shard {self.shard}: none of the {len(problems)} prompts is in it")
-        if self.task.executes and not self.scoring.allow_execution:
-            screen.note(
-                "samples will be written and not scored: scoring runs programs, which needs "
-                "--allow-code-execution"
-            )
+        for k in self.scoring.ks or ():
+            if k > self.job.n:
+                screen.note(
+                    f"pass@{k} will not be known: it needs {k} samples of every problem; "
+                    f"--n is {self.job.n}"
+                )
 
     def run(self) -> tuple[dict[str, Any], bool]:
         """Generate what is missing in the file and score it; the report, and whether all prompts
@@ -207,6 +203,7 @@ class Evaluation:
             out,
             self.task,
             **self.scoring._asdict(),
+            told=True,
             report_path=self.report_path(out),
             screen=self._screen,
             verdicts=verdicts,
@@ -253,9 +250,33 @@ class Evaluation:
         }
         return read_job(job_args(self._args, chat=True if chat else None), defaults)
 
+    def _default_out(self) -> str:
+        """A name with what makes the samples what they are, so that different evaluations have
+        different files. Options that have the task's own value are left out."""
+        job, own = self.job, self.task.defaults
+        sampling = job.sampling
+        parts = [self.task.name, job.pair.name, self.form]
+        parts += (
+            [Path(self._args.data.removeprefix("hf:").split(":")[0]).stem]
+            if self._args.data
+            else []
+        )
+        parts += [f"t{sampling.temperature:g}", f"n{job.n}", f"s{sampling.seed}"]
+        more = {
+            "p": (sampling.top_p, own.top_p),
+            "k": (sampling.top_k, 0),
+            "max": (sampling.max_new_tokens, own.max_new_tokens),
+            "first": (job.limit, None),
+        }
+        parts += [f"{name}{value}" for name, (value, usual) in more.items() if value != usual]
+        parts += ["maximal"] if job.speculation.coupling == "maximal" else []
+        parts += [] if job.budget is None else [f"within{job.budget:g}s"]
+        parts += [] if self.shard is None else [f"{self.shard.number}of{self.shard.of}"]
+        return "-".join(parts) + ".jsonl"
+
     def _check_sandbox(self) -> None:
-        if self.task.executes and self.scoring.allow_execution:
-            scoring.check_sandbox(allow_weak=self.scoring.allow_weak)
+        if self.task.executes:
+            scoring.check_sandbox(self._screen, consent=self.scoring.consent)
 
     def _tell(self, facts: Facts) -> None:
         plain = self.form != "chat"

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bass_cli.errors import UserError
+from bass_cli.eval.answers import as_body, code_in
 from bass_cli.eval.data import Fields, read_problems
-from bass_cli.eval.tasks import Answer, Defaults, Problem, code_in
+from bass_cli.eval.naming import names_of, whole, with_imports
+from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text
+from bass_cli.sandbox.jail.order import Checked
 
 _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 
@@ -39,12 +42,17 @@ class HumanEval:
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         """A chat answer's code follows the prompt as a second definition of the function: the
-        prompt alone, a head with its docstring, is a whole function too."""
-        return "\n" + code_in(text, problem.fields["entry_point"]) if chat else text
+        prompt alone, a head with its docstring, is a whole function too. A body alone goes on
+        there."""
+        return "\n" + as_body(code_in(text, problem.fields["entry_point"])) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
+    def program(self, problem: Problem, answer: Answer) -> Checked:
+        """The tests have helpers of their own, which the prompt defines (`poly`, for example)."""
         body = answer.text if answer.whole else problem.prompt + answer.text
-        return body, f"{problem.fields['test']}\ncheck({problem.fields['entry_point']})"
+        name = problem.fields["entry_point"]
+        tests, setup = f"{problem.fields['test']}\ncheck({name})", whole(problem.prompt)
+        names = dict.fromkeys((name, *names_of(tests, setup)))
+        return Checked(with_imports(body, tests), tests, tuple(names), setup)
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         raise UserError("humaneval is scored by running programs")

@@ -63,7 +63,9 @@ def digest(program: Program, limits: Mapping[str, Any]) -> str:
 
 
 def _texts(program: Program) -> tuple[str, ...]:
-    return (program,) if isinstance(program, str) else program
+    if isinstance(program, str):
+        return (program,)
+    return (program.text, program.tests, program.setup, *program.names)
 
 
 def check_verdicts(path: str) -> None:

@@ -9,13 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from bass_cli.errors import UserError
+from bass_cli.eval.answers import code_in
 from bass_cli.eval.data import Fields, identity, read_problems
-from bass_cli.eval.tasks import Answer, Defaults, Problem, code_in
+from bass_cli.eval.naming import modules_of, names_of, with_imports
+from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text, texts
+from bass_cli.sandbox.jail.order import Checked
 
 _DATA = "hf:google-research-datasets/mbpp:full:test"
 _FIELDS: Fields = {"task_id": identity, "test_list": texts}
-_OPTIONAL: Fields = {"test_imports": texts, "test_setup_code": text, "text": text, "prompt": text}
+_OPTIONAL: Fields = {"test_imports": texts, "test_setup_code": text, "text": text, "prompt": text,
+                     "code": text}  # fmt: skip
 
 
 class Mbpp:
@@ -38,15 +42,25 @@ class Mbpp:
         )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
-        return code_in(text) if chat else text
+        return code_in(text, next(iter(self._names(problem)), None)) if chat else text
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
-        """The prompt is a docstring, which does nothing."""
-        setup = [*(problem.fields.get("test_imports") or ()), problem.fields.get("test_setup_code")]
-        return answer.text, "\n".join([*filter(None, setup), *problem.fields["test_list"]])
+    def program(self, problem: Problem, answer: Answer) -> Checked:
+        """The prompt is a docstring, which does nothing. The set-up may use the program's
+        classes."""
+        tests, names = _tests(problem), self._names(problem)
+        return Checked(with_imports(answer.text, tests), tests, names, modules_of(tests, names))
+
+    def _names(self, problem: Problem) -> tuple[str, ...]:
+        return names_of(_tests(problem), solution=problem.fields.get("code") or "")
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         raise UserError("mbpp is scored by running programs")
+
+
+def _tests(problem: Problem) -> str:
+    fields = problem.fields
+    setup = [*(fields.get("test_imports") or ()), fields.get("test_setup_code")]
+    return "\n".join([*filter(None, setup), *fields["test_list"]])
 
 
 def _sentence(record: Any) -> str:

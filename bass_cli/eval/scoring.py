@@ -29,22 +29,13 @@ from bass_cli.io.resume import write_json
 
 if TYPE_CHECKING:
     from bass_cli.eval.tasks import Task
-    from bass_cli.sandbox.programs import Limits
+    from bass_cli.sandbox.jail.order import Program
+    from bass_cli.sandbox.programs import Isolation, Limits
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
 _MOST_WORKERS = 1024
 Problems = Mapping[str, Sequence[Generation]]
-
-
-def refuse(task: Task, *, allow_execution: bool) -> None:
-    """UserError unless the programs of this task may be run, or it has none."""
-    if task.executes and not allow_execution:
-        reason = "scoring runs programs that a model wrote"
-        raise UserError(
-            f"{task.name}: {reason}; add --allow-code-execution to run them in a sandbox on this "
-            "machine"
-        )
 
 
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
@@ -98,9 +89,9 @@ def score_file(
     path: str,
     task: Task,
     *,
-    ks: Sequence[int] = (1, 10),
-    allow_execution: bool = False,
-    allow_weak: bool = False,
+    ks: Sequence[int] | None = None,
+    consent: bool = False,
+    told: bool = False,
     workers: int | None = None,
     timeout: float | None = None,
     report_path: str | None = None,
@@ -115,12 +106,11 @@ def score_file(
     `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept
     beside the file: after an interruption the same call goes on (`verdicts` names another file
     for them, which several calls may share); `rejudge` runs all programs again; `overwrite` lets
-    the report replace what is no report on this file; `allow_weak` runs them also where the
-    sandbox keeps them in badly, which else is a MachineError. UserError if execution is needed
-    and not allowed, before the file is read; for any fault of the file; for a task_id that the
-    task does not know.
+    the report replace what is no report on this file; `consent` runs them also where the sandbox
+    is weak, which else is a MachineError. `ks` None: see `default_ks`. `told`: `check_sandbox`
+    has said how programs are kept in. UserError for any fault of the file, and for a task_id that
+    the task does not have.
     """
-    refuse(task, allow_execution=allow_execution)
     file = read_generations(path)
     return score(
         file,
@@ -131,7 +121,8 @@ def score_file(
         report_path=report_path,
         screen=screen,
         rejudge=rejudge,
-        allow_weak=allow_weak,
+        consent=consent,
+        told=told,
         verdicts=verdicts,
         overwrite=overwrite,
     )
@@ -141,17 +132,18 @@ def score(
     file: GenerationFile,
     task: Task,
     *,
-    ks: Sequence[int],
+    ks: Sequence[int] | None,
     workers: int | None,
     timeout: float | None,
     report_path: str | None,
     screen: Screen,
     rejudge: bool,
-    allow_weak: bool,
+    consent: bool,
+    told: bool = False,
     verdicts: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """`score_file` for a file that is read already, by a caller who may run programs."""
+    """`score_file` for a file that is read already."""
     check_report(report_path, file.path, overwrite=overwrite)
     problems = by_problem(file, task.problems)
     isolation = None
@@ -164,7 +156,8 @@ def score(
             timeout=timeout,
             screen=screen,
             rejudge=rejudge,
-            allow_weak=allow_weak,
+            consent=consent,
+            told=told,
             verdicts=verdicts or verdicts_path(file.path),
         )
         outcomes = {
@@ -179,7 +172,7 @@ def score(
         task=task.name,
         executes=task.executes,
         known=len(task.problems),
-        ks=ks,
+        ks=default_ks(_fewest(problems)) if ks is None else ks,
         isolation=isolation,
     )
     table.show(document, screen)
@@ -197,7 +190,7 @@ def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Ou
     )
 
 
-def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, tuple[str, str]]]:
+def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
     """The program of every finished sample; one that was cut off or late is not run, it counts
     as failed."""
     from bass_cli.eval.tasks import Answer
@@ -220,7 +213,8 @@ def _judge(
     timeout: float | None,
     screen: Screen,
     rejudge: bool,
-    allow_weak: bool,
+    consent: bool,
+    told: bool,
     verdicts: str,
 ) -> dict[Key, Ruling]:
     """A verdict on every finished sample, through the verdict file and, for what is not in it,
@@ -248,30 +242,38 @@ def _judge(
             ledger,
             limits._asdict(),
             progress=progress,
-            open_executor=lambda: _open_sandbox(stack, workers, limits, screen, allow_weak),
+            open_executor=lambda: _open_sandbox(
+                stack, workers, limits, consent, None if told else screen
+            ),
         )
 
 
-def check_sandbox(*, allow_weak: bool) -> None:
-    """MachineError where programs cannot be run, or only in a weak sandbox and that is not
-    allowed."""
+def check_sandbox(screen: Screen, *, consent: bool) -> None:
+    """Say how programs will be kept in. MachineError where they cannot be run, or only in a weak
+    sandbox and without consent."""
     from bass_cli.sandbox.programs import Sandbox
 
     with Sandbox(workers=1) as sandbox:
-        if not allow_weak:
-            sandbox.isolation.refuse_weakness()
+        _tell(sandbox.isolation, consent, screen)
+
+
+def _tell(isolation: Isolation, consent: bool, screen: Screen | None) -> None:
+    if not consent:
+        isolation.refuse_weakness()
+    if screen is None:
+        return
+    screen.note(f"programs run in a sandbox ({isolation})")
+    for warning in isolation.warnings():
+        screen.note(f"warning: {warning}")
 
 
 def _open_sandbox(
-    stack: ExitStack, workers: int | None, limits: Limits, screen: Screen, allow_weak: bool
+    stack: ExitStack, workers: int | None, limits: Limits, consent: bool, screen: Screen | None
 ) -> Executor:
     from bass_cli.sandbox.programs import Sandbox
 
     sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
-    if not allow_weak:
-        sandbox.isolation.refuse_weakness()
-    for warning in sandbox.isolation.warnings():
-        screen.note(f"warning: {warning}")
+    _tell(sandbox.isolation, consent, screen)
     return Executor(sandbox.run, dict(sandbox.isolation._asdict()))
 
 
@@ -292,6 +294,20 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
             done += len(rows)
             progress(done, total)
     return outcomes
+
+
+def default_ks(samples: int) -> list[int]:
+    """The k of pass@k where none are given: 1, 10 and 100, as far as that many samples allow."""
+    return [k for k in (1, 10, 100) if k <= samples] or [1]
+
+
+def _fewest(problems: Problems) -> int:
+    """The fewest samples of a problem. A prompt that could not be run has one line, however many
+    samples it should have, and is left out."""
+    counts = [
+        len(rows) for rows in problems.values() if any(row.finish_reason != "error" for row in rows)
+    ]
+    return min(counts, default=1)
 
 
 def parse_ks(text: str) -> list[int]:

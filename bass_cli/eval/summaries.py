@@ -13,6 +13,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.data import Fields, identity, read_problems
 from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text
+from bass_cli.sandbox.jail.order import Program
 
 _DATA = "hf:EdinburghNLP/xsum:test"
 _FIELDS: Fields = {"document": text, "summary": text, "id": identity}
@@ -44,7 +45,7 @@ class Summaries:
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         return text.strip()
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
+    def program(self, problem: Problem, answer: Answer) -> Program:
         raise UserError("xsum has no programs to run")
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from bass_cli.errors import UserError, nearest
+from bass_cli.eval.answers import code_in as code_in
+from bass_cli.sandbox.jail.order import Program
 
 TASKS = ("humaneval", "mbpp", "xsum")
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
@@ -57,9 +59,8 @@ class Task(Protocol):
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
         """What a model's text contributes after the data set's own prompt."""
 
-    def program(self, problem: Problem, answer: Answer) -> tuple[str, str]:
-        """The program with the answer and its tests, each a whole text, so that no answer ends
-        within the tests. It passes if both run to their ends, one after the other in one module."""
+    def program(self, problem: Problem, answer: Answer) -> Program:
+        """The program with the answer, and its tests, which run in a process of their own."""
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
         """Figures of merit, as fractions of 1, where nothing is run."""
@@ -98,21 +99,3 @@ def shape_prompt(prompt: str, form: PromptFormat) -> str:
     """A completion prompt in that format: as it is, or without blanks ("strip") or newlines
     ("strip-nl") at its ends."""
     return {"strip": prompt.strip(), "strip-nl": prompt.strip("\n")}.get(form, prompt)
-
-
-def code_in(text: str, name: str | None = None) -> str:
-    """The code of a chat answer: the fenced block that defines `name`, or else the first block;
-    one that was never closed counts too. The text itself if there is no block."""
-    blocks: list[str] = []
-    lines: list[str] | None = None
-    for line in text.replace("\r\n", "\n").split("\n"):  # Python's lines end there alone
-        if line.lstrip().startswith("```"):
-            if lines is not None:
-                blocks.append("\n".join(lines))
-            lines = [] if lines is None else None
-        elif lines is not None:
-            lines.append(line)
-    if lines is not None:
-        blocks.append("\n".join(lines))
-    defining = (block for block in blocks if name is not None and f"def {name}(" in block)
-    return next(defining, blocks[0] if blocks else text)

@@ -91,7 +91,8 @@ class Cell:
             try:
                 if self._cancelled:  # called off before there was anything to close
                     self._close()
-                self._send(marshal.dumps(dict(order)))
+                for part in ({**order, "checks": order["checks"] is not None}, order["checks"]):
+                    self._send(marshal.dumps(part))
                 assert warden.stdout
                 most = order["output_bytes"] + WORDS_BYTES
                 data = _read(

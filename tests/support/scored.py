@@ -45,6 +45,9 @@ class Isolation(NamedTuple):
     def warnings(self) -> list[str]:
         return ["files are not kept in"]
 
+    def __str__(self) -> str:
+        return "network: namespace"
+
     def refuse_weakness(self) -> None:
         """There is none that counts."""
 

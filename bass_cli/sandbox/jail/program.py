@@ -1,9 +1,9 @@
-"""The process of the untrusted program: it gives up its rights, runs the text, and says so if the
-text came to its end.
+"""The process of the untrusted program: it gives up its rights and runs the text.
 
-Once the text runs, nothing in this process can be trusted. What it says is believed only if it
-starts with a key that lies in no module, no variable of a frame, no file and no pipe; see
-`finish`.
+Once the text runs, nothing in this process can be trusted. Where the program has tests, their
+process (checks.py) gives the verdict, and this one only answers its calls. A text without tests
+has passed if it came to its end: that word needs a key that lies in no module, no variable of a
+frame, no file and no pipe; see `finish`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import types
 
 from . import landlock, seccomp
+from .calls import Peer
 from .libc import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -33,42 +34,60 @@ if TYPE_CHECKING:
 
     from .order import Order
 
-READY, REFUSED, RAISED = b"+", b"#", b"!"
+READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
 STACK_BYTES = 64 << 20
 SPARE_TASKS = 64  # what the same user may start elsewhere while a program runs
 WORD = 16  # bytes of key and nonce
 
 
-def enter(order: Order, say: int, hear: int, keys: list[bytes]) -> NoReturn:
+def enter(
+    order: Order, say: int, hear: int, keys: list[bytes], tests: tuple[int, int] | None
+) -> NoReturn:
     """Run an order's program in this process, which is a fresh child of the warden's; never
     returns.
 
     `say` and `hear` are pipes to and from the warden; `keys` holds the key, which is taken out.
+    `tests`: pipes from and to the process of the tests, if there are any.
     """
-    try:
-        _restrict(order)
-        _prepare(order)
-    except SetupError as error:
-        os.write(say, b"%s%s: %s" % (REFUSED, error.layer.encode(), error.reason.encode()))
-        os._exit(1)
+    prepare(order, say, name="program")
     os.write(say, READY)
     os.read(
         hear, len(READY)
     )  # until the warden has heard it: what comes after the text has begun is the program's
-    _run(order["texts"], [keys.pop(), _ender(say, hear)], say)
+    if tests is None:
+        _run(order["text"], [keys.pop(), _ender(say, hear)], say)
+    os.close(say)
+    os.close(hear)
+    _serve(order["text"], Peer(*tests, describe=tell, leave=_leave, wary=False))
 
 
-def _restrict(order: Order) -> None:
+def _leave() -> NoReturn:
+    os._exit(0)
+
+
+def prepare(order: Order, say: int, *, name: str, hidden: bool = False) -> None:
+    """Give up this process's rights and make it a fresh interpreter, whose module has that name.
+    A layer that cannot be had is reported to `say` and ends the process. `hidden`: processes of
+    the same user can neither read nor trace it."""
+    try:
+        _restrict(order, hidden)
+        _refresh(order, name)
+    except SetupError as error:
+        os.write(say, b"%s%s: %s" % (REFUSED, error.layer.encode(), error.reason.encode()))
+        os._exit(1)
+
+
+def _restrict(order: Order, hidden: bool) -> None:
     layers = order["layers"]
     os.setsid()
     _limit(order)
     if "uid" in layers:
         _become(*order["owner"])
     if sys.platform == "linux":
-        _confine(order, layers)
+        _confine(order, layers, hidden)
 
 
-def _confine(order: Order, layers: tuple[str, ...]) -> None:
+def _confine(order: Order, layers: tuple[str, ...], hidden: bool) -> None:
     # In a new user namespace, and as root, there are capabilities to lose; elsewhere this
     # changes nothing.
     drop_capabilities()
@@ -76,7 +95,7 @@ def _confine(order: Order, layers: tuple[str, ...]) -> None:
     prctl(PR_SET_PDEATHSIG, 9)
     # Readable by others of the same user again, which this user's own tools (/proc/self) need;
     # the warden stays hidden.
-    prctl(PR_SET_DUMPABLE, 1 if "pid" in layers else 0)
+    prctl(PR_SET_DUMPABLE, 1 if "pid" in layers and not hidden else 0)
     work = order["folder"] or WORK
     os.chdir(work)
     if "landlock" in layers:
@@ -157,7 +176,7 @@ def _tasks(process: str, user: int) -> int:
         return 0
 
 
-def _prepare(order: Order) -> None:
+def _refresh(order: Order, name: str) -> None:
     """What a fresh interpreter would offer: a module of its own, the installed packages, `exit` and
     `help`.
 
@@ -165,59 +184,78 @@ def _prepare(order: Order) -> None:
     either.
     """
     os.chdir(order["folder"] or (WORK if "mount" in order["layers"] else "."))
-    module = types.ModuleType("program")
-    for name in [name for name in sys.modules if name.split(".")[0] == "jail"]:
-        del sys.modules[name]
-    sys.modules["program"] = sys.modules["__main__"] = module
-    sys.argv, sys.path[:] = ["program"], order["path"]
+    module = types.ModuleType(name)
+    for one in [one for one in sys.modules if one.split(".")[0] == "jail"]:
+        del sys.modules[one]
+    sys.modules[name] = sys.modules["__main__"] = module
+    sys.argv, sys.path[:] = [name], order["path"]
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.help = _sitebuiltins._Helper()
 
 
-def _run(texts: tuple[str, str], parts: list[Any], say: int) -> NoReturn:
-    """Run both texts in one module, then call the last of `parts` with the one before.
+def _run(text: str, parts: list[Any], say: int) -> NoReturn:
+    """Run a text without tests, then call the last of `parts` with the one before.
 
-    Whatever comes after the first text is looked up before it, and is on this frame's stack only
-    meanwhile, where neither frames nor the garbage collector lead. The texts are compiled apart:
-    neither can end within the other.
+    Whatever comes after the text is looked up before it, and is on this frame's stack only
+    meanwhile, where neither frames nor the garbage collector lead.
     """
-    leave, write, tell, scope = os._exit, os.write, _tell, sys.modules["program"].__dict__
+    leave, write, told, scope = os._exit, os.write, raised, sys.modules["program"].__dict__
     try:
-        first, second = (
-            _compile(texts[0] + "\n\n"),
-            _compile("\n" * (texts[0].count("\n") + 1) + texts[1]),
-        )
-        parts.pop()(parts.pop(), exec(second, scope, exec(first, scope)))  # type: ignore[func-returns-value]
-    except MemoryError:
-        write(say, RAISED + b"MemoryError")
+        code = compile_text(text + "\n\n")
+        parts.pop()(parts.pop(), exec(code, scope))  # type: ignore[func-returns-value]
     except (
         BaseException
     ) as error:  # SystemExit and KeyboardInterrupt too: the text did not come to its end
-        write(say, RAISED + tell(error))
+        write(say, told(error))
     finally:
         leave(1)
 
 
-def _compile(text: str) -> types.CodeType:
-    return compile(text, "<program>", "exec", dont_inherit=True)
+def _serve(text: str, tests: Peer) -> NoReturn:
+    """Run a text that has tests, then answer what their process asks until it has ended."""
+    scope = sys.modules["program"].__dict__
+
+    def start(names: tuple[str, ...]) -> dict[str, Any]:
+        """Run the text; its objects of these names."""
+        exec(compile_text(text + "\n\n"), scope)
+        return {name: scope[name] for name in names if name in scope}
+
+    tests.keep(start)  # number START, which is where the tests' process begins
+    while True:
+        tests.answer(*tests.receive())
 
 
-def _tell(error: BaseException) -> bytes:
+def compile_text(text: str, name: str = "<program>") -> types.CodeType:
+    """Compiled without the features that this file asks of `__future__`."""
+    return compile(text, name, "exec", dont_inherit=True)
+
+
+def raised(error: BaseException) -> bytes:
+    """The word to the warden about an exception that ended a text."""
+    if isinstance(error, MemoryError):
+        return RAISED + b"MemoryError"
+    return RAISED + tell(error).encode("utf-8", "replace")
+
+
+def tell(error: BaseException) -> str:
     """One line about an exception. The program may have made its class: whatever is called here
-    is the program's."""
+    is the program's. What the program's process has said about it (calls.py) counts in the
+    tests'."""
     place, line = error.__traceback__, 0
     while place is not None:
-        line = place.tb_lineno if place.tb_frame.f_code.co_filename == "<program>" else line
+        ours = place.tb_frame.f_code.co_filename in ("<program>", "<tests>")
+        line = place.tb_lineno if ours else line
         place = place.tb_next
     try:
         sys.stdout.flush()
     except BaseException:
         line = line or 0
     try:
-        text = f"{type(error).__name__}: {error}".rstrip(": \n").encode("utf-8", "replace")
+        text = getattr(error, "told", None) or f"{type(error).__name__}: {error}".rstrip(": \n")
+        text = str(text)[:2000]
     except BaseException:
-        text = b"an exception that cannot be shown"
-    return (b"line %d: " % line if line else b"") + text[:2000]
+        text = "an exception that cannot be shown"
+    return text if text.startswith("line ") or not line else f"line {line}: {text}"
 
 
 def _ender(say: int, hear: int) -> Callable[[bytes, object], None]:

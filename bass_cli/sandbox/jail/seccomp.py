@@ -27,6 +27,7 @@ FORBIDDEN: Numbers = {
     "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425),
     "pidfd_getfd": (438, 438), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
     "kcmp": (312, 272), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),  # memory that no limit counts
     "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448),
 }  # fmt: skip
 # Limits and scheduling, of itself only: by call, what its first arguments must be. A process's

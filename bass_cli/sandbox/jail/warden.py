@@ -2,8 +2,8 @@
 reports.
 
 Two processes: the outer one makes the namespaces and waits; the inner one is the first process
-of the new process namespace, so that nothing survives it, and the parent of the program's.
-Neither runs a line of the program.
+of the new process namespace, so that nothing survives it, and the parent of the program's and of
+the tests' process. Neither runs a line of the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import resource
 import select
 import time
 
-from . import namespaces, program
+from . import checks, namespaces, program
 from .descendants import kill_descendants, processor_seconds, waited_seconds
 from .libc import PR_SET_CHILD_SUBREAPER, PR_SET_DUMPABLE, PR_SET_PDEATHSIG, SetupError, prctl
 
@@ -39,8 +39,11 @@ ENDED = "the process ended before the program did: "
 class Watch:
     """What is known about a running program; `verdict` is (status, detail) once there is one."""
 
-    def __init__(self, order: Order, process: int, key: bytes, answer: int) -> None:
+    def __init__(
+        self, order: Order, process: int, key: bytes, answer: int, tests: int | None
+    ) -> None:
         self.order, self.process, self.key, self.answer = order, process, key, answer
+        self.tests = tests  # the process of the tests, if there are any
         self.nonce = self.output = b""
         self.ready = False
         self.end: tuple[str, str] | None = (
@@ -65,7 +68,7 @@ def main() -> NoReturn:
 
 
 def _serve() -> NoReturn:
-    order: Order = marshal.loads(_read_order())
+    order: Order = marshal.loads(_read_part())
     _volunteer()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     namespaces.leave(order["layers"])
@@ -91,15 +94,19 @@ def _volunteer() -> None:
         return
 
 
-def _read_order() -> bytes:
-    """The order, after its length as 8 bytes."""
+def _read_part() -> bytes:
+    """One part of the order, after its length as 8 bytes."""
+    return _read_exactly(int.from_bytes(_read_exactly(8), "little"))
+
+
+def _read_exactly(count: int) -> bytes:
     data = bytearray()
-    while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8], "little"):
-        piece = os.read(ORDERS, 1 << 20)
+    while len(data) < count:
+        piece = os.read(ORDERS, min(count - len(data), 1 << 20))
         if not piece:
             os._exit(1)
         data += piece
-    return bytes(memoryview(data)[8:])
+    return bytes(data)
 
 
 def _report(status: str, detail: str, seconds: float, output: bytes) -> None:
@@ -116,9 +123,9 @@ def _guard(order: Order) -> NoReturn:
     if "mount" in order["layers"]:
         namespaces.build_root(order["places"], order["owner"], order["folder_bytes"])
     start = time.monotonic()
-    watch, say, output = _start(order)
+    watch, heard, output = _start(order)
     try:
-        _watch(watch, say, output, start + order["seconds"])
+        _watch(watch, heard, output, start + order["seconds"])
         seconds = time.monotonic() - start
         kill_descendants(watch.process)
         _report(*(watch.verdict or ("failed", "")), seconds, watch.output)
@@ -131,44 +138,83 @@ def _guard(order: Order) -> NoReturn:
     os._exit(0)
 
 
-def _start(order: Order) -> tuple[Watch, int, int]:
-    """Fork the program's process; also the pipes on which it speaks and prints. The answering
-    pipe becomes ORDERS' twin."""
+def _start(order: Order) -> tuple[Watch, tuple[int, ...], int]:
+    """Start the program's process and, if there are tests, theirs; also the pipes on which they
+    speak to this one, and the one for output.
+
+    The tests are read only when the program's process exists: it must not have them in memory.
+    """
     keys = [os.urandom(program.WORD)]
     key = keys[0]
-    (say_out, say_in), (hear_out, hear_in), (output_out, output_in) = (
-        os.pipe(),
-        os.pipe(),
-        os.pipe(),
-    )
+    (said, say), (hear, answer), (printed, output) = os.pipe(), os.pipe(), os.pipe()
+    calls: tuple[int, ...] = (*os.pipe(), *os.pipe()) if order["checks"] else ()
     process = os.fork()
     if not process:
         del key
-        null = os.open("/dev/null", os.O_RDONLY)
-        for source, target in ((null, 0), (output_in, 1), (output_in, 2)):
-            os.dup2(source, target)
-        for unused in (null, say_out, hear_in, output_out, output_in):
+        for unused in (said, answer, printed, *calls[1:3]):
             os.close(unused)
+        _become_child(output)
         try:
-            program.enter(order, say_in, hear_out, keys)
+            program.enter(order, say, hear, keys, (calls[0], calls[3]) if calls else None)
         finally:  # only a fault of ours comes here, and it must not run on as a second warden
             os._exit(1)
-    for unused in (say_in, hear_out, output_in):
+    tests: int | None = None
+    heard: tuple[int, ...] = (said,)
+    found = marshal.loads(_read_part())
+    if found is not None:
+        tests, ruling = _start_tests(order, found, (calls[2], calls[1]))
+        heard += (ruling,)
+    for unused in (say, hear, output, *calls):
         os.close(unused)
-    for own in (
-        say_out,
-        hear_in,
-        output_out,
-    ):  # a program may take from its pipes, or fill them: nothing waits for them
+    for own in (*heard, answer, printed):
+        # a program may take from its pipes, or fill them: nothing waits for them
         os.set_blocking(own, False)
-    return Watch(order, process, key, hear_in), say_out, output_out
+    return Watch(order, process, key, answer, tests), heard, printed
 
 
-def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
-    """Wait for the first of: the right word, a wrong word, the end of the process, the deadline,
-    the supervisor's end."""
+def _start_tests(
+    order: Order, found: tuple[str, str, tuple[str, ...]], calls: tuple[int, int]
+) -> tuple[int, int]:
+    """The process of the tests, and the pipe on which it gives the verdict, which the program's
+    process has never had."""
+    ruling, rule = os.pipe()
+    process = os.fork()
+    if process:
+        os.close(rule)
+        return process, ruling
+    null = os.open("/dev/null", os.O_WRONLY)
+    for unused in range(3, 64):
+        if unused not in (null, rule, *calls):
+            _close(unused)
+    _become_child(null)
+    try:
+        checks.enter(order, found, rule, calls)
+    finally:
+        os._exit(1)
+
+
+def _close(descriptor: int) -> None:
+    try:
+        os.close(descriptor)
+    except OSError:
+        return
+
+
+def _become_child(output: int) -> None:
+    """Take the warden's own descriptors from a child: no input, that pipe for output."""
+    null = os.open("/dev/null", os.O_RDONLY)
+    for source, target in ((null, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(null)
+    os.close(output)
+
+
+def _watch(watch: Watch, heard: tuple[int, ...], output: int, deadline: float) -> None:
+    """Wait for the first of: the right word, a wrong word, the end of a process, the deadline,
+    the supervisor's end. `heard`: the pipes of the program's process and of the tests'."""
     poll = select.poll()
-    for descriptor in (say, output, *_sign_of_end(watch.process)):
+    ends = [end for one in (watch.process, watch.tests) if one for end in _sign_of_end(one)]
+    for descriptor in (*heard, output, *ends):
         poll.register(descriptor, select.POLLIN)
     poll.register(ORDERS, 0)
     cores = os.cpu_count() or 1
@@ -197,8 +243,10 @@ def _watch(watch: Watch, say: int, output: int, deadline: float) -> None:
             os._exit(0)
         if output in ready:
             watch.output += _take(poll, output)[: watch.order["output_bytes"] - len(watch.output)]
-        if say in ready:
-            _listen(watch, _take(poll, say))
+        if spoken := [one for one in reversed(heard) if one in ready]:
+            for one in spoken:
+                if watch.verdict is None:
+                    (_listen if one == heard[0] else _rule)(watch, _take(poll, one))
         elif ended:  # its last word, if there was one, has been heard
             watch.verdict = ended if watch.ready else ("refused", f"start: {ended[1]}")
         _reap(watch)
@@ -241,6 +289,8 @@ def _listen(watch: Watch, data: bytes) -> None:
             _say(watch, program.READY)
     elif not data:
         return
+    elif watch.tests is not None:
+        watch.verdict = "failed", "a false word"
     elif watch.nonce:
         good = data == watch.nonce
         watch.verdict = ("passed", "") if good else ("failed", "a false answer")
@@ -248,15 +298,27 @@ def _listen(watch: Watch, data: bytes) -> None:
         watch.nonce = os.urandom(program.WORD)
         _say(watch, watch.nonce)
     elif data[:1] == program.RAISED:
-        text = data[1:].decode("utf-8", "replace")
-        watch.verdict = ("out of memory" if text == "MemoryError" else "failed"), text
+        watch.verdict = _raised(data)
     else:
         watch.verdict = "failed", "a false word"
 
 
+def _rule(watch: Watch, data: bytes) -> None:
+    """The word of the tests' process, which is the verdict."""
+    if data[:1] == program.REFUSED:
+        watch.verdict = "refused", data[1:].decode()
+    elif data:
+        watch.verdict = ("passed", "") if data == program.PASSED else _raised(data)
+
+
+def _raised(data: bytes) -> tuple[str, str]:
+    text = data[1:].decode("utf-8", "replace")
+    return ("out of memory" if text == "MemoryError" else "failed"), text
+
+
 def _reap(watch: Watch) -> None:
-    """Collect processes that have ended, orphans too; the program's own end without a word is a
-    failure."""
+    """Collect processes that have ended, orphans too; the end of the program's process, or of the
+    tests', without a word is a failure."""
     while True:
         try:
             process, status, used = os.wait4(-1, os.WNOHANG)
@@ -264,7 +326,7 @@ def _reap(watch: Watch) -> None:
             return
         if not process:
             return
-        if process == watch.process:
+        if process in (watch.process, watch.tests) and not watch.end:
             watch.end = _judge_end(status, used, watch.order)
 
 

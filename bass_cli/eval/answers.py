@@ -1,0 +1,170 @@
+"""The code in a chat model's answer: CommonMark's code blocks, of which the one that defines the
+wanted function is chosen.
+
+Not here: the question (tasks.py), and what is run (sandbox/).
+"""
+
+from __future__ import annotations
+
+import ast
+import html
+import itertools
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from markdown_it.token import Token
+
+MOST = 200_000  # characters of an answer that are read
+ENDS = 8  # closing fences that are tried where a block breaks off within a string
+CUTS = 8  # lines of prose after code without a fence
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*$")
+_CODE = re.compile(r"(?:async\s+def|def|class|import|from|@)\s*\w", re.ASCII)
+_PRE = re.compile(r"<pre\b[^>]{0,200}>(.*?)(?:</pre>|\Z)", re.DOTALL | re.IGNORECASE)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class Block(NamedTuple):
+    """A code block: its text, the word after its fence, and its syntax tree, if it is Python."""
+
+    text: str
+    language: str
+    tree: ast.Module | None
+
+
+def code_in(text: str, name: str | None = None) -> str:
+    """The code of a chat answer.
+
+    Of several blocks it is the first that defines `name`: with a body rather than without, at
+    the top level rather than anywhere else. If none does, or `name` is None, it is the first
+    block with definitions, or the first in Python, or the first. Without any block it is the
+    text from its first line of code on. Takes linear time; of very long answers the beginning
+    is read.
+    """
+    text = text[:MOST].replace("\r\n", "\n").replace("\r", "\n")
+    if _worth(Block(text, "", parse(text)), name) < 2:
+        return text
+    blocks = list(_blocks(text))
+    if not blocks:
+        return _unfenced(text)
+    return min(blocks, key=lambda block: _worth(block, name)).text.removesuffix("\n")
+
+
+def parse(text: str) -> ast.Module | None:
+    """The syntax tree, or None if the text is no Python of this interpreter's version."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in strings, for example
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def as_body(code: str) -> str:
+    """Code that goes on where a function's head ends: indented, if it returns outside of any
+    function."""
+    tree = parse(code)
+    outside = tree is not None and any(isinstance(node, ast.Return) for node in _outside(tree))
+    return textwrap.indent(code, "    ") if outside else code
+
+
+def _outside(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements that are in no function and no class."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.stmt):
+            yield node
+        if not isinstance(node, (*_DEFINITIONS, ast.expr)):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _worth(block: Block, name: str | None) -> int:
+    """The rank of a block; smaller is better."""
+    made = _made(block.tree) if block.tree else {}
+    if name is not None and name in made:
+        return 0 if made[name] else 1
+    if name is not None and _mentions(block.text, name):
+        return 2
+    if made:
+        return 3 if name is None or any(made.values()) else 4
+    return 5 if block.language.lower().startswith("py") else 6
+
+
+def _mentions(text: str, name: str) -> bool:
+    return re.search(rf"^[ \t]*(?:async\s+)?(?:def|class)\s+{re.escape(name)}\s*[\[(:]", text,
+                     re.MULTILINE) is not None  # fmt: skip
+
+
+def _made(tree: ast.Module) -> dict[str, bool]:
+    """The functions, classes and lambdas of a module; whether each has a body beside its
+    docstring."""
+    found: dict[str, bool] = {}
+    for node in tree.body:
+        if isinstance(node, _DEFINITIONS):
+            found[node.name] = found.get(node.name, False) or any(map(_does, node.body))
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            found |= {one.id: True for one in node.targets if isinstance(one, ast.Name)}
+    return found
+
+
+def _does(statement: ast.stmt) -> bool:
+    return not isinstance(statement, ast.Pass) and not (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    )
+
+
+def _blocks(text: str) -> Iterator[Block]:
+    """The fenced and indented blocks. Tags are text, since models write them before a fence."""
+    from markdown_it import MarkdownIt
+
+    reader = MarkdownIt("commonmark").disable(["html_block", "reference"])
+    tokens: list[Token] = []
+    reader.block.parse(text, reader, {}, tokens)
+    lines = text.split("\n")
+    for token in tokens:
+        if token.type == "fence":
+            yield _widened(token.content, token.info.strip("{. \t"), token, lines)
+        elif token.type == "code_block" and (tree := parse(token.content)) and _made(tree):
+            yield Block(token.content, "", tree)
+    for found in _PRE.finditer(text):
+        code = html.unescape(re.sub(r"</?\w[^<>]*>", "", found[1]))
+        yield Block(code, "", parse(code))
+
+
+def _widened(content: str, language: str, token: Token, lines: list[str]) -> Block:
+    """A fenced block; where it breaks off within a string, up to the fence that closes it."""
+    tree = parse(content)
+    if tree is not None or token.level or token.map is None:
+        return Block(content, language, tree)
+    start, end = token.map
+    ends = (at for at in range(end, len(lines)) if _closes(lines[at], token.markup))
+    for at in itertools.islice(ends, ENDS):
+        wider = "\n".join(lines[start + 1 : at]) + "\n"
+        if (tree := parse(wider)) is not None:
+            return Block(wider, language, tree)
+    return Block(content, language, None)
+
+
+def _closes(line: str, mark: str) -> bool:
+    found = _FENCE.match(line)
+    return found is not None and found[1].startswith(mark)
+
+
+def _unfenced(text: str) -> str:
+    """The text without the prose around its code, or as it is if it has no code."""
+    if parse(text) is not None:
+        return text
+    lines = text.split("\n")
+    start = next((at for at, line in enumerate(lines) if _CODE.match(line)), None)
+    if start is None:
+        return text
+    lines = lines[start:]
+    ends = [at for at, line in enumerate(lines) if line[:1].strip() and not _CODE.match(line)]
+    for end in [len(lines), *reversed(ends[-CUTS:]), *ends[:CUTS]]:
+        if parse("\n".join(lines[:end])) is not None:
+            return "\n".join(lines[:end])
+    return "\n".join(lines)

@@ -1,0 +1,206 @@
+"""Values that cross between the program's process and the tests': plain data, as bytes.
+
+Containers, numbers and texts arrive as exact builtin types, so no method of the program's comes
+with them. Any other object stays where it is; the other side gets a stand-in (calls.py). Not
+`marshal` or `pickle`, which are unsafe to read, and not `json`, which is slow to import.
+"""
+
+from __future__ import annotations
+
+import builtins
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    Keep = Callable[[Any], "tuple[bytes, int]"]
+    Find = Callable[[bytes, int], Any]
+
+CONSTANTS = {b"N": None, b"T": True, b"F": False, b"E": Ellipsis, b"I": NotImplemented}
+NAMES = {id(value): tag for tag, value in CONSTANTS.items()}
+CLASSES = {name.encode(): one for name, one in vars(builtins).items() if isinstance(one, type)}
+CLASS_NAMES = {one: name for name, one in CLASSES.items()}
+MANY: dict[type, bytes] = {
+    list: b"l", tuple: b"t", set: b"s", frozenset: b"z", dict: b"d", type({}.keys()): b"k",
+    type({}.values()): b"v", type({}.items()): b"m",
+}  # fmt: skip
+BUILD: dict[bytes, Callable[[list[Any]], Any]] = {
+    b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"c": lambda parts: complex(*parts),
+    b"r": lambda parts: range(*parts), b"d": lambda parts: _pairs(parts),
+    b"k": lambda parts: dict.fromkeys(parts).keys(),
+    b"v": lambda parts: dict(enumerate(parts)).values(), b"m": lambda parts: dict(parts).items(),
+    b"q": lambda parts: _deque(parts), b"/": lambda parts: _fraction(parts),
+}  # fmt: skip
+READ: dict[bytes, Callable[[bytes], Any]] = {
+    b"u": lambda data: data.decode("utf-8", "surrogatepass"), b"b": bytes, b"a": bytearray,
+    b"f": float, b"i": lambda data: int(data, 16), b"D": lambda data: _decimal(data),
+    b"C": lambda data: CLASSES[data],
+}  # fmt: skip
+OBJECT, YOURS = b"o", b"y"  # stays on the side of the sender, or of the reader
+EXACT = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
+
+
+def dump(value: Any, keep: Keep) -> bytes:
+    """The bytes of a value. `keep` gives tag and number of an object that is no plain data.
+    Subclasses of builtin types become those types. RecursionError if nested too deeply."""
+    parts: list[bytes] = []
+    _dump(value, parts.append, keep)
+    return b"".join(parts)
+
+
+def _dump(value: Any, add: Callable[[bytes], None], keep: Keep) -> None:
+    kind = type(value)
+    if id(value) in NAMES:
+        add(NAMES[id(value)])
+    elif kind is int:
+        _add(b"i", b"%x" % value, add)
+    elif kind is str:
+        _add(b"u", value.encode("utf-8", "surrogatepass"), add)
+    elif kind is float:
+        _add(b"f", repr(value).encode(), add)
+    elif kind in MANY:
+        parts = [one for pair in value.items() for one in pair] if kind is dict else value
+        _dump_many(MANY[kind], parts, len(parts), add, keep)
+    elif kind is bytes or kind is bytearray:
+        _add(b"b" if kind is bytes else b"a", bytes(value), add)
+    elif kind is complex:
+        _dump_many(b"c", (value.real, value.imag), 2, add, keep)
+    elif kind is range:
+        _dump_many(b"r", (value.start, value.stop, value.step), 3, add, keep)
+    else:
+        _dump_other(value, kind, add, keep)
+
+
+def _add(tag: bytes, data: bytes, add: Callable[[bytes], None]) -> None:
+    add(b"%c%x;" % (tag, len(data)))
+    add(data)
+
+
+def _dump_many(
+    tag: bytes, parts: Any, count: int, add: Callable[[bytes], None], keep: Keep
+) -> None:
+    add(b"%c%x;" % (tag, count))
+    for part in parts:
+        _dump(part, add, keep)
+
+
+def _dump_other(value: Any, kind: type, add: Callable[[bytes], None], keep: Keep) -> None:
+    """A subclass, a class that is a builtin, or one of a few types of the standard library."""
+    named = kind.__module__, kind.__name__
+    if kind is type and value in CLASS_NAMES:
+        _add(b"C", CLASS_NAMES[value], add)
+    elif named == ("fractions", "Fraction"):
+        _dump_many(b"/", (int(value.numerator), int(value.denominator)), 2, add, keep)
+    elif named == ("decimal", "Decimal"):
+        _add(b"D", str(value).encode(), add)
+    elif named == ("collections", "deque"):
+        _dump_many(b"q", value, len(value), add, keep)
+    elif bases := [one for one in EXACT if issubclass(kind, one)]:
+        _dump(_exact(value, bases[0]), add, keep)
+    elif _is_number_of_numpy(value, kind):
+        _dump(value.item(), add, keep)
+    else:
+        tag, number = keep(value)
+        add(b"%c%x;" % (tag, number))
+
+
+def _is_number_of_numpy(value: Any, kind: Any) -> bool:
+    return (
+        kind.__module__ == "numpy"
+        and kind.__name__ != "ndarray"
+        and hasattr(kind, "item")
+        and type(value.item()) is not kind
+    )
+
+
+def _exact(value: Any, base: Any) -> Any:
+    """The value of a subclass as the builtin type itself."""
+    if base in (int, float, str):
+        return getattr(base, f"__{base.__name__}__")(value)
+    if base is dict:
+        return dict(dict.items(value))
+    return base.__add__(value, 0j) if base is complex else base(base.__iter__(value))
+
+
+def load(data: bytes, find: Find) -> Any:
+    """The value that `dump` gave. `find(tag, number)` gives an object that is no plain data.
+    ValueError, TypeError, KeyError, IndexError or RecursionError for any other bytes."""
+    value, end = _load(data, 0, find)
+    if end != len(data):
+        raise ValueError("there is more than a value")
+    return value
+
+
+def _load(data: bytes, at: int, find: Find) -> tuple[Any, int]:
+    tag = data[at : at + 1]
+    if tag in CONSTANTS:
+        return CONSTANTS[tag], at + 1
+    end = data.index(b";", at)
+    count, at = int(data[at + 1 : end], 16), end + 1
+    if count < 0:
+        raise ValueError("a count below zero")
+    if tag in READ:
+        if at + count > len(data):
+            raise ValueError("the value is cut off")
+        return READ[tag](data[at : at + count]), at + count
+    if tag in (OBJECT, YOURS):
+        return find(tag, count), at
+    build, parts = BUILD[tag], []
+    for _ in range(count):
+        part, at = _load(data, at, find)
+        parts.append(part)
+    return build(parts), at
+
+
+def _pairs(parts: list[Any]) -> dict[Any, Any]:
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def _deque(parts: list[Any]) -> Any:
+    from collections import deque
+
+    return deque(parts)
+
+
+def _fraction(parts: list[Any]) -> Any:
+    from fractions import Fraction
+
+    return Fraction(*map(int, parts))
+
+
+def _decimal(data: bytes) -> Any:
+    from decimal import Decimal
+
+    return Decimal(data.decode())
+
+
+def refill(old: Any, new: Any) -> None:
+    """Give a mutable argument the content that the call has left in it."""
+    if type(old) is not type(new) or old is new:
+        return
+    if isinstance(old, (list, bytearray)):
+        old[:] = new
+    elif isinstance(old, (dict, set)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, tuple):
+        for one, other in zip(old, new, strict=False):
+            refill(one, other)
+
+
+def pack(parts: list[bytes]) -> bytes:
+    """A message of several parts, after its length."""
+    body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return len(body).to_bytes(8, "little") + body
+
+
+def unpack(body: bytes) -> Iterator[bytes]:
+    """The parts of a message; ValueError if there is none, or one is cut off."""
+    at = 0
+    while at < len(body) or not at:
+        end = at + 8 + int.from_bytes(body[at : at + 8], "little")
+        if not at < end - 7 <= len(body) - 7:
+            raise ValueError("the message is cut off")
+        yield body[at + 8 : end]
+        at = end

