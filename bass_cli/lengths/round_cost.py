@@ -119,9 +119,9 @@ class Surface:
             found += part * _onward(low[i + 1] - low[i], high[i + 1] - high[i], share)
         if width > self.widths[-1] and len(self.widths) > 1:
             # The steepest end of all lines up to these rows, so that more rows never cost less.
-            steps = [max(line[-1] - line[-2] for line in grid[: i + 1]) for i in (at, at + 1)]
+            ends = [line[-1] - line[-2] for line in grid[: at + 2]]
             further = (width - self.widths[-1]) / (self.widths[-1] - self.widths[-2])
-            found += further * _onward(*steps, share)
+            found += further * _onward(max(ends[: at + 1]), max(ends), share)
         return found
 
 
@@ -186,9 +186,9 @@ def _typed(found: Mapping[str, Any]) -> Surface:
 
 def _check(surface: Surface) -> None:
     """Raise ValueError unless this could be a device: `make_surface` never makes another one."""
-    for name, axis, least in (("rows", surface.rows, 1), ("widths", surface.widths, 0)):
-        if not axis or axis[0] < least or any(b <= a for a, b in itertools.pairwise(axis)):
-            raise ValueError(f"{name} are not rising numbers from {least} on")
+    for name, axis, first in (("rows", surface.rows, 1), ("widths", surface.widths, 0)):
+        if not axis or axis[0] < first or any(b <= a for a, b in itertools.pairwise(axis)):
+            raise ValueError(f"{name} are not rising numbers from {first} on")
         if axis[-1] > _MOST_ROWS:
             raise ValueError(f"{name} above {_MOST_ROWS}")
     for name, grid, least in (("verify", surface.verify, _LEAST), ("draft", surface.draft, 0.0)):
