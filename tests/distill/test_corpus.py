@@ -186,7 +186,7 @@ def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
     class Broken:
         line = None
 
-        def samples(self, supply):
+        def samples(self, supply, on_tokens):
             for prompt in supply:
                 for number in range(2):
                     yield dataclasses.replace(
