@@ -20,7 +20,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.bench import cells, drive, gate, grid, plot, report
+from bass_cli.bench import cells, drive, gate, grid, plot, report, texts
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
 from bass_cli.bench.drive import decode, fill
@@ -50,6 +50,8 @@ from bass_cli.io import charts
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.partition import Share
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.profiling.texts import PASSAGES
 from bass_kernels.dispatch import schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
@@ -793,3 +795,38 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     )
     assert built_in["pair"]["coupling"] == "maximal"
     assert built_in["cells"][1]["mean_accepted"] > 0
+
+
+def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
+    write_checkpoint("qwen2", tmp_path / "model", shards=False)
+    write_tokenizer(tmp_path / "model")
+    given: dict[str, Any] = dict.fromkeys(("methods", "batch_sizes", "prompt_tokens", "repeats"))
+    wanted = settings(
+        model=str(tmp_path / "model"), draft="lookup", new_tokens=8, time_limit="4s", **given
+    )
+    assert (wanted.texts, wanted.methods, wanted.batch_sizes) == (
+        ("chat", "editing"),
+        ("plain", "auto"),
+        (4,),
+    )
+    [document] = grid.measure(wanted, lambda _: None)
+    found = {(cell["text"], cell["method"]): cell for cell in document["cells"]}
+    assert set(found) == set(itertools.product(("chat", "editing"), ("plain", "auto")))
+    for (_, method), cell in found.items():
+        few = method == "plain" or document["repeats"]["done"] < 3
+        assert (cell["speedup_interval"] is None) == few
+    assert document["settings"]["texts"] == ["chat", "editing"]
+    for other in ({"methods": "2"}, {"prompt_tokens": 20}, {"controllers": True}):
+        assert settings(model="any", draft="lookup", **given | other).texts == ()
+    assert settings(model="any", draft="none", **given).texts == ()
+
+
+def test_editing_prompts_have_their_text_as_a_reference(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    for number in range(8):
+        text = texts._text(tokenizer, "editing", number, 10_000)
+        passage = tokenizer.decode(text.reference)
+        assert passage.strip() == PASSAGES[number].strip()
+        assert passage.strip() in tokenizer.decode(text.tokens)
+        assert texts._text(tokenizer, "chat", number, 10_000).reference == []
