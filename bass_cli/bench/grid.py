@@ -62,6 +62,7 @@ def _measure(
     settings: Settings, plan: Plan | None, note: Note, phase: Phase
 ) -> Iterator[dict[str, Any]]:
     kinds = kinds_for(settings, plan)
+    settings = replace(settings, texts=tuple(kinds))
     one_kind = next(iter(kinds.values()), None)
     prompts = [text.tokens for text in one_kind] if one_kind else prompts_for(settings, plan)
     phase("loading the weights" if settings.shape is None else "making random weights")

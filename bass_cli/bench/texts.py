@@ -60,16 +60,18 @@ class Text(NamedTuple):
 
 
 def kinds_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
-    """Return as many texts of each kind as the largest batch needs; no kinds unless the settings
-    name some. UserError where one does not fit the model."""
+    """Return as many texts of each kind as the largest batch needs; no kinds if the settings
+    name none, or if the model's context is too short for them."""
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     found: dict[str, list[Text]] = {}
     for kind in settings.texts:
         assert plan is not None
         context = plan.files.target.spec.context
-        found[kind] = [_text(plan.files.tokenizer, kind, i, context) for i in range(count)]
-        longest = max(len(text.tokens) for text in found[kind])
-        _check_room(longest, settings, context)
+        try:
+            found[kind] = [_text(plan.files.tokenizer, kind, i, context) for i in range(count)]
+            _check_room(max(len(text.tokens) for text in found[kind]), settings, context)
+        except UserError:
+            return {}
     return found
 
 

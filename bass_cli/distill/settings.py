@@ -16,6 +16,7 @@ from typing import Any
 from bass_cli.config.args import DistillArgs, job_args
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
+from bass_cli.distill.corpus import FEWEST
 from bass_cli.distill.layout import Layout, thinned
 from bass_cli.distill.loss import ELEMENTS
 from bass_cli.distill.student import Source, source_of
@@ -100,9 +101,12 @@ def sampling_job(args: DistillArgs, asked: int | None = None) -> tuple[Pair, Job
     tokens are `asked` for, the defaults are fewer and shorter samples, so that several prompts
     get some.
     """
-    few = _N * _NEW_TOKENS if asked is None else asked
-    new_tokens = args.max_new_tokens or min(_NEW_TOKENS, max(few // _N, _FEWEST_NEW_TOKENS))
-    n = args.n or min(_N, max(few // (2 * new_tokens), 1))
+    new_tokens, n = _NEW_TOKENS, _N
+    if asked is not None:
+        new_tokens = min(new_tokens, max(asked // _N, _FEWEST_NEW_TOKENS))
+    new_tokens = args.max_new_tokens or new_tokens
+    if asked is not None:
+        n = min(n, max(asked // (FEWEST * new_tokens), 1))
     pair = chosen_pair(args)
     chosen = make_job(pair, job_args(args)).pair
     given = job_args(
@@ -110,7 +114,7 @@ def sampling_job(args: DistillArgs, asked: int | None = None) -> tuple[Pair, Job
         draft="none",
         draft_length=None,
         temperature=_TEMPERATURE if args.temperature is None else args.temperature,
-        n=n,
+        n=args.n or n,
         max_new_tokens=new_tokens,
         top_p=1.0,
         top_k=0,

@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -798,11 +799,11 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
 
 
 def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
-    write_checkpoint("qwen2", tmp_path / "model", shards=False)
+    write_checkpoint("qwen2", tmp_path / "model", shards=False, max_position_embeddings=2048)
     write_tokenizer(tmp_path / "model")
     given: dict[str, Any] = dict.fromkeys(("methods", "batch_sizes", "prompt_tokens", "repeats"))
     wanted = settings(
-        model=str(tmp_path / "model"), draft="lookup", new_tokens=8, time_limit="4s", **given
+        model=str(tmp_path / "model"), draft="lookup", new_tokens=4, **given | {"repeats": "3"}
     )
     assert (wanted.texts, wanted.methods, wanted.batch_sizes) == (
         ("chat", "editing"),
@@ -816,6 +817,9 @@ def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
         few = method == "plain" or document["repeats"]["done"] < 3
         assert (cell["speedup_interval"] is None) == few
     assert document["settings"]["texts"] == ["chat", "editing"]
+    write_checkpoint("qwen2", tmp_path / "model", shards=False, max_position_embeddings=128)
+    [short] = grid.measure(replace(wanted, new_tokens=4, prompt_tokens=20), lambda _: None)
+    assert {cell["text"] for cell in short["cells"]} == {None}, "too short for those texts"
     for other in ({"methods": "2"}, {"prompt_tokens": 20}, {"controllers": True}):
         assert settings(model="any", draft="lookup", **given | other).texts == ()
     assert settings(model="any", draft="none", **given).texts == ()
