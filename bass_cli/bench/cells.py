@@ -15,11 +15,13 @@ from bass_cli.bench.figures import (
     Run,
     counts,
     finish_times,
+    interval,
     latency,
     most_common,
     round_seconds,
     spread,
     tokens_per_second,
+    verdict,
 )
 from bass_cli.bench.parts import Parts
 from bass_cli.bench.settings import PLAIN
@@ -34,6 +36,9 @@ EMPTY: dict[str, Any] = dict.fromkeys(
         "tokens_per_second",
         "speedup",
         "speedup_spread",
+        "speedup_interval",
+        "verdict",
+        "text",
         "rounds",
         "acceptance_rate",
         "acceptance_per_trial",
@@ -110,7 +115,8 @@ def timing(
     spreads = {
         key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")
     }
-    speedup = spread([theirs / ours.mean for ours, theirs in zip(latencies, plain, strict=True)])
+    ratios = [theirs / ours.mean for ours, theirs in zip(latencies, plain, strict=True)]
+    speedup, sure = spread(ratios), None if method == PLAIN else interval(ratios)
     return {
         "batch": batch,
         "method": method,
@@ -119,6 +125,8 @@ def timing(
         "tokens_per_second": statistics.median(rates),
         "speedup": speedup.median,
         "speedup_spread": [speedup.least, speedup.greatest],
+        "speedup_interval": None if sure is None else list(sure),
+        "verdict": None if method == PLAIN else verdict(sure),
     }
 
 

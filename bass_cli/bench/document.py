@@ -73,6 +73,7 @@ def _describe(settings: Settings) -> dict[str, Any]:
         "attention": settings.attention,
         "tensor_parallel": settings.job.tensor_parallel,
         "prompts": settings.prompts,
+        "texts": list(settings.texts),
         "seed": sampling.seed,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

@@ -8,23 +8,27 @@ tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 from bass_cli.bench.figures import Run, Step
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import synchronise
 from bass_cli.engine.step import Loop
 
+_NONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
-def fill(loop: Loop, rows: list[Row]) -> float:
-    """Make the rows live, each prompt stored once; returns the seconds it took."""
+
+def fill(loop: Loop, rows: list[Row], references: Mapping[str, Sequence[int]] = _NONE) -> float:
+    """Make the rows live, each prompt stored once; return the seconds it took. `references`: token
+    ids that answers may repeat, by the rows' keys."""
     assert not len(loop.batch)
     synchronise(loop.batch.device)
     began = time.perf_counter()
     for key, group in groupby(rows, key=lambda row: row.key):
         members = list(group)
-        loop.open(key, members[0].tokens)
+        loop.open(key, members[0].tokens, references.get(key, ()))
         loop.admit(*members)
         loop.close(key)
     synchronise(loop.batch.device)

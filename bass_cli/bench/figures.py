@@ -6,10 +6,15 @@ All times are seconds since decoding began; prefill is not in them. Not here: ho
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+FEWEST = 3  # repeats, for an interval that says anything
+# Student's t, two-sided 95 %, by degrees of freedom from 2 on (Fisher, 1925); beyond, about 2.
+_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
 
 class Step(NamedTuple):
@@ -119,6 +124,29 @@ class Spread(NamedTuple):
     median: float
     least: float
     greatest: float
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean of ratios, from one ratio of each repeat.
+
+    Student's t on the logarithms: a ratio and its inverse count alike. None for fewer than FEWEST
+    repeats.
+    """
+    if len(ratios) < FEWEST:
+        return None
+    logs = [math.log(ratio) for ratio in ratios]
+    mean = statistics.fmean(logs)
+    freedom = len(logs) - 1
+    t = _T[freedom - 2] if freedom - 2 < len(_T) else 2.131
+    off = t * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(mean - off), math.exp(mean + off)
+
+
+def verdict(found: Sequence[float] | None) -> str:
+    """Say what an interval of speed-ups means; None if there were too few repeats for one."""
+    if found is None:
+        return "no verdict"
+    return "faster" if found[0] > 1 else "slower" if found[1] < 1 else "within noise"
 
 
 def spread(values: Sequence[float]) -> Spread:

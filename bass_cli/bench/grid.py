@@ -28,8 +28,8 @@ from bass_cli.bench.gate import Gate
 from bass_cli.bench.parts import Parts, measure_parts
 from bass_cli.bench.preparation import Bench, Note, Phase, silent
 from bass_cli.bench.settings import PLAIN, Settings
-from bass_cli.bench.texts import prompts_for
-from bass_cli.bench.turns import Turns
+from bass_cli.bench.texts import Text, kinds_for, prompts_for
+from bass_cli.bench.turns import Key, Turns
 from bass_cli.engine.imposed import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.progress import clock
@@ -63,11 +63,14 @@ def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[d
 def _measure(
     settings: Settings, plan: Plan | None, note: Note, phase: Phase
 ) -> Iterator[dict[str, Any]]:
-    prompts = prompts_for(settings, plan)
+    kinds = kinds_for(settings, plan)
+    settings = replace(settings, texts=tuple(kinds))
+    one_kind = next(iter(kinds.values()), None)
+    prompts = [text.tokens for text in one_kind] if one_kind else prompts_for(settings, plan)
     phase("loading the weights" if settings.shape is None else "making random weights")
     models = pairs.build_models(settings, plan)
     try:
-        yield from _benches(settings, plan, models, prompts, note=note, phase=phase)
+        yield from _benches(settings, plan, models, prompts, kinds, note=note, phase=phase)
     finally:
         models.close()
 
@@ -77,14 +80,14 @@ def _benches(
     plan: Plan | None,
     models: pairs.Models,
     prompts: list[list[int]],
+    kinds: dict[str, list[Text]],
     *,
     note: Note,
     phase: Phase,
 ) -> Iterator[dict[str, Any]]:
     """The documents of loaded models."""
-    loops = pairs.build_loops(
-        models, settings, context=max(map(len, prompts)) + settings.new_tokens
-    )
+    every = [*prompts, *(text.tokens for texts in kinds.values() for text in texts)]
+    loops = pairs.build_loops(models, settings, context=max(map(len, every)) + settings.new_tokens)
     bench = Bench(
         settings,
         models,
@@ -93,6 +96,7 @@ def _benches(
         ceilings_of(models.target.device, models.target.dtype),
         note,
         phase=phase,
+        kinds=kinds,
     )
     preparation.grow(bench)
     passed = preparation.check(bench)
@@ -120,24 +124,21 @@ def _grid(
     settings = bench.settings
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
-    turns = Turns(
-        list(itertools.product(settings.batch_sizes, settings.methods)),
-        repeats=settings.repeats,
-        limit=settings.time_limit,
-    )
+    of_kinds = itertools.product(settings.texts, settings.batch_sizes, settings.methods)
+    plainly = itertools.product(settings.batch_sizes, settings.methods)
+    keys: list[Key] = [(batch, method, kind) for kind, batch, method in of_kinds] or [*plainly]
+    turns = Turns(keys, repeats=settings.repeats, limit=settings.time_limit)
     began = time.perf_counter()
     for batch in settings.batch_sizes:
         captures += preparation.capture(bench, batch)
     turns.exempt(time.perf_counter() - began)
     bench = preparation.warm_up(bench, turns)
     _run(bench, turns)
-    for batch in settings.batch_sizes:
-        runs = {
-            method: turns.runs[batch, method]
-            for method in settings.methods
-            if turns.runs[batch, method]
-        }
-        cells += [_cell(bench, batch, method, runs, turns) for method in runs]
+    for kind, batch in itertools.product(settings.texts or ("",), settings.batch_sizes):
+        runs = {key[1]: runs for key, runs in turns.runs.items()
+                if (key[0], "".join(key[2:])) == (batch, kind) and runs}  # fmt: skip
+        found = [_cell(bench, batch, method, runs, turns) for method in runs]
+        cells += [one | {"text": kind or None} for one in found]
         if runs:
             batches.append((bench.rows(batch), [latency(run).mean for run in runs[PLAIN]]))
     if plan is not None:
@@ -145,7 +146,7 @@ def _grid(
         cells += rivals.measure(plan, bench.settings, batches, bench.note)
     return _document(bench, passed, acceptance) | {
         "captures": captures,
-        "cells": sorted(cells, key=lambda cell: cell["batch"]),
+        "cells": sorted(cells, key=lambda cell: (cell["text"] or "", cell["batch"])),
         "controllers": compare(cells) if settings.controllers else [],
         "repeats": turns.report(),
     }
@@ -161,18 +162,19 @@ def _run(bench: Bench, turns: Turns) -> None:
     """Every method's runs, in turn, until all are done or time is up."""
     settings = bench.settings
     while (turn := turns.next()) is not None:
-        repeat, (batch, method) = turn
+        repeat, key = turn
+        batch, method, *kind = key
         name = f"batch {batch}, repeat {repeat + 1} of {settings.repeats}"
+        name = ", ".join([*kind, name])
         bench.phase(f"{name}: {method}, about {clock(turns.seconds_left())} left", live=False)
         began = time.perf_counter()
-        turns.add(
-            (batch, method),
-            bench.run(method, bench.rows(batch, repeat=repeat)),
-            time.perf_counter() - began,
-        )
+        run = bench.run(method, bench.rows(batch, repeat=repeat, kind="".join(kind)), *kind)
+        turns.add(key, run, time.perf_counter() - began)
         if method == settings.methods[-1]:
             figures = ", ".join(
-                f"{one} {latency(turns.runs[batch, one][-1]).mean:.3g}" for one in settings.methods
+                f"{other[1]} {latency(runs[-1]).mean:.3g}"
+                for other, runs in turns.runs.items()
+                if (other[0], *other[2:]) == (batch, *kind) and runs
             )
             bench.note(f"{name}, about {clock(turns.seconds_left())} left: ms per token {figures}")
 

@@ -7,7 +7,7 @@ Not here: the runs that are measured (grid.py), how models are built (pairs.py).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,8 +17,8 @@ from bass_cli.bench.drive import decode, empty, fill
 from bass_cli.bench.figures import Run
 from bass_cli.bench.parts import Parts
 from bass_cli.bench.settings import PLAIN, Settings
-from bass_cli.bench.texts import rows_for
-from bass_cli.bench.turns import Turns
+from bass_cli.bench.texts import Text, rows_for
+from bass_cli.bench.turns import Key, Turns
 from bass_cli.config.job import CONTROLLERS
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import Lengths
@@ -45,7 +45,8 @@ def silent(name: str, *, live: bool = True) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that stays the same from cell to cell. `failures`: what makes the figures
+    """Everything that stays the same from cell to cell. `kinds`: texts by kind, where several kinds
+    are measured; `failures`: what makes the figures
     worthless, found on the way. `surface`: what rounds cost, for the controllers that want to
     know. `parts`: of rounds, by batch size, whether a draft is there at all, and draft length."""
 
@@ -59,6 +60,7 @@ class Bench:
     surface: Surface | None = None
     parts: dict[tuple[int, bool, int], Parts] = field(default_factory=dict)
     phase: Phase = silent
+    kinds: Mapping[str, list[Text]] = field(default_factory=dict)
 
     def rows(
         self,
@@ -67,16 +69,21 @@ class Bench:
         limit: int | None = None,
         temperature: float | None = None,
         repeat: int = 0,
+        kind: str = "",
     ) -> list[Row]:
+        prompts = [text.tokens for text in self.kinds[kind]] if kind else self.prompts
         return rows_for(
-            self.prompts, count, self.settings, limit=limit, temperature=temperature, repeat=repeat
-        )
+            prompts, count, self.settings,
+            limit=limit, temperature=temperature, repeat=repeat, kind=kind,
+        )  # fmt: skip
 
-    def run(self, method: str, rows: list[Row]) -> Run:
-        """One run of these new rows, with a draft-length controller that knows nothing yet."""
+    def run(self, method: str, rows: list[Row], kind: str = "") -> Run:
+        """Run these new rows, with a draft-length controller that knows nothing yet."""
         loop = self.loops.of(method)
         loop.use(self.lengths(method))
-        prefill = fill(loop, rows)
+        texts = self.kinds[kind] if kind else []
+        references = {f"{kind}{number}": text.reference for number, text in enumerate(texts)}
+        prefill = fill(loop, rows, references)
         return decode(loop, rows, prefill=prefill)
 
     def lengths(self, method: str) -> Lengths:
@@ -176,14 +183,14 @@ def surface(bench: Bench, plan: Plan | None) -> Surface | None:
 def warm_up(bench: Bench, turns: Turns) -> Bench:
     """A short run of every cell. With a time limit the bench that is returned may have fewer new
     tokens."""
-    settings, warm, batches = bench.settings, {}, set[int]()
-    for batch, method in turns.runs:
+    settings, warm, batches = bench.settings, dict[Key, Run](), set[int]()
+    for key in turns.runs:
+        batch, method, *kind = key
         if batch not in batches:
             bench.phase(f"batch {batch}: warming up")
         batches.add(batch)
-        warm[batch, method] = bench.run(
-            method, bench.rows(batch, limit=min(_WARM_TOKENS, settings.new_tokens))
-        )
+        limit = min(_WARM_TOKENS, settings.new_tokens)
+        warm[key] = bench.run(method, bench.rows(batch, limit=limit, kind="".join(kind)), *kind)
     tokens = turns.tokens(
         warm, settings.new_tokens, least=settings.new_tokens if settings.tokens_asked_for else 0
     )

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bass_cli.bench import figures
+from bass_cli.bench.figures import FEWEST
 from bass_cli.io import terminal
 
 WIDTH = 80
-_SPEED = ("rows", "method", "ms/token", "least-most", "tokens/s", "speed-up", "length", "accepted")
+_SPEED = ("rows", "method", "ms/token", "tokens/s", "speed-up", "95 %", "length", "accepted")
 _ROUND = ("rows", "method", "first", "last", "floor", "round", "draft", "verify", "accept", "host")
 _FIXED = "plain"  # with the draft lengths, which are digits
 _ABOUT_ROUND = (
@@ -28,30 +30,43 @@ def show(document: dict[str, Any]) -> None:
     _print(f"{pair['label']}; {pair['target']['dtype']} on {machine['name']}{threads}")
     _print(
         f"{settings['new_tokens']} tokens a row, temperature {settings['temperature']}, top-p "
-        f"{settings['top_p']}, {pair['coupling']} coupling; medians of the repeats"
+        f"{settings['top_p']}, {pair['coupling']} coupling; medians of the repeats, speed-up over "
+        "plain in the same repeat with its 95 % interval"
     )
     cells = document["cells"]
-    _table(_SPEED, [speed_line(cell) for cell in cells])
-    detailed = [round_line(cell) for cell in cells if cell["parts_ms"] is not None]
+    _tables(_SPEED, cells, speed_line)
+    detailed = [cell for cell in cells if cell["parts_ms"] is not None]
     if detailed:
         terminal.line("", stdout=True)
         _print(_ABOUT_ROUND)
-        _table(_ROUND, detailed)
+        _tables(_ROUND, detailed, round_line)
     terminal.line("", stdout=True)
     for line in closing(document):
         _print(line)
 
 
+def _tables(
+    columns: Sequence[str],
+    cells: Sequence[dict[str, Any]],
+    line: Callable[[dict[str, Any]], list[str]],
+) -> None:
+    """One table for each kind of text."""
+    for kind in dict.fromkeys(cell["text"] for cell in cells):
+        if kind is not None:
+            print(f"{kind}:")
+        _table(columns, [line(cell) for cell in cells if cell["text"] == kind])
+
+
 def speed_line(cell: dict[str, Any]) -> list[str]:
     """How fast a cell was, in the order of the columns."""
-    least, most = cell["ms_per_token_spread"]["mean"]
+    sure = cell["speedup_interval"]
     return [
         str(cell["batch"]),
         cell["method"],
         _number(cell["ms_per_token"]["mean"]),
-        f"{_number(least)}-{_number(most)}",
         _number(cell["tokens_per_second"]),
-        f"{cell['speedup']:.2f}x",
+        "-" if sure is None else f"{cell['speedup']:.2f}x",
+        "-" if sure is None else "-".join(f"{one:.2f}" for one in sure),
         _number(cell["draft_length"]),
         _number(cell["mean_accepted"]),
     ]
@@ -93,29 +108,43 @@ def closing(document: dict[str, Any]) -> Iterator[str]:
 
 
 def verdict(cells: Sequence[dict[str, Any]]) -> str:
-    """One sentence: what `auto` won, or the best method that there is, and the best fixed
-    length, by batch size."""
-    auto, best = [], []
-    for batch in sorted({cell["batch"] for cell in cells}):
-        found = {cell["method"]: cell for cell in cells if cell["batch"] == batch}
-        where = _rows(batch)
-        if "auto" in found:
-            auto.append(f"{found['auto']['speedup']:.2f}x plain {where}")
-        fixed = [cell for method, cell in found.items() if method == _FIXED or method.isdigit()]
-        top = min(fixed, key=lambda cell: cell["ms_per_token"]["mean"])
-        best.append(
-            f"0, plain, {where}"
-            if top["method"] == _FIXED
-            else f"{top['method']} ({top['speedup']:.2f}x) {where}"
-        )
+    """Return one sentence: how `auto` and the fastest fixed length compare with plain decoding, by
+    kind of text and batch size. Without enough repeats, or within their noise, it says so."""
     if {cell["method"] for cell in cells} == {_FIXED}:
         return "; ".join(
             f"plain {cell['ms_per_token']['mean']:.3g} ms a token {_rows(cell['batch'])}"
             for cell in cells
         )
+    auto, best = [], []
+    for kind, batch in dict.fromkeys((cell.get("text"), cell["batch"]) for cell in cells):
+        found = {
+            cell["method"]: cell
+            for cell in cells
+            if (cell.get("text"), cell["batch"]) == (kind, batch)
+        }
+        where = f"{f'for {kind} ' if kind else ''}{_rows(batch)}"
+        if "auto" in found:
+            auto.append(_judged(found["auto"], where))
+        lengths = [cell for method, cell in found.items() if method.isdigit()]
+        if lengths:
+            top = min(lengths, key=lambda cell: cell["ms_per_token"]["mean"])
+            best.append(f"{top['method']}, {_judged(top, where)}")
     return "; ".join(
-        [*(["auto " + ", ".join(auto)] if auto else []), "best fixed length " + ", ".join(best)]
+        [
+            *(["auto: " + ", ".join(auto)] if auto else []),
+            *(["fastest fixed length: " + ", ".join(best)] if best else []),
+        ]
     )
+
+
+def _judged(cell: dict[str, Any], where: str) -> str:
+    """What the repeats of a cell carry."""
+    sure = cell["speedup_interval"]
+    if sure is None:
+        return f"no verdict {where} (fewer than {FEWEST} repeats)"
+    if figures.verdict(sure) == "within noise":
+        return f"within noise of plain {where} ({sure[0]:.2f}-{sure[1]:.2f}x)"
+    return f"{cell['speedup']:.2f}x plain {where}"
 
 
 def _rows(batch: int) -> str:
@@ -128,7 +157,7 @@ def _repeats(document: dict[str, Any]) -> str:
     done = [about["done"], about["repeats"]]
     text = f"{done[0]} of {done[1]} repeats" if about["limit_seconds"] else f"{done[1]} repeats"
     if about["widest_spread"] is None:
-        text += "; from one nobody can tell how far the machine moves such figures"
+        text += "; one does not tell how far the machine moves such figures"
     else:
         text += (
             f"; of one cell they differ by up to {about['widest_spread']:.0%}, and what "
@@ -136,7 +165,7 @@ def _repeats(document: dict[str, Any]) -> str:
         )
     if about["missing"]:
         text += "; not measured: " + ", ".join(
-            f"{method} at {batch}" for batch, method in about["missing"]
+            " ".join([*kind, method, "at", str(batch)]) for batch, method, *kind in about["missing"]
         )
     if about["missing_seconds"]:
         minutes = math.ceil((about["seconds"] + about["missing_seconds"] * 1.3) / 60)

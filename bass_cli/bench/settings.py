@@ -24,9 +24,10 @@ _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controlle
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prompt_tokens": 300}
-# On two cores reading 300 tokens takes as long as 30 rounds; what is measured without being
-# asked for ends in two minutes.
-_CPU = {"batch_sizes": "1,2,4,8", "methods": "plain,2,4,8,auto", "prompt_tokens": 64}
+# On two cores reading 300 tokens takes as long as 30 rounds. The default ends in two minutes, so it
+# has few cells: each needs repeats for an interval, and tokens for `auto` to learn from.
+_CPU = {"batch_sizes": "4", "methods": "plain,auto", "prompt_tokens": 64}
+_TEXTS = ("chat", "editing")  # of the default on a CPU: without and with something to repeat
 _TIME_LIMIT = 80.0  # seconds, on a CPU
 _NUMBER = re.compile("[0-9]{1,9}")
 _LONGEST = 64  # draft length; the same bound as --draft-length
@@ -38,7 +39,8 @@ class Settings:
     `methods`: plain first, then draft lengths as text, or controllers. `acceptances`, each of
     them chances that rows take in turn, or by place in a draft, or `depth` and `scale`, say what
     a random pair's draft is; there is a document for each of the `acceptances`. `controllers`:
-    all are held against the fixed lengths. `time_limit`: seconds, after which nothing is repeated;
+    all are held against the fixed lengths. `texts`: kinds of text that are measured apart; none:
+    one kind without a name. `time_limit`: seconds, after which nothing is repeated;
     unless they were `tokens_asked_for`, new tokens may be fewer then."""
 
     job: Job
@@ -57,6 +59,7 @@ class Settings:
     prompts: str | None
     attention: str
     controllers: bool = False
+    texts: tuple[str, ...] = ()
     time_limit: float | None = None
     tokens_asked_for: bool = True
 
@@ -126,9 +129,17 @@ def make_settings(args: BenchArgs) -> Settings:
         prompt_tokens=count(args.prompt_tokens, "prompt_tokens", default["prompt_tokens"]),
         samples_per_prompt=count(args.samples_per_prompt, "samples_per_prompt", 1),
         repeats=count(args.repeats, "repeats", 5),
+        texts=_TEXTS if on_cpu and _takes_default_texts(args, job) else (),
         time_limit=time_limit,
         tokens_asked_for=args.new_tokens is not None,
     )
+
+
+def _takes_default_texts(args: BenchArgs, job: Job) -> bool:
+    """Whether chat and editing prompts are measured apart: a real pair with a draft, and nothing
+    said of prompts, methods or rivals."""
+    said = (args.shape, args.prompts, args.prompt_tokens, args.methods, args.rivals)
+    return job.pair.draft != "none" and not args.controllers and said == (None,) * len(said)
 
 
 def _check_split(args: BenchArgs, job: Job) -> None:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bass_cli.bench.figures import Run, latency, spread
+from bass_cli.bench.figures import FEWEST, Run, latency, spread
 
 LEAST_TOKENS = 16  # of a row: fewer say little of a method
+_ENOUGH_TOKENS = 64  # of a row: fewer only if there is no time for FEWEST repeats of so many
 # of the time limit, for warming up and the runs; the rest is for what is measured once, the parts
 # of rounds
 _RUNS = 0.8
-Key = tuple[int, str]  # a batch size and a method
+Key = tuple[int, str] | tuple[int, str, str]  # batch size, method, kind of text if there are some
 
 
 class Turns:
@@ -42,13 +43,21 @@ class Turns:
         self._began += seconds
 
     def tokens(self, warm: dict[Key, Run], most: int, *, least: int) -> int:
-        """How many tokens a row can have, so that every cell can be run in the time, by a short
-        run of each; within the bounds, and with few they are LEAST_TOKENS."""
+        """Return how many tokens a row can have, by a short run of each cell.
+
+        All repeats of every cell should fit into the time, with _ENOUGH_TOKENS or more; if they
+        do not, there are fewer repeats, but FEWEST if that is possible. Within `least` and `most`,
+        and at least LEAST_TOKENS.
+        """
         fixed = sum(run.prefill for run in warm.values())
         each = sum(latency(run).last / 1000.0 for run in warm.values())
         tokens = most
         if self._limit is not None:
-            tokens = min(most, max(least, LEAST_TOKENS, int((self._left() - fixed) / each)))
+            for repeats in range(self._repeats, min(FEWEST, self._repeats) - 1, -1):
+                room = int((self._left() / repeats - fixed) / each)
+                if room >= min(_ENOUGH_TOKENS, most):
+                    break
+            tokens = min(most, max(least, LEAST_TOKENS, room))
         self._seconds = {
             key: run.prefill + tokens * latency(run).last / 1000.0 for key, run in warm.items()
         }

@@ -45,9 +45,20 @@ _FLAGS = {
     ),
     "prompt_column": OPTIONS["prompt_column"]._replace(group=_DATA),
     "limit": OPTIONS["limit"]._replace(group=_DATA),
-    "tokens": Flag("Draw about N tokens", _DATA, "N", "50000; on a GPU 10000000"),
-    "n": OPTIONS["n"]._replace(group=_DATA, default="4"),
-    "max_new_tokens": OPTIONS["max_new_tokens"]._replace(group=_DATA, default="384"),
+    "tokens": Flag(
+        "Draw about N tokens, from the prompts of a file again and again",
+        _DATA,
+        "N",
+        "what --steps can learn from in two passes, at most 50000; on a GPU 10000000",
+    ),
+    "n": OPTIONS["n"]._replace(
+        text="Samples of each prompt; with --prompts and without --tokens, no more are drawn",
+        group=_DATA,
+        default="4; fewer for some hundreds of --tokens",
+    ),
+    "max_new_tokens": OPTIONS["max_new_tokens"]._replace(
+        group=_DATA, default="384; a quarter of --tokens if that is less"
+    ),
     "temperature": OPTIONS["temperature"]._replace(
         text="Of the samples", group=_DATA, default="0.9, between those that drafts are used at"
     ),

@@ -18,6 +18,7 @@ import yaml
 from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
+from bass_cli.distill.corpus import FEWEST
 from bass_cli.distill.folder import config_of
 from bass_cli.distill.makers import Makers, makers_of
 from bass_cli.distill.prompts import Supply, own_beginnings
@@ -25,19 +26,22 @@ from bass_cli.distill.report import table
 from bass_cli.distill.sampling import is_complete, usable
 from bass_cli.distill.settings import (
     Training,
+    asked_tokens,
     check_disk,
     find_source,
+    once,
     sampling_job,
     training_of,
     wanted_tokens,
 )
 from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places
+from bass_cli.engine.forecast import expected
 from bass_cli.errors import UserError
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
-from bass_cli.io.prompts import open_prompts, read_prompts
+from bass_cli.io.prompts import Prompt, open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
 from bass_cli.io.saving import remove_drafts, write_file
@@ -52,7 +56,7 @@ def run(args: DistillArgs, screen: Screen) -> str:
     """Everything that is not done yet; returns the report as JSON."""
     assert args.out is not None
     training, places = training_of(args), Places(Path(args.out))
-    pair, job = sampling_job(args)
+    pair, job = sampling_job(args, asked_tokens(args, training))
     request = read_request(args, job, str(places.samples))
     with makers_of(args, pair, job, request, screen) as makers:
         document = _make(args, pair, training, places, makers, screen)
@@ -75,7 +79,7 @@ def _make(
     checkpoint = source.checkpoint
     # whether it can be written at all
     config_of(source.spec, eos_ids=checkpoint.eos_ids, place=str(checkpoint.path))
-    asked, results = _samples_of(args, plan, screen)
+    asked, results = _samples_of(args, training, plan, screen)
     whole = plan.job.model_copy(update={"pair": pair})
     _keep_apart(args, whole, places, checkpoint.path)
     begun = _begin(places, training, source, results, overwrite=args.overwrite)
@@ -89,7 +93,9 @@ def _make(
     for note in plan.notes:
         screen.note(note)
     if not is_complete(places.samples, results):
-        supply = Supply(asked, n=plan.job.n, wanted=results["tokens"])
+        limit = plan.job.sampling.max_new_tokens
+        supply = Supply(asked, n=plan.job.n, wanted=results["tokens"], likely=expected(limit),
+                        passes=results.get("passes"))  # fmt: skip
         makers.draw(supply, results, places)
     document = makers.train(source, training, places)
     _write_pair(places, pair, training)
@@ -99,8 +105,11 @@ def _make(
     return document
 
 
-def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dict[str, Any]]:
-    """What the target is asked, and what its samples depend on."""
+def _samples_of(
+    args: DistillArgs, training: Training, plan: Plan, screen: Screen
+) -> tuple[Any, dict[str, Any]]:
+    """Return the prompts for the target, and what its samples depend on."""
+    prompts: list[Prompt] = []
     if args.prompts is None and args.prompt_column is not None:
         raise UserError("--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts FILE too")
     if args.prompts is None:
@@ -110,10 +119,16 @@ def _samples_of(args: DistillArgs, plan: Plan, screen: Screen) -> tuple[Any, dic
         file = open_prompts(args.prompts, args.prompt_column)
         column = plan.job.prompt_column
         prompts = usable(read_prompts(file, column=column, limit=plan.job.limit), plan, screen)
+        if len({prompt.id for prompt in prompts}) < FEWEST:
+            raise UserError(
+                f"--prompts {args.prompts}: {len(prompts)} prompt can be used, and {FEWEST} are "
+                "the fewest: samples of one are held out to measure the draft; add prompts"
+            )
         asked = functools.partial(iter, prompts)
         digest = {"prompts": file.digest() or file.name, "prompt_column": column}
     manifest = describe(plan, digest)
-    found = {**manifest["results"], "tokens": wanted_tokens(args, plan)}
+    wanted = wanted_tokens(args, plan, asked_tokens(args, training), len(prompts))
+    found = {**manifest["results"], "tokens": wanted, **({"passes": 1} if once(args) else {})}
     return asked, json.loads(json.dumps(found, default=str))
 
 

@@ -17,7 +17,7 @@ import numpy
 from bass_cli.distill.layout import Layout, Windows, lay_out
 
 HELD_OUT = 0.02  # of the prompts: their samples are for measuring
-_FEWEST = 2  # prompts, of which one is for either
+FEWEST = 2  # prompts, of which one is for either
 
 
 class Text(NamedTuple):
@@ -33,8 +33,8 @@ def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
     """Those to learn from, and those of held-out prompts: the ones whose hashes are smallest.
     ValueError where there are too few prompts for both."""
     keys = sorted({one.key for one in texts}, key=lambda key: hashlib.sha256(key.encode()).digest())
-    if len(keys) < _FEWEST:
-        raise ValueError(f"{len(keys)} prompts have samples, and {_FEWEST} are the fewest")
+    if len(keys) < FEWEST:
+        raise ValueError(f"{len(keys)} prompts have samples, and {FEWEST} are the fewest")
     held = set(keys[: math.ceil(HELD_OUT * len(keys))])
     return [one for one in texts if one.key not in held], [one for one in texts if one.key in held]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -120,7 +120,7 @@ class _CrewsHand:
     def __init__(self, crew: Crew):
         self._crew, self.line = crew, crew.line
 
-    def samples(self, supply: Supply) -> Iterator[Completion]:
+    def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
         return self._crew.draw(supply, supply.done, None)
 
 

@@ -69,18 +69,31 @@ def _first_text(tokenizer: Tokenizer) -> str | None:
 
 
 class Supply(Iterator[Prompt]):
-    """Prompts of n samples each, until about `wanted` tokens come of them. Those of a `file` are
-    given anew with every call. What is drawn has to be told to `take`, in a run before too."""
+    """Prompts of n samples each, until about `wanted` tokens come of them.
 
-    def __init__(self, own: Own | Callable[[], Iterator[Prompt]], *, n: int, wanted: int):
-        self._n, self._wanted = n, wanted
+    `own`: a call gives the prompts of a file anew; they are given `passes` times (None: until
+    there are enough tokens). `likely`: tokens that a sample is expected to have before one has
+    ended. Each sample has to be passed to `take`, those of an earlier run too.
+    """
+
+    def __init__(
+        self,
+        own: Own | Callable[[], Iterator[Prompt]],
+        *,
+        n: int,
+        wanted: int,
+        likely: float = 1.0,
+        passes: int | None = None,
+    ):
+        self._n, self._wanted, self._likely = n, wanted, max(likely, 1.0)
+        self.exhausted = False  # whether all passes over the file were given
         self._file: Iterator[Prompt] | None = None
         kinds: dict[str, Iterator[Prompt]] = {}
         if isinstance(own, Own):
             kinds = {kind: _numbered(kind, text) for kind, text in
                      ((TURN, own.turn), (TEXT, own.text)) if text is not None}  # fmt: skip
         else:
-            self._file = _again(own)
+            self._file = _again(own, passes)
         self._kinds = kinds
         self._asked: list[Prompt] = []  # turns that wait for answers
         self._known: set[str] = set()
@@ -91,6 +104,9 @@ class Supply(Iterator[Prompt]):
     def __next__(self) -> Prompt:
         while sum(map(self._expected, self._counts)) < self._wanted:
             prompt = self._next()
+            if prompt is None:
+                self.exhausted = True
+                break
             missing = sum((prompt.id, sample) not in self._done for sample in range(self._n))
             if missing:
                 self._given[prompt.id] = missing
@@ -127,15 +143,15 @@ class Supply(Iterator[Prompt]):
         return sum(count.tokens for count in self._counts.values())
 
     def _expected(self, kind: str) -> float:
-        """Tokens of a kind that there are, with those that are on their way: a sample counts as
-        one at least, which keeps the kinds apart, and ends also where samples are empty."""
+        """Tokens of a kind that there are, and that samples on their way are expected to have. A
+        sample counts as one at least: drawing ends also where samples are empty."""
         count = self._counts[kind]
         there = max(count.tokens, count.samples)
-        return there + count.coming * (there / count.samples if count.samples else 1)
+        return there + count.coming * (there / count.samples if count.samples else self._likely)
 
-    def _next(self) -> Prompt:
+    def _next(self) -> Prompt | None:
         if self._file is not None:
-            return next(self._file)
+            return next(self._file, None)
         spent = {TEXT: self._expected(TEXT), TURN: self._expected(TURN) + self._expected(ANSWER)}
         behind = min(self._kinds, key=lambda kind: spent[kind])
         return self._asked.pop() if behind == TURN and self._asked else next(self._kinds[behind])
@@ -165,9 +181,9 @@ def _numbered(kind: str, text: str) -> Iterator[Prompt]:
     return (_prompt(f"{kind}/{number}", text, None) for number in itertools.count())
 
 
-def _again(prompts: Callable[[], Iterator[Prompt]]) -> Iterator[Prompt]:
+def _again(prompts: Callable[[], Iterator[Prompt]], passes: int | None) -> Iterator[Prompt]:
     return (
         _prompt(f"{FILE}/{turn}/{prompt.id}", prompt.text, prompt.messages)
-        for turn in itertools.count()
+        for turn in (itertools.count() if passes is None else range(passes))
         for prompt in prompts()
     )

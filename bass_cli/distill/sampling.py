@@ -6,7 +6,7 @@ Not here: prompts (prompts.py), what training makes of texts (corpus.py).
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -48,8 +48,9 @@ class Hand(Protocol):
     def line(self) -> Callable[[], str] | None:
         """A line of progress of its own."""
 
-    def samples(self, supply: Supply) -> Iterator[Completion]:
-        """What there is no sample of yet, as it ends."""
+    def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
+        """Yield the samples that are missing, as they end; `on_tokens` gets the number of tokens
+        of each round of this process."""
 
 
 class OwnHand:
@@ -60,11 +61,12 @@ class OwnHand:
     def __init__(self, plan: Plan, screen: Screen):
         self._plan, self._screen = plan, screen
 
-    def samples(self, supply: Supply) -> Iterator[Completion]:
+    def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
         return generate(
             supply,
             self._plan,
             done=supply.done,
+            on_round=lambda done: on_tokens(len(done.accepted) + sum(done.accepted)),
             on_phase=self._screen.phase,
             on_bytes=self._screen.bytes_read,
             on_note=self._screen.note,
@@ -83,7 +85,7 @@ def draw(
             if (one.id, one.sample) in writer.done:
                 supply.take(one)
         tries, began = 0, time.monotonic()
-        while supply.tokens < ENOUGH * wanted:
+        while supply.tokens < ENOUGH * wanted and not supply.exhausted:
             if tries == _TRIES:
                 raise MachineError(
                     f"{path}: {supply.tokens} tokens were drawn, not {wanted}: the target's "
@@ -100,12 +102,23 @@ def draw(
 def _draw(
     hand: Hand, supply: Supply, wanted: int, write: Callable[[Completion], None], screen: Screen
 ) -> None:
-    samples = hand.samples(supply)
-    # loading, and the first round, are phases of their own, where nobody else says what goes on
-    first = next(samples, None) if hand.line is None else None
-    broken = 0
-    with screen.counting("tokens", wanted, beside=hand.line) as step:
-        for one in itertools.chain([] if first is None else [first], samples):
+    broken, before, drawn = 0, supply.tokens, 0
+    with contextlib.ExitStack() as shown:
+        step: Callable[[int, int], None] | None = None
+
+        def show(tokens: int = 0) -> None:
+            """Count tokens of live rows too: a sample may take minutes to end."""
+            nonlocal step, drawn
+            drawn += tokens
+            if step is None:
+                counting = screen.counting("tokens", wanted, beside=hand.line)
+                step = shown.enter_context(counting)
+            step(min(max(supply.tokens, before + drawn), wanted), wanted)
+
+        # This process shows loading as a phase, until the first round; others have a line.
+        if hand.line is not None:
+            show()
+        for one in hand.samples(supply, show):
             write(one)
             broken = broken + 1 if one.finish_reason == "error" and not one.is_of_prompt else 0
             if broken == _BROKEN:
@@ -113,7 +126,7 @@ def _draw(
                     f"none of the target's last {_BROKEN} samples is sound: {one.error}"
                 )
             supply.take(one)
-            step(min(supply.tokens, wanted), wanted)
+            show()
 
 
 def seconds_of(path: Path) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 from bass_cli.config.args import DistillArgs, job_args
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.config.job import Job, Pair, chosen_pair, make_job
+from bass_cli.distill.corpus import FEWEST
 from bass_cli.distill.layout import Layout, thinned
 from bass_cli.distill.loss import ELEMENTS
 from bass_cli.distill.student import Source, source_of
@@ -28,6 +29,8 @@ from bass_cli.system.host import free_memory, gigabytes
 
 _TOKENS = {"cpu": 50_000, "cuda": 10_000_000}
 _N, _NEW_TOKENS, _TEMPERATURE = 4, 384, 0.9
+_FEWEST_NEW_TOKENS = 16  # of a sample, where few tokens are wanted
+PASSES = 2  # of training over the samples, if nothing else is said
 _QUARTER = 4  # of the target's layers, where nothing else is said
 _LINE = 16  # bytes of a token in the file of samples: its id, and its text
 # Bytes a weight: itself, its gradient, AdamW's two means; and what a checkpoint keeps, twice for
@@ -79,9 +82,31 @@ def training_of(args: DistillArgs) -> Training:
     )
 
 
-def sampling_job(args: DistillArgs) -> tuple[Pair, Job]:
-    """The pair, and the job that draws its target's samples: plain decoding, whose many rows keep a
-    device busy; nothing is cut off the law, since any token may come in somebody's texts."""
+def asked_tokens(args: DistillArgs, training: Training) -> int | None:
+    """Return how many tokens the options ask for: --tokens, or what --steps can learn from in
+    the usual number of passes. None if neither is given."""
+    if args.tokens is not None:
+        if args.tokens < 1:
+            raise UserError(f"--tokens (or BASS_TOKENS): {args.tokens} is not above 0")
+        return args.tokens
+    if training.steps is None:
+        return None
+    return -(-training.steps * training.windows * training.window_tokens // PASSES)
+
+
+def sampling_job(args: DistillArgs, asked: int | None = None) -> tuple[Pair, Job]:
+    """Return the pair, and the job that draws its target's samples.
+
+    The job decodes plainly, since its many rows keep a device busy, and truncates nothing. If few
+    tokens are `asked` for, the defaults are fewer and shorter samples, so that several prompts
+    get some.
+    """
+    new_tokens, n = _NEW_TOKENS, _N
+    if asked is not None:
+        new_tokens = min(new_tokens, max(asked // _N, _FEWEST_NEW_TOKENS))
+    new_tokens = args.max_new_tokens or new_tokens
+    if asked is not None:
+        n = min(n, max(asked // (FEWEST * new_tokens), 1))
     pair = chosen_pair(args)
     chosen = make_job(pair, job_args(args)).pair
     given = job_args(
@@ -89,8 +114,8 @@ def sampling_job(args: DistillArgs) -> tuple[Pair, Job]:
         draft="none",
         draft_length=None,
         temperature=_TEMPERATURE if args.temperature is None else args.temperature,
-        n=args.n or _N,
-        max_new_tokens=args.max_new_tokens or _NEW_TOKENS,
+        n=args.n or n,
+        max_new_tokens=new_tokens,
         top_p=1.0,
         top_k=0,
         coupling="shared",
@@ -105,12 +130,19 @@ def sampling_job(args: DistillArgs) -> tuple[Pair, Job]:
     return chosen, job
 
 
-def wanted_tokens(args: DistillArgs, plan: Plan) -> int:
-    if args.tokens is None:
-        return _TOKENS[plan.device.type]
-    if args.tokens < 1:
-        raise UserError(f"--tokens (or BASS_TOKENS): {args.tokens} is not above 0")
-    return args.tokens
+def once(args: DistillArgs) -> bool:
+    """Whether each prompt of the file gets its n samples once, not again and again until there
+    are enough tokens: --n says how many samples are wanted, and --tokens is not given."""
+    return args.prompts is not None and args.n is not None and args.tokens is None
+
+
+def wanted_tokens(args: DistillArgs, plan: Plan, asked: int | None, prompts: int) -> int:
+    """Return how many tokens are drawn, of so many usable `prompts` of a file."""
+    if args.tokens is not None:
+        return args.tokens
+    default, job = _TOKENS[plan.device.type], plan.job
+    wanted = default if asked is None else min(asked, default)
+    return min(wanted, prompts * job.n * job.sampling.max_new_tokens) if once(args) else wanted
 
 
 def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:

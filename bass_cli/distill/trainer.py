@@ -102,6 +102,11 @@ class Trainer:
         self.progress = Progress()
 
     @property
+    def steps(self) -> int | None:
+        """The number of the last step; None if only time ends the training."""
+        return self._goal.steps
+
+    @property
     def share(self) -> float:
         return self._goal.share(self.progress.step, self.progress.seconds)
 

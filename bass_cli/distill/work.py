@@ -22,7 +22,7 @@ from bass_cli.distill.held_out import Standing, standing
 from bass_cli.distill.layout import Windows, whole
 from bass_cli.distill.report import report_of
 from bass_cli.distill.sampling import seconds_of, texts_of
-from bass_cli.distill.settings import Training, windows_at_once
+from bass_cli.distill.settings import PASSES, Training, windows_at_once
 from bass_cli.distill.student import Source, student_weights
 from bass_cli.distill.trainer import SECONDS, Goal, Model, Progress, Trainer
 from bass_cli.errors import UserError
@@ -32,7 +32,6 @@ from bass_cli.model.weights import load
 from bass_cli.plan import Plan
 from bass_cli.system.host import free_memory
 
-_PASSES = 2  # over the samples, where nobody says how long to train
 _LOOK = 60.0  # seconds of training between two looks at held-out texts
 _ANCHORS = 16  # of a group: drafts that a held-out window is looked at with, twice
 _WINDOWS, _FEW = 48, 8  # held-out windows before and after training, and on the way
@@ -161,17 +160,19 @@ class Work:
         plan, training, peers = self._plan, self._training, self._peers
         free = free_memory(plan.device) // self._beside
         most = max(windows_at_once(plan, self._source, training, free, loaded=True), 1)
-        own = -(-training.windows // peers.ranks)
+        # A step takes no window twice: of few samples it is smaller.
+        size = min(training.windows, max(len(self._corpus), peers.ranks))
+        own = -(-size // peers.ranks)
         batches = Batches(
-            self._corpus, training.layout, size=training.windows, most=most, seed=training.seed,
+            self._corpus, training.layout, size=size, most=most, seed=training.seed,
             rank=peers.rank, ranks=peers.ranks,
         )  # fmt: skip
         steps = training.steps
         if steps is None and training.minutes is None:
-            steps = max(-(-_PASSES * len(self._corpus) // training.windows), 1)
+            steps = max(-(-PASSES * len(self._corpus) // size), 1)
         limit = None if training.minutes is None else 60.0 * training.minutes
         self._screen.note(
-            f"{len(self._corpus)} windows to learn from, {training.windows} a step"
+            f"{len(self._corpus)} windows to learn from, {size} a step"
             + (f", {most} at once" if most < own else "")
         )
         return Trainer(
@@ -248,4 +249,6 @@ class _View:
         held = f", held out {self._stands}" if self._stands else ""
         left = self._estimate.left(now)
         rest = "" if left is None else f", about {clock(left)} left"
-        return f"step {done.step}{loss}, {speed:.0f} tokens/s{held}{rest}"
+        steps = self._trainer.steps
+        of = "" if steps is None else f"/{steps}"
+        return f"step {done.step}{of}{loss}, {speed:.0f} tokens/s{held}{rest}"

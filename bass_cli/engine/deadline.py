@@ -3,6 +3,7 @@ what a deadline ends."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -37,7 +38,10 @@ class Clock:
             passes.forget()
 
     def observe(self, width: int, seconds: float) -> None:
-        """A round with draft length `width` took `seconds`."""
+        """Count a round with draft length `width`. A time that is below 0 or not finite teaches
+        nothing: the clock was set."""
+        if not 0 <= seconds < math.inf:
+            return
         self._rounds[width].append(seconds)
         self._seconds[width] = statistics.median_low(self._rounds[width])
 
@@ -89,9 +93,10 @@ class Passes:
         self._recent.clear()
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """A pass over so many tokens took `seconds`."""
-        self._recent.append((tokens, seconds))
-        self._trust = 1.0
+        """Count a pass over so many tokens, unless it had none or its time is no time."""
+        if tokens and 0 <= seconds < math.inf:
+            self._recent.append((tokens, seconds))
+            self._trust = 1.0
 
     def predict(self, tokens: int) -> float:
         """Seconds that a pass over so many tokens is likely to take: the least that recent ones

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import operator
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
@@ -44,6 +45,8 @@ from bass_cli.io.terminal import json_on_a_terminal
 # of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
 SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
+_COUNTED = ("finish_reason", "copy_of", *COUNTED)
+_counted = operator.attrgetter(*_COUNTED)
 
 
 class Writer:
@@ -89,8 +92,7 @@ class Writer:
         if self._manifest is None and self._stream.isatty():
             line = json_on_a_terminal(line)
         self.append(
-            line.encode("utf-8") + b"\n",
-            {key: getattr(completion, key) for key in ("finish_reason", "copy_of", *COUNTED)},
+            line.encode("utf-8") + b"\n", dict(zip(_COUNTED, _counted(completion), strict=True))
         )
 
     def append(self, line: bytes, row: dict[str, Any]) -> None:
@@ -98,9 +100,11 @@ class Writer:
         that."""
         if not self._begun:
             self._begin()
-        with self._refusals():
+        try:
             self._stream.write(line)
             self._stream.flush()
+        except OSError as error:
+            self._refuse(error)
         self._end += len(line)
         self._past.count(row["finish_reason"], row)
         if self._manifest is not None and self._now() - self._synced >= SYNC_SECONDS:
@@ -113,8 +117,9 @@ class Writer:
         or was cut short by somebody else. What was written is saved, and the message says where."""
         if self._manifest is None or self._gone:
             return
-        size = os.fstat(self._stream.fileno()).st_size
-        if is_at(self._stream, self.name):
+        ours = os.fstat(self._stream.fileno())
+        size = ours.st_size
+        if self._is_named(ours):
             if size < self._end:
                 self._gone = True
                 raise MachineError(
@@ -138,6 +143,13 @@ class Writer:
         if where is not None:
             fault += f"; they are in {where}, and the same command with --out {where} goes on"
         raise MachineError(fault)
+
+    def _is_named(self, ours: os.stat_result) -> bool:
+        """Whether the file under the output's name is the one with this status."""
+        try:
+            return os.path.samestat(os.stat(self.name), ours)
+        except OSError:
+            return False
 
     @property
     def finished(self) -> bool:
@@ -207,17 +219,21 @@ class Writer:
         """MachineError where the disk refuses what is done here."""
         try:
             yield
-        except BrokenPipeError:
-            raise
         except OSError as error:
-            kept = (
-                ""
-                if self._manifest is None
-                else "; the lines before are kept, and the same command goes on from there"
-            )
-            raise MachineError(
-                f"{self.name}: cannot write the results: {error.strerror}{kept}"
-            ) from None
+            self._refuse(error)
+
+    def _refuse(self, error: OSError) -> NoReturn:
+        """Raise MachineError in place of what the disk says, but a broken pipe as it is."""
+        if isinstance(error, BrokenPipeError):
+            raise error
+        kept = (
+            ""
+            if self._manifest is None
+            else "; the lines before are kept, and the same command goes on from there"
+        )
+        raise MachineError(
+            f"{self.name}: cannot write the results: {error.strerror}{kept}"
+        ) from None
 
 
 def open_output(

@@ -41,6 +41,10 @@ _SHARE = 0.25
 _STUMBLE = math.log(2)  # a round tells no more than that it took twice or half its time
 _ITERATED = 4  # times that a round is looked at anew; a fifth would move its parts by less than 1 %
 _ENOUGH = 8  # rounds of so many rows from which on they are worth keeping for another job
+# Bounds of what is believed: seconds of a round, seconds of a further token of context, tokens of
+# context, rows and drafts. Beyond them no device works, and sums would lose their meaning.
+_LEAST, _MOST, _MOST_GROWTH, _MOST_CONTEXT, _MOST_ROWS = 1e-7, 1e5, 1.0, 1e9, 1 << 20
+_FURTHEST = 25.0  # logarithm of a factor, at most: a guess of 1 s may be off by 1e10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +69,21 @@ class Surface:
     measured: bool = True
 
     def seconds(self, rows: int, width: int, context: float | None = None) -> float:
-        """A whole round's seconds: `width` drafts for each of `rows` rows of this context (None:
-        the grid's own)."""
+        """Return the seconds of a whole round: `width` drafts for each of `rows` rows.
+
+        More rows, longer drafts and a longer context never cost less. `context` is the tokens of
+        a row (None: the grid's own); a shorter one never costs less than half.
+        """
         return self.verify_seconds(rows, width, context) + self.draft_seconds(rows, width, context)
 
     def verify_seconds(self, rows: int, width: int, context: float | None = None) -> float:
         """The part that is not drafting."""
-        return self._value(self.verify, rows, width) + self._grown(rows, context) * self.growth[0]
+        return self._grown(self._value(self.verify, rows, width), rows, context, self.growth[0])
 
     def draft_seconds(self, rows: int, width: int, context: float | None = None) -> float:
         """All draft steps of a round."""
-        return (
-            self._value(self.draft, rows, width)
-            + self._grown(rows, context) * self.growth[1] * width
-        )
+        growth = self.growth[1] * width
+        return self._grown(self._value(self.draft, rows, width), rows, context, growth)
 
     def digest(self) -> str:
         """Tells this surface from every other."""
@@ -87,18 +92,37 @@ class Surface:
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, sort_keys=True)
 
-    def _grown(self, rows: int, context: float | None) -> float:
-        """Tokens of context beyond the grid's own, of all rows; fewer may not make a round
-        shorter than half."""
-        return 0.0 if context is None else rows * max(context - self.context, -self.context / 2)
+    def _grown(self, value: float, rows: int, context: float | None, growth: float) -> float:
+        """Add what `rows` rows of another context cost, at `growth` seconds a token."""
+        if context is None:
+            return value
+        return max(value + rows * self.further(context) * growth, value / 2)
+
+    def further(self, context: float) -> float:
+        """Return the tokens of a context beyond the grid's own; the least is minus half of it."""
+        return max(context - self.context, -self.context / 2)
 
     def _value(self, grid: Grid, rows: int, width: int) -> float:
-        """Linear between the points and beyond the last ones; a surface with one line knows
-        nothing of other rows."""
+        """Interpolate a grid: linear between its points and beyond the last ones.
+
+        What one more draft adds is extrapolated, not the sum: each part is at least 0 and never
+        falls beyond the last row. A plane through the last points could fall below 0 there. Before
+        the first points, and where there is one line only, the value stays as it is.
+        """
         at, share = _between(self.rows, rows)
-        left, right = _between(self.widths, width)
-        lines = [_blend(line, left, right) for line in grid[at : at + 2]]
-        return max(_blend(lines, 0, share), 0.0)
+        low, high = grid[at], grid[min(at + 1, len(grid) - 1)]
+        found = _onward(low[0], high[0], share)
+        for i, (left, right) in enumerate(itertools.pairwise(self.widths)):
+            part = min(width - left, right - left) / (right - left)
+            if part <= 0:
+                break
+            found += part * _onward(low[i + 1] - low[i], high[i + 1] - high[i], share)
+        if width > self.widths[-1] and len(self.widths) > 1:
+            # The steepest end of all lines up to these rows, so that more rows never cost less.
+            ends = [line[-1] - line[-2] for line in grid[: at + 2]]
+            further = (width - self.widths[-1]) / (self.widths[-1] - self.widths[-2])
+            found += further * _onward(max(ends[: at + 1]), max(ends), share)
+        return found
 
 
 def make_surface(
@@ -112,15 +136,18 @@ def make_surface(
     acceptance: float | None = None,
     measured: bool = True,
 ) -> Surface:
-    """A Surface of what was measured: more rows or a longer draft never take less time, whatever
-    noise said."""
+    """Make a Surface of what was measured.
+
+    More rows or a longer draft never take less time, whatever was measured, and all values are
+    within the bounds that `read_surface` accepts.
+    """
     return Surface(
         tuple(rows),
         tuple(widths),
-        _rising(verify),
-        _rising(draft),
-        context,
-        growth,
+        _rising(_bounded(verify, _LEAST)),
+        _rising(_bounded(draft, 0.0)),
+        min(max(context, 0.0), _MOST_CONTEXT),
+        (min(max(growth[0], 0.0), _MOST_GROWTH), min(max(growth[1], 0.0), _MOST_GROWTH)),
         acceptance,
         measured,
     )
@@ -158,20 +185,25 @@ def _typed(found: Mapping[str, Any]) -> Surface:
 
 
 def _check(surface: Surface) -> None:
-    for name, axis, least in (("rows", surface.rows, 1), ("widths", surface.widths, 0)):
-        if not axis or axis[0] < least or any(b <= a for a, b in itertools.pairwise(axis)):
-            raise ValueError(f"{name} {list(axis)} are not rising numbers from {least} on")
-    for grid in (surface.verify, surface.draft):
+    """Raise ValueError unless this could be a device: `make_surface` never makes another one."""
+    for name, axis, first in (("rows", surface.rows, 1), ("widths", surface.widths, 0)):
+        if not axis or axis[0] < first or any(b <= a for a, b in itertools.pairwise(axis)):
+            raise ValueError(f"{name} are not rising numbers from {first} on")
+        if axis[-1] > _MOST_ROWS:
+            raise ValueError(f"{name} above {_MOST_ROWS}")
+    for name, grid, least in (("verify", surface.verify, _LEAST), ("draft", surface.draft, 0.0)):
         if len(grid) != len(surface.rows) or any(len(line) != len(surface.widths) for line in grid):
             raise ValueError("a grid that does not fit its rows and widths")
-        if not all(math.isfinite(value) and value >= 0 for line in grid for value in line):
-            raise ValueError("seconds below 0")
-    if not all(map(math.isfinite, (surface.context, *surface.growth))) or min(surface.growth) < 0:
-        raise ValueError("a context or a growth that cannot be")
+        if not all(least <= value <= _MOST for line in grid for value in line):
+            raise ValueError(f"seconds in {name} that are not between {least:g} and {_MOST:g}")
+        if grid != _rising(grid):
+            raise ValueError(f"seconds in {name} that fall with more rows or drafts")
+    if not 0 <= surface.context <= _MOST_CONTEXT:
+        raise ValueError(f"a context that is not between 0 and {_MOST_CONTEXT:g} tokens")
+    if not all(0 <= growth <= _MOST_GROWTH for growth in surface.growth):
+        raise ValueError(f"a growth that is not between 0 and {_MOST_GROWTH:g} seconds a token")
     if surface.acceptance is not None and not 0 <= surface.acceptance <= 1:
-        raise ValueError("an acceptance that is no chance")
-    if surface.verify[0][0] <= 0:
-        raise ValueError("a pass of no time")
+        raise ValueError("an acceptance that is not between 0 and 1")
 
 
 def _between(axis: Sequence[int], value: float) -> tuple[int, float]:
@@ -183,12 +215,18 @@ def _between(axis: Sequence[int], value: float) -> tuple[int, float]:
     return at, (value - axis[at]) / (axis[at + 1] - axis[at])
 
 
-def _blend(line: Sequence[float], at: int, share: float) -> float:
-    return (
-        line[at]
-        if share == 0 or at + 1 == len(line)
-        else line[at] + share * (line[at + 1] - line[at])
-    )
+def _onward(low: float, high: float, share: float) -> float:
+    """Go `share` of the way from one value to the next; beyond the next, never down."""
+    if share == 0:
+        return low
+    return low + min(share, 1.0) * (high - low) + max(share - 1.0, 0.0) * max(high - low, 0.0)
+
+
+def _bounded(grid: Sequence[Sequence[float]], least: float) -> list[list[float]]:
+    """Replace what is not a number, and what no device takes, by the nearest bound."""
+    found = numpy.nan_to_num(numpy.array(grid, dtype=numpy.float64), nan=least)
+    bounded: list[list[float]] = found.clip(least, _MOST).tolist()
+    return bounded
 
 
 def _rising(grid: Sequence[Sequence[float]]) -> Grid:
@@ -241,7 +279,7 @@ class RoundCost:
         self._doubt: Array = numpy.diag(trust) ** 2 + _TOGETHER[self._surface.measured] ** 2
         if not self.known:
             self._doubt += _ANYTHING
-        # By rows: at the surface's context; what a token more takes.
+        # By rows: seconds at the surface's context; seconds that a further token of context adds.
         self._parts: dict[int, tuple[Array, Array]] = {}
         self._met: Counter[int] = Counter()  # rounds by rows
         # A first round is slower than any other (caches, libraries): a guess is not to follow it.
@@ -259,17 +297,17 @@ class RoundCost:
     def learn(
         self, rows: int, width: int, seconds: float, context: float | None, *, free: bool = False
     ) -> None:
-        """A round took so long."""
+        """Learn from a round that took so long. A time that is not above 0 and finite teaches
+        nothing: the clock stood still or was set."""
         first, self._first = self._first, False
-        if self._frozen or first:
+        if self._frozen or first or not 0 < seconds < math.inf:
             return
         self._met[rows] += 1
         place = int(abs(self._choices - width).argmin())
         parts = self._scaled(rows, context, free)[:, place]
-        # A clock may stand still.
-        told = math.log(max(seconds, 1e-9) / float(parts.sum()))
-        if self.known:
-            told = min(max(told, -_STUMBLE), _STUMBLE)
+        told = math.log(seconds) - math.log(float(parts.sum()))
+        most = _STUMBLE if self.known else _FURTHEST
+        told = min(max(told, -most), most)
         moved, shares, off, noise = self._moved(parts, told)
         if self.known and off * off > _SURPRISE**2 * (shares @ self._doubt @ shares + noise):
             noise = _SHARE * off * off
@@ -277,7 +315,8 @@ class RoundCost:
             moved, shares, off, noise = self._moved(parts, told, noise)
         seen = self._doubt @ shares
         gain = seen / (shares @ seen + noise)
-        self._factors = self._factors * numpy.exp(moved)
+        moved = numpy.log(self._factors) + moved
+        self._factors = numpy.exp(moved.clip(-_FURTHEST, _FURTHEST))
         self._doubt = self._doubt - numpy.outer(gain, seen) + _DRIFTED
         self.known = True
 
@@ -333,12 +372,11 @@ class RoundCost:
             self._parts[rows] = here, there - here
         here, slope = self._parts[rows]
         if context is not None:
-            base = self._surface.context
-            here = here + slope * max(context - base, -base / 2)
+            here = numpy.maximum(here + slope * self._surface.further(context), here / 2)
         return here * (self._factors * (1.0, 1.0, 0.0 if free else 1.0))[:, None]
 
     def _at(self, rows: int, context: float) -> Array:
         widths, surface = self._choices.tolist(), self._surface
         verify = numpy.array([surface.verify_seconds(rows, k, context) for k in widths])
         draft = numpy.array([surface.draft_seconds(rows, k, context) for k in widths])
-        return numpy.stack((0 * verify + verify[0], verify - verify[0], draft))
+        return numpy.stack((0 * verify + verify[0], (verify - verify[0]).clip(0.0), draft))

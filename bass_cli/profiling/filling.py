@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy
 
 Point = tuple[int, int]  # rows, width
+_LEAST = 1e-7  # seconds of a round: a clock may stand still
 
 
 def filled(
     points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]
 ) -> list[list[float]]:
-    """All points: those that were measured, and the others by a fit to them (a pass, and some
-    for each row and token), off by as much as the fit is off at the nearest widths and then at
-    the nearest rows."""
+    """Fill in the points that were not measured.
+
+    The others come from a fit (seconds of a pass, and more for each row and token, none of them
+    below 0), corrected by what the fit is off at the nearest widths and then at the nearest rows.
+    No point is below one that was measured with fewer rows and drafts.
+    """
+    points = {at: max(value, _LEAST) for at, value in points.items() if math.isfinite(value)}
     assert points, "not even one round was measured"
     places = numpy.array(list(points))
     seconds = numpy.array(list(points.values()))
@@ -28,9 +34,7 @@ def filled(
     def features(count: numpy.ndarray, width: numpy.ndarray) -> numpy.ndarray:
         return numpy.stack((numpy.ones(len(count)), count, count * width), 1)
 
-    weights, *_ = numpy.linalg.lstsq(
-        features(*places.T) / seconds[:, None], numpy.ones(len(seconds)), rcond=None
-    )
+    weights = _positive_fit(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)))
     grid = numpy.array(list(itertools.product(rows, widths)))
     fitted = (features(*grid.T) @ weights).reshape(len(rows), len(widths))
     off = {
@@ -47,10 +51,37 @@ def filled(
     columns = [
         _between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)
     ]
-    found: list[list[float]] = numpy.maximum(
-        fitted + numpy.array(columns).T, seconds.min()
-    ).tolist()
+    whole = fitted + numpy.array(columns).T
+    floor = [
+        [
+            max((points[at] for at in points if at[0] <= count and at[1] <= width), default=0.0)
+            for width in widths
+        ]
+        for count in rows
+    ]
+    found: list[list[float]] = [
+        [
+            points.get((count, width), max(value, least, float(seconds.min())))
+            for width, value, least in zip(widths, values, leasts, strict=True)
+        ]
+        for count, values, leasts in zip(rows, whole.tolist(), floor, strict=True)
+    ]
     return found
+
+
+def _positive_fit(features: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarray:
+    """Solve least squares with weights of at least 0, by trying every set of features that are
+    used; features [points, few], values [points]."""
+    count = features.shape[1]
+    best, least = numpy.zeros(count), float(values @ values)
+    for used in itertools.product((False, True), repeat=count):
+        columns = numpy.flatnonzero(used)
+        weights, *_ = numpy.linalg.lstsq(features[:, columns], values, rcond=None)
+        off = features[:, columns] @ weights - values
+        if (weights >= 0).all() and off @ off < least:
+            best, least = numpy.zeros(count), float(off @ off)
+            best[columns] = weights
+    return best
 
 
 def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +21,17 @@ from checkpoints import write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 import bass_kernels as ops
-from bass_cli.bench import cells, drive, gate, grid, plot, report
+from bass_cli.bench import cells, drive, gate, grid, plot, report, texts
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, Work, cost_of, needs, pass_work
 from bass_cli.bench.drive import decode, fill
 from bass_cli.bench.figures import (
+    Latency,
     Run,
     Step,
     counts,
     finish_times,
+    interval,
     latency,
     round_seconds,
     spread,
@@ -46,6 +51,8 @@ from bass_cli.io import charts
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.partition import Share
+from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.profiling.texts import PASSAGES
 from bass_kernels.dispatch import schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
@@ -353,6 +360,7 @@ def test_a_drafter_on_the_host_gets_rows_for_dummies() -> None:
 CELL: dict[str, Any] = {
     "batch": int, "method": str, "draft_length": int, "ms_per_token": dict, "ms_per_token_spread": dict,
     "tokens_per_second": float, "speedup": float, "speedup_spread": list, "rounds": (int, float),
+    "speedup_interval": (list, type(None)), "verdict": (str, type(None)), "text": (str, type(None)),
     "acceptance_rate": (float, type(None)), "acceptance_per_trial": (float, type(None)), "mean_accepted": float,
     "parts_ms": dict, "shares": (dict, type(None)), "flop_utilisation": float, "bandwidth_utilisation": float,
     "floor_ms_per_token": dict, "prefill_seconds": float, "captures_while_measured": int,
@@ -486,31 +494,55 @@ def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert sum(line.split()[1:2] == ["bass+table"] for line in lines) == 4
+    few = r"no verdict at (1 row|16 rows) \(fewer than 3 repeats\)"
     assert re.fullmatch(
-        r"auto \d+\.\d\dx plain at 1 row, \d+\.\d\dx plain at 16 rows; best fixed length "
-        r"(4 \(\d\.\d\dx\)|0, plain,) at 1 row, (4 \(\d\.\d\dx\)|0, plain,) at 16 rows",
-        " ".join(lines[-2:]).split("be chance ")[-1],
-    ), lines[-2:]
+        f"auto: {few}, {few}; fastest fixed length: 4, {few}, 4, {few}",
+        " ".join(lines[-3:]).split("be chance ")[-1],
+    ), lines[-3:]
 
 
-def test_the_closing_sentence() -> None:
-    def cell(batch: int, method: str, ms: float) -> dict[str, Any]:
-        return {"batch": batch, "method": method, "ms_per_token": {"mean": ms}, "speedup": 8.0 / ms}
+def test_the_closing_sentence_says_only_what_the_repeats_carry() -> None:
+    def cell(batch: int, method: str, *ms: float, text: str | None = None) -> dict[str, Any]:
+        made = [Latency(one, one, one) for one in ms]
+        plain = [8.0 + 0.1 * repeat for repeat in range(len(ms))]
+        return cells.timing(batch, method, made, [1.0], plain) | {"text": text}
 
     found = [
-        cell(8, "plain", 8.0),
-        cell(8, "2", 6.0),
-        cell(8, "5", 5.0),
-        cell(8, "auto", 4.9),
-        cell(8, "vllm", 1.0),
+        cell(8, "plain", 8.0, 8.1, 8.2),
+        cell(8, "2", 6.0, 6.1, 6.2),
+        cell(8, "5", 5.0, 5.1, 5.0),
+        cell(8, "auto", 4.9, 5.0, 4.9),
+        cell(8, "vllm", 1.0, 1.0, 1.0),
     ]
     assert (
-        report.verdict(found) == "auto 1.63x plain at 8 rows; best fixed length 5 (1.60x) at 8 rows"
+        report.verdict(found)
+        == "auto: 1.63x plain at 8 rows; fastest fixed length: 5, 1.60x plain at 8 rows"
     )
-    assert (
-        report.verdict([cell(1, "plain", 8.0), cell(1, "2", 9.0)])
-        == "best fixed length 0, plain, at 1 row"
+    noisy = [
+        cell(4, "plain", 8.0, 8.0, 8.0, text="chat"),
+        cell(4, "auto", 6.0, 9.0, 8.2, text="chat"),
+    ]
+    assert re.fullmatch(
+        r"auto: within noise of plain for chat at 4 rows \(0\.\d\d-1\.\d\dx\)",
+        report.verdict(noisy),
     )
+    one = [cell(8, "plain", 8.0), cell(8, "auto", 10.0)]
+    assert report.verdict(one) == "auto: no verdict at 8 rows (fewer than 3 repeats)"
+    assert report.speed_line(one[1] | {"draft_length": 4, "mean_accepted": 1.0})[4:6] == ["-", "-"]
+    assert [one["verdict"] for one in found] == [None, *["faster"] * 4]
+
+
+def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
+    """By definition of a confidence interval: repeats of a known ratio with noise that is normal
+    in the logarithm."""
+    chance, truth = random.Random(0), 1.04
+    for repeats in (3, 5, 12):
+        covered = 0
+        for _ in range(2000):
+            low, high = interval([truth * math.exp(chance.gauss(0, 0.1)) for _ in range(repeats)])
+            covered += low <= truth <= high
+        assert covered / 2000 == pytest.approx(0.95, abs=0.015)
+    assert interval([1.5, 1.6]) is None
 
 
 def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() -> None:
@@ -764,3 +796,41 @@ def test_a_real_pair_with_rivals(tmp_path: Path) -> None:
     )
     assert built_in["pair"]["coupling"] == "maximal"
     assert built_in["cells"][1]["mean_accepted"] > 0
+
+
+def test_chat_and_editing_are_measured_apart_by_default(tmp_path: Path) -> None:
+    write_checkpoint("qwen2", tmp_path / "model", shards=False, max_position_embeddings=2048)
+    write_tokenizer(tmp_path / "model")
+    given: dict[str, Any] = dict.fromkeys(("methods", "batch_sizes", "prompt_tokens", "repeats"))
+    wanted = settings(
+        model=str(tmp_path / "model"), draft="lookup", new_tokens=4, **given | {"repeats": "3"}
+    )
+    assert (wanted.texts, wanted.methods, wanted.batch_sizes) == (
+        ("chat", "editing"),
+        ("plain", "auto"),
+        (4,),
+    )
+    [document] = grid.measure(wanted, lambda _: None)
+    found = {(cell["text"], cell["method"]): cell for cell in document["cells"]}
+    assert set(found) == set(itertools.product(("chat", "editing"), ("plain", "auto")))
+    for (_, method), cell in found.items():
+        few = method == "plain" or document["repeats"]["done"] < 3
+        assert (cell["speedup_interval"] is None) == few
+    assert document["settings"]["texts"] == ["chat", "editing"]
+    write_checkpoint("qwen2", tmp_path / "model", shards=False, max_position_embeddings=128)
+    [short] = grid.measure(replace(wanted, new_tokens=4, prompt_tokens=20), lambda _: None)
+    assert {cell["text"] for cell in short["cells"]} == {None}, "too short for those texts"
+    for other in ({"methods": "2"}, {"prompt_tokens": 20}, {"controllers": True}):
+        assert settings(model="any", draft="lookup", **given | other).texts == ()
+    assert settings(model="any", draft="none", **given).texts == ()
+
+
+def test_editing_prompts_have_their_text_as_a_reference(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    for number in range(8):
+        text = texts._text(tokenizer, "editing", number, 10_000)
+        passage = tokenizer.decode(text.reference)
+        assert passage.strip() == PASSAGES[number].strip()
+        assert passage.strip() in tokenizer.decode(text.tokens)
+        assert texts._text(tokenizer, "chat", number, 10_000).reference == []

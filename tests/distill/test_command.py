@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from bass_cli import library
 from bass_cli.cli.commands import app
+from bass_cli.config.args import DistillArgs
 from bass_cli.distill.sampling import lines_of
+from bass_cli.distill.settings import asked_tokens, sampling_job, training_of
 from bass_cli.model.weights import open_checkpoint
 
 FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--tokens", "700", "--max-new-tokens", "20",
@@ -264,3 +266,64 @@ def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name
     refused = bass("distill", *TRAINED, "--out", "out")
     assert refused.exit_code == 3, refused.stderr
     assert reason in re.sub(r"\s+", " ", refused.stderr)
+
+
+def test_steps_and_n_bound_the_work_without_tokens(here):
+    """One pass of n samples over the file, two steps, each window once in a step."""
+    flags = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20",
+             "--window-tokens", "48", "--draft-length", "4")  # fmt: skip
+    done = bass(
+        "distill",
+        *flags,
+        "--prompts",
+        "p.txt",
+        "--n",
+        "2",
+        "--steps",
+        "2",
+        "--out",
+        "few",
+        "--json",
+    )
+    assert done.exit_code == 0, done.stderr
+    found = ids_of(here / "few/samples.jsonl")
+    assert sorted({number for _, number in found}) == [0, 1]
+    assert len(found) == 4 * 2
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["training"]["steps"] == 2
+    settings = json.loads((here / "few/distill.json").read_text())
+    assert settings["samples"]["tokens"] == 4 * 2 * 20
+    again = bass(
+        "distill", *flags, "--prompts", "p.txt", "--n", "2", "--steps", "2", "--out", "few"
+    )
+    assert "it is complete" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "due"),
+    [
+        ({"tokens": 700}, 700),
+        ({"steps": 2}, 2 * 16 * 512 // 2),
+        ({"steps": 2, "windows": 1, "window_tokens": 64}, 64),
+        ({"steps": 2, "tokens": 90}, 90),
+        ({}, None),
+        ({"minutes": 1.0}, None),
+    ],
+)
+def test_tokens_follow_from_steps_where_they_are_not_given(given, due):
+    args = DistillArgs(pair="pair.yaml", out="out", **given)
+    assert asked_tokens(args, training_of(args)) == due
+
+
+@pytest.mark.parametrize(("asked", "n", "longest"), [(None, 4, 384), (300, 2, 75), (8, 1, 16)])
+def test_few_tokens_are_shared_by_several_prompts(here, asked, n, longest):
+    _, job = sampling_job(DistillArgs(pair="pair.yaml", out="out"), asked)
+    assert (job.n, job.sampling.max_new_tokens) == (n, longest)
+
+
+def test_one_prompt_is_refused_before_weights_are_read(here):
+    (here / "one.txt").write_text("the cat sat\n")
+    done = bass("distill", *FLAGS, "--prompts", "one.txt", "--out", "one")
+    assert done.exit_code == 2
+    assert "1 prompt can be used, and 2 are the fewest" in done.stderr
+    assert "loading" not in done.stderr

@@ -1,6 +1,7 @@
 """Texts in windows, batches that follow from a seed and a step alone, prompts that a target asks
 itself, and samples that a killed run goes on with."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -186,7 +187,7 @@ def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
     class Broken:
         line = None
 
-        def samples(self, supply):
+        def samples(self, supply, on_tokens):
             for prompt in supply:
                 for number in range(2):
                     yield dataclasses.replace(
@@ -229,3 +230,55 @@ def test_where_a_turn_begins(tmp_path):
     assert own_beginnings(bare, None).turn is None
     with pytest.raises(UserError, match="no chat template"):
         own_beginnings(bare, True)
+
+
+def test_few_tokens_do_not_fill_all_rows_with_long_samples():
+    """Before a sample has ended its likely length is counted, not one token."""
+    prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "abcdef"]
+    supply = Supply(lambda: iter(prompts), n=2, wanted=300, likely=96.0)
+    assert len(list(itertools.islice(supply, 100))) == 2, "four samples of 96 tokens"
+
+
+def test_one_pass_over_a_file_ends_though_tokens_are_missing(tmp_path):
+    prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "ab"]
+    supply = Supply(lambda: iter(prompts), n=2, wanted=10_000, passes=1)
+
+    class Hand:
+        line = None
+
+        def samples(self, supply, on_tokens):
+            for prompt in supply:
+                for number in range(2):
+                    on_tokens(3)
+                    yield sample(prompt, number, "text", "eos", 3)
+
+    path = tmp_path / "samples.jsonl"
+    draw(Hand(), supply, wanted=10_000, path=path, results={}, screen=Screen(True))
+    assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
+        *["file/0/a"] * 2,
+        *["file/0/b"] * 2,
+    ]
+
+
+def test_progress_counts_the_tokens_of_rows_that_have_not_ended(tmp_path):
+    prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "ab"]
+    supply, shown = Supply(lambda: iter(prompts), n=1, wanted=8, passes=1), []
+
+    class Watched(Screen):
+        @contextlib.contextmanager
+        def counting(self, what, total, *, beside=None):
+            yield lambda done, whole: shown.append((what, done, whole))
+
+    class Hand:
+        line = None
+
+        def samples(self, supply, on_tokens):
+            both = list(supply)
+            for _ in range(4):
+                on_tokens(2)  # a round of both rows
+            yield from (sample(prompt, 0, "text", "eos", 4) for prompt in both)
+
+    where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Watched(True)}
+    draw(Hand(), supply, wanted=8, **where)
+    assert shown[:4] == [("tokens", done, 8) for done in (2, 4, 6, 8)]
+    assert shown[-1] == ("tokens", 8, 8)
