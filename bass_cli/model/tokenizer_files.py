@@ -14,13 +14,13 @@ import importlib.metadata
 import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
+from bass_cli.io.cached import read_cached, write_cached
 from bass_cli.io.reading import parse_json, read_bytes
-from bass_cli.io.saving import write_file
 from bass_cli.model.gguf_config import ARCHITECTURES
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.sources import TOKENIZER
@@ -68,10 +68,9 @@ def settle(path: Path, vocabulary: str | None = None) -> Settled:
     key = _key(path, vocabulary)
     found = _kept(key)
     if found is None:
-        found, place = _made(path), _place(key)
+        found = _made(path)
         with contextlib.suppress(OSError):  # a cache that cannot be written
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_file(place, _entry(found, key))
+            write_cached(_place(key), _entry(found, key))
     return found
 
 
@@ -96,7 +95,7 @@ def _place(key: str) -> Path:
 
 def _kept(key: str) -> Settled | None:
     with contextlib.suppress(OSError, ValueError):
-        return _parse(read_bytes(_place(key), 2 * _MOST_BYTES), key)
+        return _parse(read_cached(_place(key), 2 * _MOST_BYTES), key)
     return None
 
 
@@ -113,7 +112,23 @@ def _parse(entry: bytes, key: str) -> Settled:
     if digest != _sum(key, rest):
         raise ValueError("damaged, or of another tokenizer")
     facts, _, content = rest.partition(b"\n")
-    return Settled(**json.loads(facts) | {"content": content})
+    found = parse_json(facts)
+    if not isinstance(found, dict) or found.keys() != set(Settled._fields):
+        raise ValueError("of another shape")
+    settled = Settled(**found | {"content": content})
+    texts = (settled.vocabulary, settled.fingerprint, settled.template or "")
+    if not (
+        all(isinstance(one, str) for one in (*texts, *_texts_of(settled.special)))
+        and isinstance(settled.literal, bool)
+        and type(settled.size) is int
+        and (settled.eos_id is None or type(settled.eos_id) is int)
+    ):
+        raise ValueError("of another shape")
+    return settled
+
+
+def _texts_of(special: object) -> Iterable[object]:
+    return special.values() if isinstance(special, dict) else (None,)
 
 
 def _sum(key: str, rest: bytes) -> bytes:
