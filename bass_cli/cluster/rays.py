@@ -104,10 +104,10 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
         RayWatch(request.address, screen.error) as watch,
-        _connected(request, job.threads or 1) as ray,
         open(os.devnull, "w") as nowhere,
-        # Ray prints what nodes report of workers that died to standard output, where results go
+        # Ray prints reports about processes that died to standard output, where results go
         contextlib.redirect_stdout(nowhere),
+        _connected(request, job.threads or 1) as ray,
     ):
         watch.begin(_processes(ray))
         yield Cluster(ray, Rooms(ray.nodes, request, job), watch)

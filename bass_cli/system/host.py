@@ -36,10 +36,17 @@ _REFUSALS = (
     "allocation_failed",
     "bad_alloc",
     "not enough memory",
+    # of the loader, and of threads, whose stacks are memory
+    "failed to map segment",
+    "cannot create shared object descriptor",
+    "can't start new thread",
+    "thread creation failed",
+    "resource temporarily unavailable",
 )
 _NVIDIA = ("nvidiactl", "dxg")  # of Linux, and of Linux on Windows
 # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
 _UNLIMITED = 1 << 60
+_LEAST_ADDRESS_SPACE = 900_000_000  # bytes; 960 MB is the least with which a tiny job runs
 
 
 class HostMemory(NamedTuple):
@@ -201,7 +208,7 @@ def is_refused_memory(error: BaseException) -> bool:
     before = None if error.__suppress_context__ else error.__context__
     if isinstance(error, RuntimeError) and before is not None and is_refused_memory(before):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(
+    return isinstance(error, (RuntimeError, OSError, ImportError)) and any(
         words in str(error).lower() for words in _REFUSALS
     )
 
@@ -262,6 +269,20 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def lacking_address_space() -> str | None:
+    """Why torch cannot be loaded here, in one sentence; None if `ulimit -v` allows enough. Some
+    of the libraries end the process where they get no memory."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _LEAST_ADDRESS_SPACE:
+        return None
+    return (
+        f"ulimit -v allows this process {limit / 1e6:.0f} MB of address space, and loading torch "
+        f"takes {_LEAST_ADDRESS_SPACE / 1e6:.0f} MB: raise the limit (ulimit -v unlimited)"
+    )
 
 
 def _address_space(root: Path) -> int:
