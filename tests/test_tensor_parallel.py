@@ -33,6 +33,7 @@ from bass_cli.library import generate
 from bass_cli.model import led_graphs
 from bass_cli.model.leader import Followers
 from bass_cli.model.partition import Share
+from bass_cli.model.ranks import _store
 from bass_cli.model.weights import size_of
 from bass_cli.plan import Plan, make_plan
 
@@ -267,6 +268,19 @@ def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:
     assert models.followers.read == {1: size_of(files.target, Share(1, 2))}
     assert read == size_of(files.target, Share(0, 2)) + files.draft.size
     assert models.followers.read[1] < 0.52 * files.target.size
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux shows who listens where")
+def test_the_processes_meet_on_the_loopback_interface_only() -> None:
+    store = _store(0, first=True)
+    files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [row.split() for file in files if file.exists() for row in file.read_text().splitlines()]
+    listening = [
+        row[1].split(":")[0]
+        for row in rows
+        if row[3] == "0A" and row[1].endswith(f":{store.port:04X}")
+    ]
+    assert listening == ["0100007F"]
 
 
 def test_a_second_group_is_refused(halves: tuple[Models, int]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 import time
 from typing import Any
@@ -42,7 +43,7 @@ class Ranks:
                 "--tensor-parallel: this process is in a group of torch.distributed already; end "
                 "the other job, or leave that group, first"
             )
-        self._store = _store(0, first=True)
+        self._store = _store(0, first=True)  # which chooses the port
         return self._store.port
 
     def join(self, port: int, device: torch.device) -> None:
@@ -175,6 +176,16 @@ def _finish(work: Any) -> None:
 
 
 def _store(port: int, *, first: bool) -> distributed.TCPStore:
+    """The first process's store, at a port that is free, or a connection to it. By itself, torch
+    would listen on all network interfaces."""
+    if not first:
+        return distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
+    server = socket.create_server(("127.0.0.1", 0))
     return distributed.TCPStore(
-        "127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=_PATIENCE
+        "127.0.0.1",
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_PATIENCE,
+        master_listen_fd=server.detach(),  # the store closes it
     )
