@@ -12,6 +12,7 @@ import threading
 from typing import NoReturn
 
 from bass_cli.system import signals, threads
+from bass_cli.system.host import is_refused_memory
 
 # What a standard stream that was closed (`>&-`) is opened as: one that refuses to be read or
 # written when that is tried, so that no other file takes its number; messages have nowhere to
@@ -30,12 +31,17 @@ def main() -> None:
     gc.set_threshold(*_COLLECTED)
     threads.look_first()
     _open_closed_streams()
-    from bass_cli.cli import commands
-
     try:
+        from bass_cli.cli import commands
+
         commands.main()
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0 if end.code is None else 1)
+    except (MemoryError, ImportError, OSError, RuntimeError) as error:
+        if not is_refused_memory(error):
+            raise
+        print(f"bass: error: there is not enough memory to start ({error})", file=sys.stderr)
+        _leave(3)
 
 
 def _leave(code: int) -> NoReturn:

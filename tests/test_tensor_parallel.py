@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,7 +18,7 @@ from chains import write_chain
 from checkpoints import write_mask, write_pair
 from fakes import FakeGraphs
 from heads import write_head
-from killed import kill_in_two_parts
+from killed import follower_of, is_alive, kill_in_two_parts, stop_in_two_parts
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -32,6 +33,7 @@ from bass_cli.library import generate
 from bass_cli.model import led_graphs
 from bass_cli.model.leader import Followers
 from bass_cli.model.partition import Share
+from bass_cli.model.ranks import _store
 from bass_cli.model.weights import size_of
 from bass_cli.plan import Plan, make_plan
 
@@ -268,6 +270,19 @@ def test_each_process_reads_its_half_only(halves: tuple[Models, int]) -> None:
     assert models.followers.read[1] < 0.52 * files.target.size
 
 
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux shows who listens where")
+def test_the_processes_meet_on_the_loopback_interface_only() -> None:
+    store = _store(0, first=True)
+    files = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [row.split() for file in files if file.exists() for row in file.read_text().splitlines()]
+    listening = [
+        row[1].split(":")[0]
+        for row in rows
+        if row[3] == "0A" and row[1].endswith(f":{store.port:04X}")
+    ]
+    assert listening == ["0100007F"]
+
+
 def test_a_second_group_is_refused(halves: tuple[Models, int]) -> None:
     with pytest.raises(UserError, match=r"in a group of torch\.distributed already"):
         next(generate(PROMPTS, plan_of(ranks=2)))
@@ -302,19 +317,65 @@ def test_a_follower_that_is_killed_ends_the_command_by_name_and_the_file_goes_on
     assert before.items() <= tokens_in(whole).items()
 
 
+def wait_for_end(process: int) -> None:
+    until = time.monotonic() + 20
+    while is_alive(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(process)
+
+
 def test_followers_end_with_a_leader_that_is_killed(tmp_path: Path) -> None:
     ended = bass("os.getpid()", tmp_path / "o.jsonl")
     assert ended.returncode == -9
-    (follower,) = (
-        int(line.split()[1]) for line in ended.stderr.splitlines() if line.startswith("follower")
+    wait_for_end(follower_of(ended))
+
+
+def test_ctrl_c_ends_the_command_within_5_s_while_a_follower_is_stopped(tmp_path: Path) -> None:
+    out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
+    ended, seconds = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGINT], out=out)
+    assert seconds < 5
+    assert ended.returncode == 130, ended.stderr
+    assert "bass: error: interrupted; the same command goes on from here" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    wait_for_end(follower_of(ended))
+    before = tokens_in(out)
+    assert 0 < len(before) < 6
+    for path in (out, whole):
+        command = ["generate", "p.txt", *OPTIONS, "--out", str(path)]
+        assert CliRunner().invoke(app, command).exit_code == 0
+    assert tokens_in(out) == tokens_in(whole)
+    assert before.items() <= tokens_in(whole).items()
+
+
+def test_sigterm_ends_the_command_within_5_s_while_a_follower_is_stopped_as_it_joins(
+    tmp_path: Path,
+) -> None:
+    """The leader waits in a call of torch that Python's signal handlers do not interrupt."""
+    out = tmp_path / "o.jsonl"
+    ended, seconds = stop_in_two_parts(
+        *OPTIONS, numbers=[signal.SIGTERM], call="join", count=1, out=out
     )
-    until = time.monotonic() + 20
-    while Path(f"/proc/{follower}/stat").exists() and time.monotonic() < until:
-        if Path(f"/proc/{follower}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break  # nobody waits for it, but it has ended
-        time.sleep(0.1)
-    else:
-        assert not Path(f"/proc/{follower}").exists()
+    assert seconds < 5
+    assert ended.returncode == 130, ended.stderr
+    assert "Traceback" not in ended.stderr
+    wait_for_end(follower_of(ended))
+
+
+def test_a_stopped_follower_ends_with_a_leader_that_is_killed(tmp_path: Path) -> None:
+    ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGKILL], out=tmp_path / "o.jsonl")
+    assert ended.returncode == -9
+    wait_for_end(follower_of(ended))
+
+
+def test_a_follower_that_was_stopped_for_a_while_goes_on_with_the_same_tokens(
+    tmp_path: Path,
+) -> None:
+    out, whole = tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
+    ended, _ = stop_in_two_parts(*OPTIONS, numbers=[signal.SIGCONT], whom="follower", out=out)
+    assert ended.returncode == 0, ended.stderr
+    command = ["generate", "p.txt", *OPTIONS, "--out", str(whole)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert tokens_in(out) == tokens_in(whole)
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,17 @@ import contextlib
 import importlib.util
 import math
 import os
+import secrets
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bass_cli.cluster.crew import Crew, Lost, Place
+from bass_cli.cluster.ray_watch import RayWatch
 from bass_cli.cluster.worker import Fault, Order, Worker
 from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
@@ -81,11 +85,12 @@ class Cluster(NamedTuple):
 
     ray: Any
     rooms: Rooms
+    watch: RayWatch
 
     @contextlib.contextmanager
     def fleet(self, kind: type, order: Any) -> Iterator[RayFleet]:
         """Actors that are made of an order, none yet. At its end all are gone."""
-        fleet = RayFleet(self.ray, self.rooms, kind, order)
+        fleet = RayFleet(self.ray, self.rooms, kind, order, self.watch.check)
         try:
             yield fleet
         finally:
@@ -98,12 +103,14 @@ def cluster_of(request: Request, job: Job, screen: Screen) -> Iterator[Cluster]:
     is none at that address."""
     screen.phase("starting Ray" if request.address == "local" else "joining the cluster")
     with (
-        _connected(request, job.threads or 1) as ray,
+        RayWatch(request.address, screen.error) as watch,
         open(os.devnull, "w") as nowhere,
-        # Ray prints what nodes report of workers that died to standard output, where results go
+        # Ray prints reports about processes that died to standard output, where results go
         contextlib.redirect_stdout(nowhere),
+        _connected(request, job.threads or 1) as ray,
     ):
-        yield Cluster(ray, Rooms(ray.nodes, request, job))
+        watch.begin(_processes(ray))
+        yield Cluster(ray, Rooms(ray.nodes, request, job), watch)
 
 
 @contextlib.contextmanager
@@ -134,11 +141,51 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
     local = request.address == "local"
     if not local:
         _check_address(request.address)
+    with contextlib.ExitStack() as stack:
+        yield from _init(request, threads, stack.enter_context(_alone()) if local else {})
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[dict[str, Any]]:
+    """What makes a cluster that only this command can use: it listens on the loopback interface,
+    asks for a token that lies in a private folder, and has its sockets and logs there too. Yields
+    arguments of ray.init."""
+    short = "/tmp" if os.access("/tmp", os.W_OK) else None  # a socket's path has 107 bytes at most
+    with tempfile.TemporaryDirectory("", "bass-ray-", short, ignore_cleanup_errors=True) as folder:
+        token = Path(folder, "token")
+        token.touch(0o600)
+        token.write_text(secrets.token_hex(32))
+        given = {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_AUTH_TOKEN": None,  # it would come first
+            # With 1, which is Linux's default, Ray listens on all interfaces.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        }
+        before = {name: os.environ.get(name) for name in given}
+        _set(given)
+        try:
+            yield {"_temp_dir": str(Path(folder, "ray"))}  # which Ray opens to all users
+        finally:
+            _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _init(request: Request, threads: int, more: Mapping[str, Any]) -> Iterator[Any]:
+    """See _connected."""
+    local = request.address == "local"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that begins here
     import ray
 
     handler = signal.getsignal(signal.SIGTERM)
-    given: dict[str, Any] = {"address": request.address}
+    given: dict[str, Any] = {"address": request.address, **more}
     if local:
         cores = usable_cores().most
         given |= {
@@ -148,7 +195,10 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
         given |= {"include_dashboard": False}
     try:
         ray.init(**given, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as error:
+    except (
+        *(ConnectionError, RuntimeError, ValueError, TimeoutError, OSError),
+        ray.exceptions.RayError,
+    ) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--ray {request.address}: {first}") from None
     try:
@@ -157,6 +207,17 @@ def _connected(request: Request, threads: int) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _processes(ray: Any) -> dict[str, str]:
+    """The addresses of the processes that the driver needs, by name."""
+    context = ray.get_runtime_context()
+    found, here = {"control store (GCS)": str(context.gcs_address)}, context.get_node_id()
+    for node in ray.nodes():
+        if node["NodeID"] == here:
+            address = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
+            found["process on this node (raylet)"] = address
+    return found
 
 
 def _check_address(address: str) -> None:
@@ -239,8 +300,9 @@ class RayFleet:
     """A Fleet of Ray actors, each a `kind` made of an `order`: what its `prepare`, and then each
     `exchange`, answers is an event. One that dies is not begun again by Ray, but by the crew."""
 
-    def __init__(self, ray: Any, rooms: Rooms, kind: type, order: Any):
+    def __init__(self, ray: Any, rooms: Rooms, kind: type, order: Any, check: Callable[[], None]):
         self._ray, self._rooms, self._kind, self._order = ray, rooms, kind, order
+        self._check = check  # raises MachineError if Ray itself is gone
         self._actors: dict[Place, Any] = {}
         self._asked: dict[Any, Place] = {}  # by the reference to the answer
         self.places = rooms.places
@@ -254,6 +316,7 @@ class RayFleet:
         self._asked[self._actors[place].exchange.remote(given, beat)] = place
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
+        self._check()
         asked = list(self._asked)
         if not asked:
             time.sleep(timeout)

@@ -109,13 +109,13 @@ def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def describe(usage: dict[str, Any]) -> str:
-    """A summary with rounds in a line for people."""
+    """Return a summary with rounds as a line of text. It has no seconds if every phase is shorter
+    than 0.05 s."""
     early = usage["rows_busy_early"]
     until = "" if early is None else f" ({early:.0%} until the last 5% of samples)"
     phases = ", ".join(
         f"{name} {seconds:.1f}" for name, seconds in usage["phases"].items() if seconds >= 0.05
     )
     whose = f" of {usage['actors']} actors together" if "actors" in usage else ""
-    return (
-        f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}; seconds{whose}: {phases}"
-    )
+    spent = f"; seconds{whose}: {phases}" if phases else ""
+    return f"rows busy: {usage['rows_busy']:.0%} of {usage['rows']}{until}{spent}"

@@ -19,8 +19,7 @@ import torch
 
 from bass_cli import __version__
 from bass_cli.engine.contracts import Lengths
-from bass_cli.io.reading import read_bytes
-from bass_cli.io.saving import write_file
+from bass_cli.io.cached import read_cached, write_cached
 from bass_cli.lengths.round_cost import Surface, read_surface
 from bass_cli.system.host import cache_folder
 from bass_cli.system.threads import most_threads
@@ -70,7 +69,7 @@ def path_of(
 def load_surface(path: Path, note: Note) -> Surface | None:
     """The surface kept there; None if there is none, or, after a note, if the file is not one."""
     try:
-        return read_surface(read_bytes(path, _MOST_BYTES))
+        return read_surface(read_cached(path, _MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -81,8 +80,7 @@ def load_surface(path: Path, note: Note) -> Surface | None:
 def save_surface(path: Path, surface: Surface, note: Note) -> bool:
     """Keep it there, whole or not at all; False, after a note, where that cannot be."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, f"{surface.to_json()}\n".encode())
+        write_cached(path, f"{surface.to_json()}\n".encode())
     except OSError as error:
         note(f"{path}: the profile could not be kept: {error.strerror}")
         return False

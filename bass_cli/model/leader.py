@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +37,15 @@ _NOTICE = 2.0  # seconds until a process that has died is known to have
 # Seconds that a pass has to fail in when one that takes part in it has died: between CPUs it does
 # at once, between GPUs it would wait for ever.
 _GRACE = 15.0
-_CODE = "import sys; sys.path[:] = sys.argv[1:]; from bass_cli.model.follower import main; main()"
+# Seconds for all processes to leave the group together. One that is stopped never does, and the
+# command is to end within five seconds of a signal.
+_POLITE = 1.5
+_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    # before torch is imported, which takes seconds
+    "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
+    "from bass_cli.model.follower import main; main()"
+)
 
 
 class Part(NamedTuple):
@@ -75,13 +84,11 @@ class Followers:
         part, environment = self._part, dict(os.environ)
         if part.device.type == "cuda":
             environment["CUDA_VISIBLE_DEVICES"] = _devices()[rank]
-        process = self._processes[rank] = subprocess.Popen(
-            [sys.executable, "-c", _CODE, *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is the leader's
-        )
+        started: Future[subprocess.Popen[bytes]] = Future()
+        threading.Thread(
+            target=self._begin_and_listen, args=(rank, environment, started), daemon=True
+        ).start()
+        process = started.result()
         order = Order(
             part.source,
             Share(rank, part.ranks),
@@ -92,9 +99,27 @@ class Followers:
             part.needed,
             self._port,
         )
-        threading.Thread(target=self._listen, args=(rank, process), daemon=True).start()
         with contextlib.suppress(BrokenPipeError):  # `_listen` says why
             self._send(process, order)
+
+    def _begin_and_listen(
+        self, rank: int, environment: dict[str, str], started: Future[subprocess.Popen[bytes]]
+    ) -> None:
+        """Start a process from the thread that listens to it: the process is killed when that
+        thread ends (signals.end_with_parent)."""
+        try:
+            process = self._processes[rank] = subprocess.Popen(
+                [sys.executable, "-c", _CODE, *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the leader's
+            )
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        self._listen(rank, process)
 
     def join(self) -> None:
         """Wait until all parts are loaded, and meet."""
@@ -150,33 +175,35 @@ class Followers:
             raise
 
     def close(self) -> None:
-        """End them; what they hold can be lost."""
+        """End all processes; what they hold is lost. One that is stopped is killed, too."""
         if not self._faults:
             self._over.set()
         if not self._broken:  # a group between GPUs is given up together
-            with contextlib.suppress(OSError):
-                self.tell(0, "leave")
-            self._leave(lost=False)
+            self._leave(_POLITE, lost=False)
         self._broken = True
-        for process in self._processes.values():
+        for process in list(self._processes.values()):
             process.kill()
-        if self._leave(lost=True):
+        if self._leave(_GRACE + _NOTICE, lost=True):  # `_listen` comes before
             self._over.set()  # else what waits for a device ends this process too: see _listen
         for process in self._processes.values():
             process.wait()
             with contextlib.suppress(BrokenPipeError):
                 process.__exit__(None, None, None)  # its pipes
 
-    def _leave(self, *, lost: bool) -> bool:
-        """Where others have died in the middle of a pass this may never end: whether it has."""
+    def _leave(self, limit: float, *, lost: bool) -> bool:
+        """Leave the group; whether that is done within so many seconds. `lost`: the others do not
+        take part. It may never end where others have died in the middle of a pass."""
 
         def leave() -> None:
+            if not lost:
+                with contextlib.suppress(OSError):
+                    self.tell(0, "leave")
             self.graphs.close()
             self.ranks.leave(lost=lost)
 
         leaving = threading.Thread(target=leave, daemon=True)
         leaving.start()
-        leaving.join(_GRACE + _NOTICE)  # `_listen` comes before
+        leaving.join(limit)
         return not leaving.is_alive()
 
     def _fault(self) -> UserError:

@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
+import time
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 import bass_kernels as ops
-from bass_cli.errors import UserError
+from bass_cli.errors import MachineError, UserError
 from bass_cli.io import terminal
 from bass_cli.model.capture import capture
 from bass_cli.model.partition import Share
 
 # They wait for each other inside passes only; what takes longer than a pass hangs.
 _PATIENCE = datetime.timedelta(minutes=10)
+_STEP = datetime.timedelta(seconds=0.5)  # of a wait that Ctrl-C must be able to end
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -40,7 +44,7 @@ class Ranks:
                 "--tensor-parallel: this process is in a group of torch.distributed already; end "
                 "the other job, or leave that group, first"
             )
-        self._store = _store(0, first=True)
+        self._store = _store(0, first=True)  # which chooses the port
         return self._store.port
 
     def join(self, port: int, device: torch.device) -> None:
@@ -65,7 +69,7 @@ class Ranks:
         every = part.new_zeros(self.share.ranks * len(part))
 
         def exchange() -> None:
-            distributed.broadcast(first.copy_(part), 0)
+            self._broadcast(first.copy_(part))
             self.sum(total.copy_(part))
             self._gather(every, part)
 
@@ -94,7 +98,13 @@ class Ranks:
         """All parts [N], one after the other [K N], by the name that it has from torch 2.13 on, or
         the older one, of which that warns."""
         newer = getattr(distributed, "all_gather_single", None)
-        (newer or distributed.all_gather_into_tensor)(every, part)
+        gather = newer or distributed.all_gather_into_tensor
+        _finish(gather(every, part, async_op=not part.is_cuda))
+
+    @staticmethod
+    def _broadcast(fed: Tensor) -> None:
+        """What the first process has, to all others, in place."""
+        _finish(distributed.broadcast(fed, 0, async_op=not fed.is_cuda))
 
     def _all(self, answer: bool, device: torch.device) -> bool:
         """Whether it is yes everywhere."""
@@ -112,7 +122,7 @@ class Ranks:
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all parts, in place; the same bits everywhere."""
-        distributed.all_reduce(part)
+        _finish(distributed.all_reduce(part, async_op=not part.is_cuda))
         return part
 
     def embed(self, tokens: Tensor, weight: Tensor, *, scale: float) -> Tensor:
@@ -130,16 +140,53 @@ class Ranks:
 
     def send(self, tokens: Tensor, positions: Tensor) -> None:
         """What a pass is fed, both [B, W] int64, from the first process to all others."""
-        distributed.broadcast(torch.stack((tokens, positions)), 0)
+        self._broadcast(torch.stack((tokens, positions)))
 
     def receive(self, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
         """What the first process has sent, [B, W] each."""
         fed = torch.empty(2, *shape, dtype=torch.int64, device=device)
-        distributed.broadcast(fed, 0)
+        self._broadcast(fed)
         return fed[0], fed[1]
 
 
+def _finish(work: Any) -> None:
+    """Wait for an exchange between CPUs in short steps: Python calls a signal's handler between
+    them, and a stopped process would be waited for otherwise. Exchanges between GPUs (None) are
+    in their stream's order.
+
+    Raises:
+        MachineError: the exchange has not ended within `_PATIENCE`.
+        RuntimeError: a process that takes part has died.
+    """
+    if work is None:
+        return
+    until = time.monotonic() + _PATIENCE.total_seconds()
+    while True:
+        try:
+            work.wait(_STEP)
+            return
+        except RuntimeError:
+            if work.is_completed():  # it has failed, or succeeded just now
+                work.wait()
+                return
+        if time.monotonic() > until:
+            raise MachineError(
+                "--tensor-parallel: a process of this model has not answered for "
+                f"{_PATIENCE.total_seconds() / 60:.0f} minutes; it is stopped, or hangs"
+            )
+
+
 def _store(port: int, *, first: bool) -> distributed.TCPStore:
+    """The first process's store, at a port that is free, or a connection to it. By itself, torch
+    would listen on all network interfaces."""
+    if not first:
+        return distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
+    server = socket.create_server(("127.0.0.1", 0))
     return distributed.TCPStore(
-        "127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=_PATIENCE
+        "127.0.0.1",
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_PATIENCE,
+        master_listen_fd=server.detach(),  # the store closes it
     )

@@ -13,13 +13,13 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from bass_cli.errors import UserError
-from bass_cli.io.reading import read_bytes
-from bass_cli.io.saving import write_file
+from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.io.reading import parse_json, read_bytes
 from bass_cli.model.backends import load_backend
 from bass_cli.model.gguf_file import read_gguf
 from bass_cli.model.gguf_tokenizer import read_gguf_tokenizer
@@ -80,8 +80,7 @@ def settle(path: Path, vocabulary: str | None = None) -> Settled:
         entry, place = made(path, key), _place(key)
         found = _parse(entry, key)
         with contextlib.suppress(OSError):  # a cache that cannot be written
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_file(place, entry)
+            write_cached(place, entry)
     return found
 
 
@@ -107,7 +106,7 @@ def _place(key: str) -> Path:
 
 def _kept(key: str) -> Settled | None:
     with contextlib.suppress(OSError, ValueError):
-        return _parse(read_bytes(_place(key), 3 * LARGEST_FILE), key)
+        return _parse(read_cached(_place(key), 3 * LARGEST_FILE), key)
     return None
 
 
@@ -124,11 +123,27 @@ def _parse(entry: bytes, key: str) -> Settled:
     if digest != _sum(key, rest):
         raise ValueError("damaged, or of another tokenizer")
     facts, _, content = rest.partition(b"\n")
-    fields = json.loads(facts)
-    try:
-        return Settled(**fields | {"content": content, "eos_ids": tuple(fields["eos_ids"])})
-    except (TypeError, KeyError):
-        raise ValueError("an entry of another shape") from None
+    found = parse_json(facts)
+    if not isinstance(found, dict) or found.keys() != set(Settled._fields):
+        raise ValueError("an entry of another shape")
+    ends = found["eos_ids"]
+    settled = Settled(
+        **found | {"content": content, "eos_ids": tuple(ends if isinstance(ends, list) else ())}
+    )
+    texts = (settled.vocabulary, settled.fingerprint, settled.template or "")
+    if not (
+        all(isinstance(one, str) for one in (*texts, *_texts_of(settled.special)))
+        and isinstance(settled.literal, bool)
+        and type(settled.size) is int
+        and isinstance(ends, list)
+        and all(type(id_) is int for id_ in ends)
+    ):
+        raise ValueError("an entry of another shape")
+    return settled
+
+
+def _texts_of(special: object) -> Iterable[object]:
+    return special.values() if isinstance(special, dict) else (None,)
 
 
 def _sum(key: str, rest: bytes) -> bytes:

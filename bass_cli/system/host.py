@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from bass_cli.system.private import make_private, own_or_fresh
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,10 +36,17 @@ _REFUSALS = (
     "allocation_failed",
     "bad_alloc",
     "not enough memory",
+    # of the loader, and of threads, whose stacks are memory
+    "failed to map segment",
+    "cannot create shared object descriptor",
+    "can't start new thread",
+    "thread creation failed",
+    "resource temporarily unavailable",
 )
 _NVIDIA = ("nvidiactl", "dxg")  # of Linux, and of Linux on Windows
 # bytes from which on a limit is none: version 1 of control groups writes 2^63 less a page
 _UNLIMITED = 1 << 60
+_LEAST_ADDRESS_SPACE = 900_000_000  # bytes; 960 MB is the least with which a tiny job runs
 
 
 class HostMemory(NamedTuple):
@@ -69,14 +78,17 @@ def _is_there(name: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where bass keeps what it can make again: $XDG_CACHE_HOME/bass or ~/.cache/bass; for a user
-    without a home, a folder of that user's among the temporary files. It need not be there or
-    writable."""
+    """Return the folder for what bass can make again: $XDG_CACHE_HOME/bass or ~/.cache/bass; for
+    a user without a home, one among the temporary files. It need not exist or be writable.
+
+    If other users may write there, it is a fresh folder, after a line on standard error.
+    """
     given = os.environ.get("XDG_CACHE_HOME")
     try:
-        return Path(given or Path.home() / ".cache") / "bass"
+        folder = Path(given or Path.home() / ".cache") / "bass"
     except RuntimeError:  # no HOME, and a user that the system does not list, as in many containers
-        return temporary_folder() / f"bass-{os.getuid()}"
+        folder = temporary_folder() / f"bass-{os.getuid()}"
+    return own_or_fresh(folder, "cache folder")
 
 
 def temporary_folder() -> Path:
@@ -89,13 +101,20 @@ def temporary_folder() -> Path:
 
 
 def give_kernels_a_cache() -> None:
-    """See to it that Triton can keep the kernels that it compiles, which it does in the user's
-    home, or fails."""
-    if "TRITON_CACHE_DIR" in os.environ or "TRITON_HOME" in os.environ:
-        return
-    home = Path(os.path.expanduser("~"))
-    if not home.is_absolute() or not is_writable(home / ".triton"):
-        os.environ["TRITON_CACHE_DIR"] = str(temporary_folder() / f"bass-{os.getuid()}" / "triton")
+    """Set TRITON_CACHE_DIR if Triton's own folder for compiled kernels cannot be written to, or
+    other users may write there: it loads libraries from it."""
+    given = os.environ.get("TRITON_CACHE_DIR")
+    home = Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"))
+    folder = Path(given) if given else home / ".triton" / "cache"
+    if not given and not (folder.is_absolute() and is_writable(folder)):
+        folder = temporary_folder() / f"bass-{os.getuid()}" / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(folder)
+    found = own_or_fresh(folder, "Triton's cache folder")
+    if found != folder:
+        found = found / "triton"
+        os.environ["TRITON_CACHE_DIR"] = str(found)
+    with contextlib.suppress(OSError):  # Triton would make it with the umask
+        make_private(found)
 
 
 def is_writable(folder: Path) -> bool:
@@ -189,7 +208,7 @@ def is_refused_memory(error: BaseException) -> bool:
     before = None if error.__suppress_context__ else error.__context__
     if isinstance(error, RuntimeError) and before is not None and is_refused_memory(before):
         return True
-    return isinstance(error, (RuntimeError, OSError)) and any(
+    return isinstance(error, (RuntimeError, OSError, ImportError)) and any(
         words in str(error).lower() for words in _REFUSALS
     )
 
@@ -250,6 +269,20 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def lacking_address_space() -> str | None:
+    """Why torch cannot be loaded here, in one sentence; None if `ulimit -v` allows enough. Some
+    of the libraries end the process where they get no memory."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or limit >= _LEAST_ADDRESS_SPACE:
+        return None
+    return (
+        f"ulimit -v allows this process {limit / 1e6:.0f} MB of address space, and loading torch "
+        f"takes {_LEAST_ADDRESS_SPACE / 1e6:.0f} MB: raise the limit (ulimit -v unlimited)"
+    )
 
 
 def _address_space(root: Path) -> int:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from bass_cli.system.host import control_groups
+from bass_cli.system.host import control_groups, lacking_address_space
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -232,7 +232,7 @@ def begin(wanted: int | None) -> None:
     """Begin what `settle` will do, as soon as it is known that it will be asked to: a thread
     chooses, and loads torch's libraries, in which Python is free to import what a command needs
     besides."""
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or lacking_address_space() is not None:
         return
     from concurrent.futures import Future
 
@@ -276,6 +276,10 @@ def settle(wanted: int | None, note: Note) -> Threads:
             f"--threads (or BASS_THREADS): it should be a whole number from 1 to {_MOST} (got "
             f"{wanted})"
         )
+    if "torch" not in sys.modules and (reason := lacking_address_space()) is not None:
+        from bass_cli.errors import MachineError
+
+        raise MachineError(reason)
     begun = _begun.pop() if _begun else None
     if begun is not None and begun[0] == wanted:
         chosen, waiting = begun[1].result()

@@ -292,3 +292,31 @@ def test_an_actor_takes_a_gpu_where_the_cluster_has_any_and_cores_elsewhere() ->
     alone[0]["Alive"] = False
     with pytest.raises(MachineError, match="--ray local: Ray's process on this machine"):
         here.places()  # on a cluster others may join
+
+
+@pytest.mark.slow  # a Ray of its own
+def test_a_local_ray_is_private_and_its_death_is_one_sentence(pair_folder: Any) -> None:
+    place = pair_folder(prompts=40)
+    flags = ("--out", "o.jsonl", "--max-new-tokens", "40", "--ray", "local", "--actors", "1")
+    child = driver(place, *flags, "--batch-size", "2")
+    out, log = place / "o.jsonl", place / "log"
+    until(lambda: lines(out) > 4, child)
+    (gcs,) = (
+        int(file.parent.name)
+        for file in Path("/proc").glob("[0-9]*/cmdline")
+        if b"gcs_server" in file.read_bytes().split(b"\0")[0]
+        and parent_of(int(file.parent.name)) == child.pid
+    )
+    given = dict(
+        one.split(b"=", 1) for one in Path(f"/proc/{gcs}/environ").read_bytes().split(b"\0") if one
+    )
+    token = Path(given[b"RAY_AUTH_TOKEN_PATH"].decode())
+    assert given[b"RAY_AUTH_MODE"] == b"token"
+    assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    os.kill(gcs, signal.SIGKILL)
+    since = time.monotonic()
+    assert child.wait(_PATIENCE) == 3, log.read_text()
+    assert time.monotonic() - since < 20
+    (line,) = (line for line in log.read_text().splitlines() if "error" in line)
+    assert line.startswith("bass: error: --ray local: Ray's control store (GCS) at 127.0.0.1:")
+    assert "Traceback" not in log.read_text()

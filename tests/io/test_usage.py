@@ -50,6 +50,16 @@ def test_every_second_is_in_one_phase_and_rows_are_counted() -> None:
     )
 
 
+def test_the_line_of_a_very_short_run_has_no_empty_list_of_seconds() -> None:
+    now = [0.0]
+    usage = Usage(2, 2, now=lambda: now[0])
+    for seconds in (0.01, 0.02):
+        now[0] += seconds
+        usage.round(2, seconds)
+    assert describe(usage.summary()) == "rows busy: 100% of 2"
+    assert describe(usage.summary() | {"actors": 3}) == "rows busy: 100% of 2"
+
+
 def test_a_run_without_rounds_has_its_phases() -> None:
     now = [0.0]
     usage = Usage(4, None, now=lambda: now[0])

@@ -230,3 +230,30 @@ def test_a_device_is_woken_beside_and_nothing_is_said_of_its_faults_there(
     assert (device, thread.daemon) == (cuda, False)
     assert thread is not threading.main_thread()
     assert unseen == []
+
+
+@pytest.mark.parametrize("kilobytes", [40_000, 400_000, 700_000])
+def test_too_little_address_space_is_one_sentence_and_exit_code_3(
+    place: Path, kilobytes: int
+) -> None:
+    """Some libraries end the process by themselves where they get no memory (OpenBLAS)."""
+    command = [sys.executable, "-m", "bass_cli", "generate", "pröm.txt", "--pair", "pair.yaml"]
+    limited = ["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, cwd=place, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("bass: error: ")
+    assert "memory" in line or "ulimit -v" in line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+        RuntimeError("can't start new thread"),
+        OSError(11, "Resource temporarily unavailable"),
+    ],
+)
+def test_what_a_loader_and_threads_say_without_memory_is_known(error: Exception) -> None:
+    assert host.is_refused_memory(error)
+    assert not host.is_refused_memory(ImportError("No module named 'torch'"))
