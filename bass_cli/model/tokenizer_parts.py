@@ -12,7 +12,8 @@ from typing import NamedTuple
 class TokenizerParts(NamedTuple):
     """What the files of one tokenizer say, whatever their format.
 
-    content: the tokenizer in the format of tokenizer.json, as the `tokenizers` library reads it.
+    content: the tokenizer in the format of tokenizer.json, as the `tokenizers` library reads it,
+        or a SentencePiece model with its added tokens (backends.pieces_content).
     template: the chat template, or None.
     special: special tokens by name (`bos_token`, ...), as chat templates use them.
     eos_ids: ids that end a sample, in ascending order; empty if the files name none.
