@@ -48,8 +48,8 @@ class PastRounds:
     def __init__(self, inner):
         self._inner = inner
 
-    def next(self, rows, outlook):
-        return self._inner.next(rows, outlook._replace(stops=False))
+    def next(self, rows, inputs):
+        return self._inner.next(rows, inputs._replace(stops=False))
 
     def observe(self, done):
         self._inner.observe(done)

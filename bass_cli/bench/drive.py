@@ -14,7 +14,7 @@ from itertools import groupby
 from bass_cli.bench.figures import Run, Step
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import synchronise
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 
 
 def fill(loop: Loop, rows: list[Row]) -> float:

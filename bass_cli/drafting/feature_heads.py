@@ -25,7 +25,7 @@ from bass_cli.drafting.sampling import (
 )
 from bass_cli.engine.batch import Batch, Change
 from bass_cli.engine.contracts import InTime, Proposal
-from bass_cli.engine.laws import Laws
+from bass_cli.engine.sampling_params import SamplingParams
 from bass_cli.model.chain_head import ChainHead
 from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.leader import AnyRunner
@@ -89,27 +89,29 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
         step = self._runner.cache.decode(positions, batch.ends(further))
         logits = self._head.draft(block, step, length)
-        laws = batch.laws.at(self._temperature)
+        params = batch.params.at(self._temperature)
         if not spec.rank:
             logits = self._head.whole(logits)
-            return propose_at_once(logits, laws, batch, coupling=self._coupling)
-        return self._one_by_one(logits, block[:, 0], laws, batch)
+            return propose_at_once(logits, params, batch, coupling=self._coupling)
+        return self._one_by_one(logits, block[:, 0], params, batch)
 
-    def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, batch: Batch) -> Proposal:
+    def _one_by_one(
+        self, logits: Tensor, anchors: Tensor, params: SamplingParams, batch: Batch
+    ) -> Proposal:
         """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
         `anchors` [B] the first."""
         lengths = batch.lengths[: batch.rows]
         places = lengths + batch.steps(0, logits.shape[1])[:, None]
         chosen: list[Tensor] = [anchors]
-        drawn_from: list[ops.Law] = []
+        drawn_from: list[ops.Distribution] = []
         scores: list[Tensor] = []
         for place, at in enumerate(places):
             line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
             if self._coupling == "shared":
-                token, score = propose_scored(line, laws, at)
+                token, score = propose_scored(line, params, at)
                 scores.append(score)
             else:
-                token, law = propose_maximal(line, laws, at, lengths)
+                token, law = propose_maximal(line, params, at, lengths)
                 drawn_from.append(law)
             chosen.append(token)
         tokens = torch.stack(chosen[1:], 1)
@@ -136,7 +138,7 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
     ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + batch.steps(0, length)[:, None]
         # A row's last token stands with the feature of the one before it: at its position.
@@ -154,5 +156,5 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return self._head.whole(logits)
 
         return propose_chain(
-            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
         )

@@ -110,7 +110,7 @@ class ModelDrafter(ModelRows):
     ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        laws = batch.laws.at(self._temperature, self._factor)
+        params = batch.params.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + batch.steps(0, length)[:, None]
@@ -121,7 +121,7 @@ class ModelDrafter(ModelRows):
             return self._runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
         found = propose_chain(
-            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` took all of them for fed
         return found

@@ -29,7 +29,7 @@ class Proposal(NamedTuple):
     knows."""
 
     tokens: Tensor
-    law: ops.Law | None
+    law: ops.Distribution | None
     counts: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
@@ -44,7 +44,7 @@ class Verdict(NamedTuple):
     scores: Tensor
 
 
-class Round(NamedTuple):
+class RoundResult(NamedTuple):
     """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds`
     of wall clock, without what capturing took. `steady`: the time is what later rounds of that
     width will take too. `drafted`: how many of a row's drafts were meant, where they came from
@@ -62,33 +62,33 @@ class Round(NamedTuple):
     seconds: float
     steady: bool = True
     drafted: tuple[int, ...] | None = None
-    asking: float = 0.0
+    lookup_seconds: float = 0.0
     rows: tuple[Hashable, ...] = ()
     capturing: float = 0.0
     capacity: int = 0
     waiting: float = 0.0
 
     @property
-    def meant(self) -> tuple[int, ...]:
+    def num_drafts(self) -> tuple[int, ...]:
         """Of each row, how many of its drafts were meant."""
         return (self.width,) * len(self.accepted) if self.drafted is None else self.drafted
 
     @property
     def went_well(self) -> bool:
         """Whether most of those that were meant were kept."""
-        return sum(map(min, self.accepted, self.meant)) > sum(self.meant) / 2
+        return sum(map(min, self.accepted, self.num_drafts)) > sum(self.num_drafts) / 2
 
 
-class Foregone(NamedTuple):
+class SkippedDrafts(NamedTuple):
     """What has become of drafts of the host's that nobody verified: by draft, how many of its
     tokens the row went on to have (`accepted`) before the first that it did not, of how many
     (`meant`)."""
 
     accepted: tuple[int, ...]
-    meant: tuple[int, ...]
+    num_drafts: tuple[int, ...]
 
 
-class Backlog(NamedTuple):
+class PendingWork(NamedTuple):
     """What a scheduler knows of the rest of its job: `tokens` of samples that wait for a row;
     how many a sample is likely to have (`typical`)."""
 
@@ -96,10 +96,10 @@ class Backlog(NamedTuple):
     typical: float = math.inf
 
 
-NO_MORE = Backlog()
+NO_PENDING_WORK = PendingWork()
 
 
-class Outlook(NamedTuple):
+class ControllerInput(NamedTuple):
     """What lies before a controller. `left`: tokens that each row of the batch may still generate,
     its share of those of waiting samples included; `entries`: seconds that a draft length costs
     once, on top of its rounds (beyond the end as there: longer drafts are made by the longest
@@ -113,29 +113,37 @@ class Outlook(NamedTuple):
     a round, dummies included, 0 if none does."""
 
     left: float = math.inf
-    entries: tuple[float, ...] = ()
+    one_time_costs: tuple[float, ...] = ()
     catch_up: float = 0.0
     context: float | None = None
     samples: tuple[Hashable, ...] = ()
     rooms: tuple[int, ...] = ()
-    colds: tuple[float, ...] = ()
+    warmup_costs: tuple[float, ...] = ()
     stops: bool = False
     free: bool = False
-    foregone: Foregone | None = None
+    skipped: SkippedDrafts | None = None
     padded: int = 0
 
-    def entry(self, length: int) -> float:
+    def one_time_cost(self, length: int) -> float:
         """Seconds that a draft length costs once."""
-        once = self.entries[min(length, len(self.entries) - 1)] if self.entries else 0.0
+        once = (
+            self.one_time_costs[min(length, len(self.one_time_costs) - 1)]
+            if self.one_time_costs
+            else 0.0
+        )
         return once + (self.catch_up if length else 0.0)
 
-    def cold(self, length: int) -> float:
+    def warmup_cost(self, length: int) -> float:
         """The part of a draft length's entry before anything is learnt of it; 0 for plain decoding,
         of which nothing has to be learnt."""
-        return self.colds[min(length, len(self.colds) - 1)] if length and self.colds else 0.0
+        return (
+            self.warmup_costs[min(length, len(self.warmup_costs) - 1)]
+            if length and self.warmup_costs
+            else 0.0
+        )
 
 
-NOTHING_KNOWN = Outlook()
+DEFAULT_INPUT = ControllerInput()
 
 
 class FollowsRows(Protocol):
@@ -263,10 +271,10 @@ class Recalls(Protocol):
     """A drafter on the host that finds out what drafts would have been worth that nobody
     verified."""
 
-    def forgo(self) -> None:
+    def skip_last(self) -> None:
         """What was proposed last is not verified."""
 
-    def recall(self) -> Foregone | None:
+    def recall(self) -> SkippedDrafts | None:
         """What has become of it, once that is known; each draft is told of once."""
 
 
@@ -290,7 +298,7 @@ class CapturesPrompts(Protocol):
         """Capture them now, rather than when they are first met."""
 
 
-class Lengths(Protocol):
+class DraftLength(Protocol):
     """A draft-length controller. It sees past rounds only, never a token, so it may gate either
     coupling. `exact`: a round has the very length that was given, not a near one that happens to
     be captured; else the controller would see another algorithm's rounds."""
@@ -298,12 +306,12 @@ class Lengths(Protocol):
     @property
     def exact(self) -> bool: ...
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         """Draft length for the next round of `rows` live rows; 0 means plain decoding. The
         outlook's seconds depend on timings: a controller that is used under maximal coupling
         must not look at them."""
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         """A round has ended."""
 
 

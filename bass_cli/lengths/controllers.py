@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from bass_cli.engine.contracts import NOTHING_KNOWN, Lengths, Outlook, Round
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.lengths.table import Capped, Table
@@ -29,10 +29,10 @@ class Fixed:
     def reflect(self) -> None:
         pass
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         pass
 
 
@@ -48,10 +48,10 @@ class Bass:
         self._length = min(start, limit)
         self._shrank = 0
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         if done.width == 0:  # nothing was drafted, nothing was learnt
             return
         most = max(done.accepted)
@@ -71,7 +71,7 @@ def make_lengths(
     coupling: str,
     surface: Surface | None = None,
     at_once: bool = False,
-) -> Lengths:
+) -> DraftLength:
     """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or
     "auto". `surface`: what is known of this pair on this device; a table needs one.
     `at_once`: all drafts of a round take one pass of the draft model.

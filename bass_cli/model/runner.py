@@ -150,7 +150,7 @@ class Runner:
         """Rows have ended, moved and begun."""
         while any(key in self._unread for _, key in change.begun):
             self.read()
-        self.cache.exchange(
+        self.cache.swap_rows(
             ended=change.ended,
             moved=change.moved,
             begun=[(places, self._prompts[key].span) for places, key in change.begun],

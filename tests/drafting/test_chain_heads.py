@@ -93,8 +93,8 @@ class Compared:
             due = self._reading.drafts(self._theirs, batch.tokens[row, :end].tolist(), chosen)
             found = torch.stack([step[row] for step in self._logits]).cpu()
             torch.testing.assert_close(found, due, atol=1e-4, rtol=1e-4)
-            laws = batch.laws
-            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            params = batch.params
+            own = (params.temperature, params.top_k, params.top_p, params.keys)
             own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(chosen):
                 line = self._reading.whole(due[place])[None]
@@ -164,7 +164,7 @@ def test_prompts_are_read_for_both(models):
     for p in range(len(texts)):
         timed = loop.clock.now() + 1e6 if p in (2, 4) else None
         assert loop.open(str(p), live[2 * p].tokens, deadline=timed)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     loop.round()
     loop.round()
     assert len(compared.seen) == 24
@@ -204,7 +204,7 @@ def test_it_drafts_step_by_step(models):
     for row in live:
         if row.sample == 0:
             loop.open(row.key, row.tokens)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     with torch.inference_mode():
         whole = loop.drafter.propose(loop.batch, 4).tokens
         told = []

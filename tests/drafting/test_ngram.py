@@ -94,11 +94,11 @@ class Desk:
             self.admit(Row("p", sample, 0, list(prompt), 40))
 
     def admit(self, row):
-        self.drafter.follow(self.batch.exchange([], [row]))
+        self.drafter.follow(self.batch.swap_rows([], [row]))
         self.live.append(row)
 
     def retire(self, index):
-        self.drafter.follow(self.batch.exchange([index], []))
+        self.drafter.follow(self.batch.swap_rows([index], []))
 
     def found(self, length=3):
         """By live row, the tokens that were found, without what only fills a row up."""
@@ -204,7 +204,7 @@ def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
     desk = Desk(prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2), rows=3)
     desk.drafter.learn(desk.batch)
     assert desk.drafter.propose(desk.batch, 4).counts == (3, 3, 3)
-    desk.drafter.forgo()
+    desk.drafter.skip_last()
     told = []
     for token in range(3, 11):
         for row in desk.live[: 2 if token > 3 else 3]:
@@ -213,12 +213,12 @@ def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
             desk.retire(2)
         desk.drafter.learn(desk.batch)
         desk.drafter.propose(desk.batch, 4)
-        desk.drafter.forgo()  # while the first is waited for
+        desk.drafter.skip_last()  # while the first is waited for
         told.append(desk.drafter.recall())
     assert told[7] == ((2, 3, 1), (3, 3, 1))
     assert told[:7] == [None] * 7, "those that fail would be told of before those that stand"
     desk.drafter.propose(desk.batch, 4)
-    desk.drafter.forgo()
+    desk.drafter.skip_last()
     desk.drafter.forget()
     assert [desk.drafter.recall() for _ in range(10)] == [None] * 10
 

@@ -10,7 +10,7 @@ from toys import Markov, drive, loop_for, plain
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import StopsDrafts, StopsShort
-from bass_cli.engine.stopping import Stopping
+from bass_cli.engine.round import Stopping
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import make_surface

@@ -9,9 +9,9 @@ from fakes import FakeGraphs, Ticks
 
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import Backlog, Proposal
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import PendingWork, Proposal
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 
 
@@ -41,8 +41,8 @@ class Finder(NoDrafter):
 
     on_device, longest = False, 1000
 
-    def __init__(self, found, *, asking, ticks):
-        self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks
+    def __init__(self, found, *, lookup_seconds, ticks):
+        self.counts, self._found, self._asking, self._ticks = (), found, lookup_seconds, ticks
         self._chance, self.looks = random.Random(1), 0
 
     def propose(self, batch, length):
@@ -106,7 +106,7 @@ def seconds_of(loop, *, prompts=16, n=8, limit=128):
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
             loop.admit(waiting.pop(0))
-        loop.round(backlog=Backlog(len(waiting) * limit))
+        loop.round(pending_work=PendingWork(len(waiting) * limit))
         for index in reversed(range(len(loop.batch))):
             if loop.batch.hosts[index].room <= 0:
                 loop.retire(index)

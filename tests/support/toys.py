@@ -8,9 +8,9 @@ import torch
 
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
@@ -92,7 +92,7 @@ class Reactive:
     def __init__(self):
         self._length, self._rounds = 2, 0
 
-    def next(self, rows, outlook=None):
+    def next(self, rows, inputs=None):
         self._rounds += 1
         return 0 if self._rounds % 4 == 0 else self._length
 
@@ -111,7 +111,7 @@ def drive(loop, rows, *, on_round=None, ahead=False):
             if row.key not in opened:
                 opened.add(row.key)
                 loop.open(row.key, row.tokens)
-        loop.exchange(ended, new)
+        loop.swap_rows(ended, new)
         for key in {row.key for row in new} - {row.key for row in waiting}:
             loop.close(key)
         done = loop.round(ahead=ahead)
@@ -121,7 +121,7 @@ def drive(loop, rows, *, on_round=None, ahead=False):
         ended = [place for place, row in enumerate(hosts) if row.room <= 0]
         for row in (hosts[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
-    loop.exchange(ended, [])
+    loop.swap_rows(ended, [])
     return out
 
 
