@@ -18,7 +18,7 @@ import torch
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.contracts import CapturesPrompts, DraftLength
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
@@ -229,8 +229,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=decoded)
     for model in (loop.target, loop.drafter):
-        if isinstance(model, CapturesPrompts):
-            model.prepare_prompts()
+        model.prepare_prompts()
     loop.use(controller)
     loop.prepare(
         {rows, min(job.n, rows)},

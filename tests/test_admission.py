@@ -40,7 +40,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
     for takes in (0.0, 0.002):
         loop, graphs = captured(rows=4)
         loop.prepare(range(5), [0])
-        loop._worth.pays = lambda waiting: ahead
+        loop._ahead_policy.pays = lambda waiting: ahead
         began, found, busy = graphs.ticks.seconds, [], []
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
         for completion in one.run(iter(given), ()):

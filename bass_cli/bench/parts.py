@@ -95,7 +95,7 @@ def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     """A drafter on the host knows no dummy rows; they get drafts of 0."""
     missing = batch.rows - len(proposal.tokens)
     return (
-        Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law)
+        Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.probs)
         if missing
         else proposal
     )

@@ -9,7 +9,7 @@ other, so a draft would depend on how many others there are, and on what happens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -23,8 +23,8 @@ from bass_cli.drafting.sampling import (
     propose_scored,
     stacked,
 )
-from bass_cli.engine.batch import Batch, Change
-from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.engine.sampling_params import SamplingParams
 from bass_cli.model.chain_head import ChainHead
 from bass_cli.model.feature_head import FeatureHead
@@ -33,11 +33,9 @@ from bass_cli.model.leader import AnyRunner
 _Head = TypeVar("_Head", FeatureHead, ChainHead)
 
 
-class ReadingDrafter(Generic[_Head]):
+class ReadingDrafter(Drafter, Generic[_Head]):
     """What drafters with a `head` have in common, which reads the target of `runner`. `coupling`
     is "shared" or "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
-
-    on_device, version = True, 0
 
     def __init__(
         self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
@@ -47,21 +45,6 @@ class ReadingDrafter(Generic[_Head]):
         self._head: _Head = head
         self._coupling, self._temperature = coupling, temperature
         self.longest = head.spec.drafts
-
-    def open(
-        self,
-        key: str,
-        tokens: Sequence[int],
-        reference: Sequence[int] = (),
-        in_time: InTime | None = None,
-    ) -> bool:
-        return True
-
-    def close(self, key: str) -> None:
-        pass
-
-    def follow(self, change: Change) -> None:
-        pass
 
 
 class HeadDrafter(ReadingDrafter[FeatureHead]):
@@ -123,13 +106,15 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
 class ChainDrafter(ReadingDrafter[ChainHead]):
     """Drafts token by token: a round of k drafts takes k passes of one layer."""
 
+    stops_short = True
+
     def propose(self, batch: Batch, length: int) -> Proposal:
         return self._propose(batch, length, None)
 
     def propose_while(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
     ) -> Proposal:
-        """contracts.StopsShort; shared coupling only."""
+        """See Drafter.propose_while. Shared coupling only."""
         assert self._coupling == "shared"
         return self._propose(batch, length, goes_on)
 

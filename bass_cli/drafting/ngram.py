@@ -20,7 +20,7 @@ from bass_cli.config.draft_spec import SOURCES
 from bass_cli.drafting.ngram_index import SIZES, Index, follow
 from bass_cli.drafting.ngram_trust import Trust
 from bass_cli.engine.batch import Batch, Change, Row
-from bass_cli.engine.contracts import InTime, Proposal, SkippedDrafts
+from bass_cli.engine.contracts import Drafter, InTime, Proposal, SkippedDrafts
 
 # Rounds after which it is seen what a draft would have been worth that nobody verified: each has
 # brought a token, and all of a look are told of together, or those that failed would come first.
@@ -66,11 +66,11 @@ class _Sample:
         self.own.extend(self.number)
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one
     index, which goes when the prompt is closed and its last row has ended."""
 
-    on_device, longest, version = False, sys.maxsize, 0
+    on_device, longest = False, sys.maxsize
 
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)

@@ -58,7 +58,7 @@ def propose_chain(
     goes_on: Callable[[Tensor], bool] | None = None,
 ) -> Proposal:
     """Drafts one after the other, for `places` [k, B], until `goes_on` (see
-    contracts.StopsShort; shared coupling only) says no. `logits_of(step, tokens)`: [B, V] behind
+    Drafter.propose_while; shared coupling only) says no. `logits_of(step, tokens)`: [B, V] behind
     the tokens [B] of the step before, None at first."""
     chosen: list[Tensor] = []
     drawn_from: list[ops.Distribution] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.contracts import Drafter, DraftsAtOnce
+from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
 from bass_cli.model.capture import Capture, Graph, capture
 from bass_kernels import has_triton
@@ -176,7 +176,7 @@ def kind_of(drafter: Drafter) -> Kind:
     """The kind of its rounds with drafts."""
     if not drafter.on_device:
         return "given"
-    return "block" if isinstance(drafter, DraftsAtOnce) else "round"
+    return "block" if drafter.at_once else "round"
 
 
 class GraphPolicy:

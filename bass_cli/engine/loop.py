@@ -21,7 +21,6 @@ from bass_cli.engine.batch import Batch, Change, Row
 from bass_cli.engine.clock import Clock, Prefill
 from bass_cli.engine.contracts import (
     NO_PENDING_WORK,
-    CatchesUp,
     Drafter,
     DraftLength,
     FollowsRows,
@@ -284,9 +283,7 @@ class Loop:
             cut=cut if coupling == "shared" and acceptance is None else None,
             may_stop=self._captured is None and coupling == "shared",
         )
-        self._catching = CatchingUp(
-            batch, drafter if isinstance(drafter, CatchesUp) else None, clock, self._captured
-        )
+        self._catching = CatchingUp(batch, drafter, clock, self._captured)
         self._next = NextRound(
             batch,
             drafter,
@@ -544,7 +541,7 @@ class Loop:
             rows,
             [min(usual(min(width, longest)), longest) for width in widths],
             only_compile=only_compile,
-            catch_up=sizes if catching_up and isinstance(self.drafter, CatchesUp) else None,
+            catch_up=sizes if catching_up and self.drafter.catches_up else None,
         )
 
     @torch.inference_mode()

@@ -20,21 +20,13 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import (
     NO_PENDING_WORK,
-    CatchesUp,
     ControllerInput,
     Drafter,
     DraftLength,
-    DraftsAtOnce,
-    Foresees,
-    Learns,
     Proposal,
-    Recalls,
     SkippedDrafts,
-    StopsDrafts,
-    StopsShort,
     TakesPacked,
     Target,
-    Trims,
 )
 from bass_cli.engine.cutting import Cut, Cutting
 from bass_cli.engine.graphs import Captured, Fit, Shape, Step, kind_of
@@ -55,7 +47,7 @@ class RoundRequest(NamedTuple):
         """How many drafts each row has of the host's, in `width` places; None: of the device's."""
         if self.drafts is None:
             return None
-        return tuple(min(count, width) for count in self.drafts.counts or ())
+        return tuple(min(count, width) for count in self.drafts.num_drafts or ())
 
 
 class HostDrafts:
@@ -65,8 +57,6 @@ class HostDrafts:
 
     def __init__(self, batch: Batch, drafter: Drafter, *, learns_before: bool):
         self._batch, self._drafter, self._learns_before = batch, drafter, learns_before
-        self._learner = drafter if isinstance(drafter, Learns) else None
-        self._recalls = drafter if isinstance(drafter, Recalls) else None
         self._tokens = batch.tokens.new_zeros(batch.capacity, LONGEST)
 
     def ask(self, width: int, lengths: DraftLength) -> Proposal | None:
@@ -77,12 +67,12 @@ class HostDrafts:
         if self._drafter.on_device:
             return None
         drafts = self._drafter.propose(self._batch, width) if width else _nothing(self._batch)
-        assert drafts.counts is not None
-        best = max(drafts.counts)
-        if best and isinstance(lengths, Trims):
-            best = min(lengths.trim(drafts.counts), best)
-            if best == 0 and self._recalls is not None:
-                self._recalls.skip_last()
+        assert drafts.num_drafts is not None
+        best = max(drafts.num_drafts)
+        if best and lengths.trims:
+            best = min(lengths.trim(drafts.num_drafts), best)
+            if best == 0:
+                self._drafter.skip_last()
         if not best:
             return _nothing(self._batch)
         tokens = drafts.tokens[:, :best]
@@ -90,22 +80,20 @@ class HostDrafts:
             tokens.device.type != self._batch.device.type
         ):  # a device may be named without its number
             tokens = tokens.contiguous().pin_memory().to(self._batch.device, non_blocking=True)
-        return Proposal(tokens, None, tuple(min(count, best) for count in drafts.counts))
+        return Proposal(tokens, None, tuple(min(count, best) for count in drafts.num_drafts))
 
     def learn(self) -> None:
         """Let the drafter take in what the rows have become: some work, which need not keep a
         device waiting."""
-        if self._learner is not None:
-            self._learner.learn(self._batch)
+        self._drafter.learn(self._batch)
 
     def forget(self) -> None:
         """Let it forget how well drafts stand."""
-        if self._learner is not None:
-            self._learner.forget()
+        self._drafter.forget()
 
     def recall(self) -> SkippedDrafts | None:
         """What has become of drafts that `lengths` had no use for."""
-        return self._recalls.recall() if self._recalls is not None else None
+        return self._drafter.recall()
 
     def put(self, drafts: Proposal) -> None:
         """From now on `placed` has these drafts; beyond their length stands what stood there."""
@@ -142,7 +130,7 @@ class Stopping:
     ) -> Proposal:
         """A proposal of up to `length` tokens, ended early where drafter and controller can do
         that."""
-        if not (length and isinstance(drafter, StopsShort) and isinstance(lengths, StopsDrafts)):
+        if not (length and drafter.stops_short and lengths.stops):
             return drafter.propose(batch, length)
         least = lengths.least
         self._bins, alive = [], torch.ones(len(batch))
@@ -186,9 +174,7 @@ class CatchingUp:
     """For one loop; `drafter`: None if it never misses anything. Without `captured` a single
     pass takes in all that is missing."""
 
-    def __init__(
-        self, batch: Batch, drafter: CatchesUp | None, clock: Clock, captured: Captured | None
-    ):
+    def __init__(self, batch: Batch, drafter: Drafter, clock: Clock, captured: Captured | None):
         self._batch, self._drafter, self._clock, self._captured = batch, drafter, clock, captured
         # where a pass begins, tokens before each row's end
         self._behind = batch.tokens.new_zeros(())
@@ -211,11 +197,10 @@ class CatchingUp:
     def reaches(self, before: int, length: int) -> bool:
         """Whether a round of `length` drafts may begin behind one of `before` that is under way: a
         drafter that has missed tokens must know them before it goes on."""
-        return self._drafter is None or self._drafter.reaches(before, length)
+        return self._drafter.reaches(before, length)
 
     def function(self, count: int) -> Callable[[], None]:
         """What a graph of so many tokens a row does."""
-        assert self._drafter is not None
         return functools.partial(self._drafter.catch_up, self._batch, self._behind, count)
 
     def prepare(self) -> None:
@@ -225,8 +210,6 @@ class CatchingUp:
     def run(self, width: int, *, left: float, deadline: float | None = None) -> None:
         """See to it that `width` tokens can be drafted; `left`: rounds that may still come, at
         most. With a `deadline` in graphs that are there, if any will do."""
-        if self._drafter is None:
-            return
         missing = self._drafter.expect(self._batch, width)
         if width:
             self._missed = 0
@@ -297,10 +280,10 @@ class Rounds:
         may_stop: bool,
     ):
         self._batch, self._drafter, self._verifier = batch, drafter, verifier
-        self.stops = may_stop and isinstance(drafter, StopsShort)
+        self.stops = may_stop and drafter.stops_short
         self._stopping = Stopping() if self.stops else None
         self._cutting: Cutting | None = None
-        able = isinstance(drafter, DraftsAtOnce) and isinstance(target, TakesPacked)
+        able = drafter.at_once and isinstance(target, TakesPacked)
         if cut is not None and able:
             self._cutting = Cutting(cut, batch.device)
 
@@ -383,7 +366,7 @@ class NextRound:
 
     def use(self, lengths: DraftLength) -> None:
         """From now on this controller."""
-        self.lengths, self._foresees = lengths, lengths if isinstance(lengths, Foresees) else None
+        self.lengths = lengths
 
     @property
     def exact(self) -> bool:
@@ -410,9 +393,9 @@ class NextRound:
         sample."""
         return (
             not self._maximal
-            and self._foresees is not None
-            and not self._foresees.needs(width)
-            and (self._drafter.on_device or not self._foresees.drafts)
+            and self.lengths.foresees
+            and not self.lengths.needs_result(width)
+            and (self._drafter.on_device or not self.lengths.drafts)
             and self._batch.most_room() > 1
         )
 
@@ -420,8 +403,7 @@ class NextRound:
         """What can be learnt while the device is busy."""
         if self._captured is None:
             return
-        if self._foresees is not None:
-            self._foresees.reflect()
+        self.lengths.reflect()
         self.host_drafts.learn()
 
     def served(self, request: RoundRequest, deadline: float | None) -> tuple[Shape, Step]:

@@ -86,7 +86,7 @@ def judge(
     """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
     `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
     been proposed; None: all."""
-    drafts, law = proposal.tokens, proposal.law
+    drafts, law = proposal.tokens, proposal.probs
     if simulated_acceptance is not None:
         return simulated(drafts, logits, batch, simulated_acceptance, most)
     if coupling == "shared":

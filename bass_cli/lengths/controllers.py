@@ -11,10 +11,10 @@ from bass_cli.lengths.round_cost import Surface
 from bass_cli.lengths.table import Capped, Table
 
 
-class Fixed:
+class Fixed(DraftLength):
     """Always the same draft length."""
 
-    exact = False
+    foresees = True
 
     def __init__(self, length: int):
         self._length = length
@@ -23,11 +23,8 @@ class Fixed:
     def drafts(self) -> bool:
         return self._length > 0
 
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         return False
-
-    def reflect(self) -> None:
-        pass
 
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
@@ -36,7 +33,7 @@ class Fixed:
         pass
 
 
-class Bass:
+class Bass(DraftLength):
     """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when
     a row keeps all of the drafts, and otherwise shrinks, faster the second time in a row, but
     never below what some row kept."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, RoundResult
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
@@ -24,7 +24,7 @@ _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 _UNSURE = 0.04, 0.25  # (costs drift, and plain rounds cost) and the most that may not be known
 
 
-class Goodput:
+class Goodput(DraftLength):
     """The k of the fewest seconds a round x rounds a token, over the tokens that rows still need.
 
     0 where drafting does not pay, with a probe now and then, ever more rarely; no round may lose
@@ -34,7 +34,7 @@ class Goodput:
     is measured reaches the lengths (maximal coupling). `at_once`: one pass makes all drafts.
     """
 
-    exact = False
+    foresees = trims = stops = True
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Goodput:
     def drafts(self) -> bool:
         return not self._decided or self._next[0] > 0
 
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         """At first, after a probe or catching up; a plain round tells of no drafts."""
         tells = self._now[1] or self._inputs.catch_up or self._acceptance.unsure
         return bool(self._frozen or not self._costs.known or (width and tells))
@@ -87,13 +87,13 @@ class Goodput:
             self._decide()
             self._decided = True
 
-    def trim(self, counts: Sequence[int]) -> int:
+    def trim(self, num_drafts: Sequence[int]) -> int:
         """The length that pays where rows have so many drafts, or now and then a short probe."""
-        most, inputs = max(counts), self._inputs
+        most, inputs = max(num_drafts), self._inputs
         if self._line is None:
             return most
         line = numpy.interp(range(most + 1), self._choices, self._line)
-        tokens, plain = self._acceptance.tokens(counts), self._plain
+        tokens, plain = self._acceptance.tokens(num_drafts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
         once = first_use(range(most + 1), inputs, line, self._most, self._acceptance.unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
@@ -115,7 +115,7 @@ class Goodput:
             self._probes.idle += 1
             return
         self._decided = self._decided and not (self._now[1] or self._acceptance.unsure)
-        self._probes.observe(paid=done.went_well, probe=self._now[1])
+        self._probes.observe(paid=done.mostly_accepted, probe=self._now[1])
 
     def least(self, drafted: int) -> float:
         """One more draft pays if the tokens it should bring take longer at the pace of now."""

@@ -12,25 +12,18 @@ _ACCEPTANCE = 0.8  # where the profile could not tell
 _CHOICES = tuple(range(65))
 
 
-class Table:
+class Table(DraftLength):
     """For each number of live rows the length that was best when the profile was made, 0
     included. It depends on nothing else, so it may gate either coupling."""
 
-    exact = False
+    foresees = True
 
     def __init__(self, surface: Surface, *, limit: int):
         self._surface, self._lengths = surface, _CHOICES[: limit + 1]
         self._best: dict[int, int] = {}
 
-    @property
-    def drafts(self) -> bool:
-        return True
-
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         return False
-
-    def reflect(self) -> None:
-        pass
 
     def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         if rows not in self._best:
@@ -44,7 +37,7 @@ class Table:
         pass
 
 
-class Capped:
+class Capped(DraftLength):
     """The length of a controller that only sees rounds, but never more than a table's. A round
     that was cut teaches it what it can see of it."""
 

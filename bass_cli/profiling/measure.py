@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.contracts import DraftsAtOnce, Proposal, RoundResult
+from bass_cli.engine.contracts import Proposal, RoundResult
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
@@ -182,7 +182,7 @@ def measure(
     rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
     # what one pass drafts takes as long as its tokens do, which begins to show at many of them
-    at_once = isinstance(loop.drafter, DraftsAtOnce)
+    at_once = loop.drafter.at_once
     steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
     steps = list(dict.fromkeys(steps))
     verify: dict[Point, float] = {}

@@ -18,7 +18,6 @@ from toys import Reactive, drive, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import DraftsAtOnce, StopsShort
 from bass_cli.engine.graphs import Graphs
 from bass_cli.errors import UserError
 from bass_cli.footprint import footprint
@@ -198,8 +197,8 @@ def test_it_drafts_step_by_step(models):
     """For `auto`, graphs and profiles: a longer draft costs more; and it can be stopped short."""
     _, _, target, head = models("qwen3", "authors")
     loop = loop_of(target, head, rows=6, lengths=Fixed(4))
-    assert not isinstance(loop.drafter, DraftsAtOnce)
-    assert isinstance(loop.drafter, StopsShort)
+    assert not loop.drafter.at_once
+    assert loop.drafter.stops_short
     live = rows()
     for row in live:
         if row.sample == 0:

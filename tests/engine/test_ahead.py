@@ -10,7 +10,7 @@ from toys import Guess, drive, plain
 
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Foresees, PendingWork, RoundResult
+from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -20,13 +20,10 @@ from bass_cli.lengths.round_cost import make_surface
 class Settled(Tour):
     """Its lengths depend on nothing, so they may be asked for at any time."""
 
-    drafts = True
+    foresees = True
 
-    def needs(self, width):
+    def needs_result(self, width):
         return False
-
-    def reflect(self):
-        pass
 
 
 class Flights:
@@ -44,7 +41,7 @@ class Flights:
 def ready(loop):
     """Nothing is captured any more, and launching ahead is taken to pay."""
     loop.prepare(range(1, loop.batch.capacity + 1), range(8))
-    loop._worth.pays = lambda waiting: True
+    loop._ahead_policy.pays = lambda waiting: True
     return Flights(loop)
 
 
@@ -166,9 +163,9 @@ def test_it_pays_unless_rows_end_all_the_time():
 
 
 def test_controllers_need_every_round_unless_they_say_so():
-    assert not isinstance(Bass(), Foresees)
-    assert Goodput(limit=4).needs(0), "the opening rounds tell what rounds cost"
-    assert not Fixed(3).needs(3)
+    assert not Bass().foresees
+    assert Goodput(limit=4).needs_result(0), "the opening rounds tell what rounds cost"
+    assert not Fixed(3).needs_result(3)
 
 
 def test_goodput_waits_for_what_tells_much():
@@ -177,12 +174,12 @@ def test_goodput_waits_for_what_tells_much():
     controller = Goodput(limit=4, surface=cheap)
     width = controller.next(4)
     assert width > 0
-    assert controller.needs(width)
-    assert not controller.needs(0), "nothing is drafted, so nothing is learnt of drafts"
+    assert controller.needs_result(width)
+    assert not controller.needs_result(0), "nothing is drafted, so nothing is learnt of drafts"
     for _ in range(20):
         controller.observe(RoundResult(width, (width,) * 4, cheap.seconds(4, width)))
         width = controller.next(4)
-    assert not controller.needs(width)
+    assert not controller.needs_result(width)
     for _ in range(20):
         controller.observe(RoundResult(width, (0,) * 4, cheap.seconds(4, width)))
         width = controller.next(4)
@@ -190,7 +187,7 @@ def test_goodput_waits_for_what_tells_much():
     while width == 0:
         controller.observe(RoundResult(0, (0,) * 4, cheap.seconds(4, 0)))
         width = controller.next(4)
-    assert controller.needs(width), "a probe"
+    assert controller.needs_result(width), "a probe"
 
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
@@ -276,7 +273,7 @@ def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
     propose = loop.drafter.propose
 
     def counted(batch, length):
-        looked.append(loop._flight)
+        looked.append(loop._in_flight)
         return propose(batch, length)
 
     loop.drafter.propose = counted
@@ -291,9 +288,9 @@ def test_a_cpu_launches_nothing_ahead(pair, plainly):
 
     target, draft = pair
     loop = loop_for(target, draft, rows=3, lengths=Fixed(2))
-    loop._worth.pays = lambda waiting: True
+    loop._ahead_policy.pays = lambda waiting: True
     assert drive(loop, rows(), ahead=True) == plainly
-    assert loop._flight is None
+    assert loop._in_flight is None
     assert torch.equal(loop.batch.lengths, torch.ones_like(loop.batch.lengths))
 
 
@@ -324,13 +321,13 @@ def test_what_a_controller_waits_for_is_told():
     round behind another one waited for nothing."""
 
     class Curious(Settled):
-        def needs(self, width):
+        def needs_result(self, width):
             return width > 0
 
     ticks = Ticks()
     loop = Simulated(Curious(), 0.5, rows=4, graphs=FakeGraphs(ticks))
     flights = ready(loop)
-    loop._worth.saves = lambda waiting: 0.0005
+    loop._ahead_policy.saves = lambda waiting: 0.0005
     loop.admit(*(Row("0", s, 0, [1], 900) for s in range(4)))
     told = []
     for _ in range(60):

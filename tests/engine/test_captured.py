@@ -13,6 +13,7 @@ from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
 from bass_cli.engine import round as draft_sync
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -89,10 +90,8 @@ def captured(
     )
 
 
-class Tour:
+class Tour(DraftLength):
     """Goes through many lengths, with plain stretches between."""
-
-    exact = False
 
     def __init__(self):
         self._lengths = itertools.cycle([0, 0, 0, 4, 4, 0, 0, 5, 3, 2, 0, 7, 7, 1, 0, 0, 0])

@@ -128,12 +128,12 @@ def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, fa
                 [],
             )
             loop.prepare(range(1, batch + 1), [length])
-            loop._worth.pays = lambda waiting: True
+            loop._ahead_policy.pays = lambda waiting: True
             found = drive(
                 loop,
                 live,
                 ahead=True,
-                on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight),
+                on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._in_flight),
             )
             assert found == due, f"batch {batch}, {length} drafts"
             assert sum(one is not None for one in behind) > 5
@@ -155,7 +155,7 @@ def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
             live, uneven = rows(), set()
             if graphs:
                 loop.prepare(range(1, batch + 1), [length])
-                loop._worth.pays = lambda waiting: True
+                loop._ahead_policy.pays = lambda waiting: True
                 assert any(shape.kind == "cut" for shape in loop.graphs.held())
             found = drive(
                 loop,

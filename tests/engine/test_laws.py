@@ -20,7 +20,7 @@ import bass_kernels as ops
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine import host_state as host_state
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.sampling_params import Columns, SamplingParams, params_of, noise_key
+from bass_cli.engine.sampling_params import Columns, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 
@@ -160,10 +160,10 @@ def admit_all(loop, rows, keys):
     batch.lengths[:] = torch.tensor([len(row.prompt) for row in kinds]).repeat(turns)
     batch._alive[:] = 1
     for name in ("temperature", "top_k", "top_p"):
-        getattr(batch._laws, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
+        getattr(batch._params, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
             turns
         )
-    batch._laws.keys[:] = keys
+    batch._params.keys[:] = keys
     for row in rows:
         if row.sample == 0:
             loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])

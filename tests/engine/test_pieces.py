@@ -72,7 +72,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks) if graphs else None,
     )
-    loop._worth.pays = lambda waiting: True  # every round that may is launched ahead
+    loop._ahead_policy.pays = lambda waiting: True  # every round that may is launched ahead
     return loop
 
 
@@ -193,7 +193,7 @@ def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
     changes, follow = [], loop._members._follow
 
     def watched(change):
-        under_way = loop._flight is not None and len(loop._flight.rows) == 4
+        under_way = loop._in_flight is not None and len(loop._in_flight.rows) == 4
         changes.append((change, loop.target.cache._runs.T.tolist(), under_way))
         follow(change)
 

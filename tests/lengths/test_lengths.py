@@ -227,4 +227,4 @@ def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(
 
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
     found = HostDrafts(batch, Found(), learns_before=True).ask(7, controller)
-    assert (found.tokens.shape, found.counts) == ((4, 5), (0, 3, 5, 1))
+    assert (found.tokens.shape, found.num_drafts) == ((4, 5), (0, 3, 5, 1))

@@ -289,8 +289,8 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
     for index, row in enumerate(one.batch.hosts):
         assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
         assert one.batch.params.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
-    assert one.batch._laws.top_k.tolist() == [3, 0, 0, 7, 0, 0]
-    assert one.batch._laws.top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
+    assert one.batch._params.top_k.tolist() == [3, 0, 0, 7, 0, 0]
+    assert one.batch._params.top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
     assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
     for mine, due in zip(ours, theirs, strict=True):
         assert mine.cache._places.equal(due.cache._places)

@@ -9,7 +9,7 @@ import torch
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
-from bass_cli.engine.contracts import Proposal
+from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
@@ -56,20 +56,18 @@ class Markov:
     def feed(self, tokens, positions, ends):
         pass
 
+    def prepare_prompts(self):
+        pass
 
-class Guess:
+
+class Guess(Drafter):
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and
     so on from there."""
 
-    on_device, longest, version = True, 1000, 0
+    longest = 1000
 
     def __init__(self, vocab):
         self._vocab = vocab
-
-    def open(self, *_):
-        return True
-
-    close = follow = open
 
     def propose(self, batch, length):
         last, _ = batch.last(1)
@@ -83,11 +81,9 @@ class AtOnce(NamedTuple):
     mask: int
 
 
-class Reactive:
+class Reactive(DraftLength):
     """A controller that reacts strongly to acceptance, plain rounds included: what a law must
     survive."""
-
-    exact = False
 
     def __init__(self):
         self._length, self._rounds = 2, 0
