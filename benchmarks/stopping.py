@@ -19,7 +19,7 @@ from lookup import STOPS, human_eval, options, run, show
 from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.engine.contracts import DraftLength
+from bass_cli.engine.contracts import DEFAULT_INPUT, DraftLength
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
 from bass_cli.plan import make_plan
@@ -47,7 +47,7 @@ class PastRounds(DraftLength):
     def __init__(self, inner):
         self._inner = inner
 
-    def next(self, rows, inputs):
+    def next(self, rows, inputs=DEFAULT_INPUT):
         return self._inner.next(rows, inputs._replace(stops=False))
 
     def observe(self, done):

@@ -83,7 +83,7 @@ def _is_ours(content: bytes) -> bool:
     )
 
 
-class HostState:
+class VerdictStore:
     """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one
     line and flushes it.
 
@@ -103,7 +103,7 @@ class HostState:
             self._stream.close()
             raise
 
-    def __enter__(self) -> HostState:
+    def __enter__(self) -> VerdictStore:
         return self
 
     def __exit__(
@@ -167,7 +167,7 @@ class HostState:
 
 def _open_locked(path: str) -> IO[bytes]:
     try:
-        stream = open(path, "a+b")  # noqa: SIM115 - the HostState closes it
+        stream = open(path, "a+b")  # noqa: SIM115 - the VerdictStore closes it
     except OSError as error:
         raise UserError(f"{path}: cannot write the verdicts: {error.strerror}") from None
     try:
@@ -210,7 +210,7 @@ class Executor(NamedTuple):
 
 def judge(
     programs: Iterable[tuple[Key, Program]],
-    ledger: HostState,
+    ledger: VerdictStore,
     limits: Mapping[str, Any],
     *,
     open_executor: Callable[[], Executor],

@@ -21,7 +21,7 @@ from bass_cli.errors import UserError
 from bass_cli.eval import report, table
 from bass_cli.eval.judging import (
     Executor,
-    HostState,
+    VerdictStore,
     Key,
     Ruling,
     isolation_of,
@@ -244,7 +244,7 @@ def _judge(
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
         ExitStack() as stack,
-        HostState(verdicts, anew=rejudge) as ledger,
+        VerdictStore(verdicts, anew=rejudge) as ledger,
         screen.counting("verdicts", total) as progress,
     ):
         if ledger.rulings:
