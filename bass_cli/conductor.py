@@ -1,7 +1,7 @@
 """The conductor: gives the rows of a loop to samples of prompts, yields Completions as rows end.
 
 Not here: what a prompt becomes (intake.py), what ends a row (endings.py), which loop it is and what
-happens when that one breaks off (scheduler.py), a round (engine/step.py), files (io/results.py).
+happens when that one breaks off (scheduler.py), a round (engine/loop.py), files (io/results.py).
 """
 
 from __future__ import annotations

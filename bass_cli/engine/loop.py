@@ -242,9 +242,9 @@ class Loop:
     """A batch with its target, drafter and draft-length controller. `coupling` is "shared" or
     "maximal".
 
-    With `graphs`, rounds are captured and replayed by shape (graph_policy.py says which).
+    With `graphs`, rounds are captured and replayed by shape (graphs.py decides which).
     `acceptance` is for benchmarks of random weights: each draft is accepted with that
-    probability, of several each row's own, or by its place (imposed.py). `cut`: where rows' drafts
+    probability, of several each row's own, or by its place (simulated_acceptance.py). `cut`: where rows' drafts
     are cut by the draft's confidence, under shared coupling (cutting.py); None: nowhere.
     """
 

@@ -17,7 +17,7 @@ ALL = 2**31 - 1  # more drafts than any round has
 
 
 class Verifier:
-    """A loop's target, with how it is coupled and what is imposed on it (imposed.py)."""
+    """Verify the drafts of one loop: its target, the coupling, and simulated acceptance if set."""
 
     def __init__(
         self,

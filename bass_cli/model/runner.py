@@ -1,6 +1,6 @@
 """A decoder with its cache: prompts are filled in once, then rows take ragged passes.
 
-Not here: what is fed and why (drafting/, engine/step.py), passes over prompts (prefill.py).
+Not here: what is fed and why (drafting/, engine/loop.py), passes over prompts (prefill.py).
 """
 
 from __future__ import annotations

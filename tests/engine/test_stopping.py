@@ -7,7 +7,7 @@ from fakes import Ticks
 from test_profile import Timed
 from toys import Markov, drive, loop_for, plain
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafting.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.round import Stopping
 from bass_cli.lengths.controllers import Fixed
@@ -130,7 +130,9 @@ def test_confidence_is_worth_what_it_was_worth():
     stopping, taken = Stopping(), {}
     loop = loop_for(Markov(target, 1), "none", rows=1)
 
-    class Told:
+    class Told(NoDrafter):
+        stops_short = True
+
         def __init__(self, confidence):
             self._confidence = confidence
 

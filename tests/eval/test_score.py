@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError, UserError
-from bass_cli.eval.judging import Executor, VerdictStore, Ruling, isolation_of, judge
+from bass_cli.eval.judging import Executor, Ruling, VerdictStore, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.eval.scoring import score_file

@@ -19,7 +19,7 @@ from test_interruption import start
 from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import VerdictStore, Ruling
+from bass_cli.eval.judging import Ruling, VerdictStore
 from bass_cli.io import charts, saving
 from bass_cli.io import results as outputs
 from bass_cli.io.resume import ATTRIBUTE, manifest_path, write_json

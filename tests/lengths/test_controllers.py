@@ -130,7 +130,7 @@ def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
 @pytest.mark.parametrize("waiting", [0, 64])
 def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
     """The first round of a length takes 0.3 s more. Plain decoding pays once too."""
-    cost, options = device(HALF), {"waiting": waiting, "entry": 0.3, "tokens": 256}
+    cost, options = device(HALF), {"waiting": waiting, "one_time_cost": 0.3, "tokens": 256}
     auto = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, **options)
     plain = run_batch(Fixed(0), cost, [rate] * 8, **options)
     assert auto.last < 1.02 * plain.last

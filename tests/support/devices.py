@@ -63,7 +63,7 @@ def run_batch(
     feeding=0.0,
 ):
     """Rows whose drafts each stand with their own rate (a function of the row's tokens so far,
-    or a number), each to get `tokens`; `waiting` samples follow where one ends. `entry`: seconds
+    or a number), each to get `tokens`; `waiting` samples follow where one ends. `one_time_cost`: seconds
     that a length's second round takes besides, and a sixth of it its first one, unless a length
     near it has a graph. `feeding`: seconds of each pass in which the draft model takes in up to
     128 tokens that it missed in plain rounds."""
