@@ -17,11 +17,11 @@ import torch
 
 from bass_cli.drafting.factory import SHARPER, make_drafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import CapturesPrompts, Lengths
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.cutting import Cut
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
@@ -204,7 +204,7 @@ def halved(plan: Plan, on_note: Callable[[str], None]) -> Plan:
     return fewer
 
 
-def lengths_for(plan: Plan) -> Lengths:
+def lengths_for(plan: Plan) -> DraftLength:
     """A new controller for the plan's job, which begins from what is known of the pair's costs."""
     speculation = plan.job.speculation
     return make_lengths(
@@ -229,8 +229,7 @@ def warm_up(loop: Loop, plan: Plan) -> None:
     for tokens in _WARM_PROMPTS[plan.device.type]:
         _decode(loop, plan, tokens, widths=decoded)
     for model in (loop.target, loop.drafter):
-        if isinstance(model, CapturesPrompts):
-            model.prepare_prompts()
+        model.prepare_prompts()
     loop.use(controller)
     loop.prepare(
         {rows, min(job.n, rows)},

@@ -1,7 +1,7 @@
 """The conductor: gives the rows of a loop to samples of prompts, yields Completions as rows end.
 
 Not here: what a prompt becomes (intake.py), what ends a row (endings.py), which loop it is and what
-happens when that one breaks off (scheduler.py), a round (engine/step.py), files (io/results.py).
+happens when that one breaks off (scheduler.py), a round (engine/loop.py), files (io/results.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Container, Iterator
 from bass_cli.config.job import Job
 from bass_cli.endings import Due, Ending, Sample, Watch
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Backlog, Round
+from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.forecast import Forecast
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.intake import Intake, Task
 from bass_cli.io.completion import Completion
@@ -44,7 +44,7 @@ class Conductor:
         eos_ids: Collection[int],
         stop_ids: Collection[int] = (),
         count: int | None = None,
-        on_round: Callable[[Round], None] | None = None,
+        on_round: Callable[[RoundResult], None] | None = None,
     ):
         self._job, self._loop, self._on_round = job, loop, on_round
         self._intake = Intake(job, tokenizer, context=context)
@@ -83,7 +83,7 @@ class Conductor:
                 self._expire()
                 self._grow()
                 if self._live:
-                    self._loop.launch(self._soonest(), backlog=self._backlog())
+                    self._loop.launch(self._soonest(), pending_work=self._pending_work())
                 yield from self._finished()
                 if self._live:
                     self._round()
@@ -145,7 +145,7 @@ class Conductor:
             if not task.waiting:
                 self._queue.popleft()
         if rows or self._over:
-            self._loop.exchange(self._over, rows)
+            self._loop.swap_rows(self._over, rows)
         self._waiting -= len(rows)
         self._over = []
 
@@ -177,15 +177,15 @@ class Conductor:
         task.live += 1
         return row
 
-    def _backlog(self) -> Backlog:
+    def _pending_work(self) -> PendingWork:
         waiting, typical = self._waiting, math.inf
         if self._fresh is None:
             typical = self._forecast.length(float(self._loop.batch.generated().mean()))
             waiting = self._forecast.waiting(waiting, ended=self._ended)
-        return Backlog(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
+        return PendingWork(waiting * min(typical, self._job.sampling.max_new_tokens), typical)
 
     def _round(self) -> None:
-        done = self._loop.round(self._soonest(), backlog=self._backlog(), ahead=True)
+        done = self._loop.round(self._soonest(), pending_work=self._pending_work(), ahead=True)
         if self._job.budget is not None and not all(task.started for task in self._tasks):
             for row, sample in self._live.items():
                 sample.task.started |= row.rounds > 0
@@ -230,7 +230,7 @@ class Conductor:
     def _collect(self) -> None:
         """Look at the rows that the round may have ended; cut and end those that are done."""
         hosts = self._loop.batch.hosts
-        for place in self._watch.suspects(self._loop.batch.ledger):
+        for place in self._watch.suspects(self._loop.batch.host_state):
             sample = self._live[hosts[place]]
             ending = sample.look(self._watch.eos, self._watch.stop_ids)
             if ending is not None:

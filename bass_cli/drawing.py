@@ -23,8 +23,8 @@ from bass_cli.system.threads import Company, settle
 
 if TYPE_CHECKING:
     from bass_cli.cluster.crew import Crew
-    from bass_cli.engine.contracts import Round
-    from bass_cli.engine.step import Loop
+    from bass_cli.engine.contracts import RoundResult
+    from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
 
@@ -64,7 +64,7 @@ class Here:
     ) -> Iterator[Completion]:
         company, screen = Company(self._plan.job.threads), self._screen
 
-        def on_round(done: Round) -> None:
+        def on_round(done: RoundResult) -> None:
             company.look()
             kept, rows = sum(done.accepted), len(done.accepted)
             capacity = done.capacity or self.facts.rows

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from bass_cli.engine.ledger import BROKEN, LENGTH, LIMIT, PROMPT, Ledger, Row
+from bass_cli.engine.host_state import BROKEN, LENGTH, LIMIT, PROMPT, HostState, Row
 from bass_cli.intake import Task
 from bass_cli.io.completion import Completion
 from bass_cli.model.continuation import Continuation, StopDetector, StopTokens
@@ -43,16 +43,16 @@ class Watch:
             self._tokens = StopTokens(text, self._stops)
         return StopDetector(text, self._stops, self._tokens)
 
-    def suspects(self, ledger: Ledger) -> list[int]:
+    def suspects(self, host_state: HostState) -> list[int]:
         """The places of live rows that may be over, after a round."""
-        places, block, counts = ledger.news
+        places, block, counts = host_state.news
         ends = numpy.zeros(block.shape, dtype=bool)
         for id_ in self.eos | self.stop_ids:
             ends |= block == id_
         if self._tokens is not None:
             ends |= self._tokens.among(block)
         ends &= numpy.arange(block.shape[1]) < counts[:, None]
-        of_row = ledger.numbers[places]
+        of_row = host_state.numbers[places]
         full = of_row[:, LENGTH] - of_row[:, PROMPT] >= of_row[:, LIMIT]
         found: list[int] = places[ends.any(1) | full | (of_row[:, BROKEN] >= 0)].tolist()
         return found

@@ -23,8 +23,8 @@ from bass_cli.io.terminal import spell_record
 from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
-    from bass_cli.engine.contracts import Round
-    from bass_cli.engine.step import Loop
+    from bass_cli.engine.contracts import RoundResult
+    from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
 _LOG = logging.getLogger("bass")
@@ -46,7 +46,7 @@ def generate(
     *,
     done: Container[tuple[str, int]] = (),
     count: int | None = None,
-    on_round: Callable[[Round], None] | None = None,
+    on_round: Callable[[RoundResult], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
     on_bytes: Callable[[int, int], None] = lambda done, whole: None,
     on_note: Callable[[str], None] = _LOG.warning,

@@ -16,8 +16,8 @@ from bass_cli.build import READING, Models, halved, load_models, ready_loop
 from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job
 from bass_cli.endings import WholePrompts, with_copies
-from bass_cli.engine.contracts import Round
-from bass_cli.engine.step import Loop
+from bass_cli.engine.contracts import RoundResult
+from bass_cli.engine.loop import Loop
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.store import keep_learnt
@@ -32,7 +32,7 @@ def generate(
     *,
     done: Container[tuple[str, int]] = (),
     count: int | None = None,
-    on_round: Callable[[Round], None] | None = None,
+    on_round: Callable[[RoundResult], None] | None = None,
     on_phase: Callable[[str], None] = lambda name: None,
     on_bytes: Callable[[int, int], None] = lambda done, whole: None,
     on_note: Callable[[str], None] = lambda note: None,
@@ -106,7 +106,7 @@ def _attempt(
     work: Unfinished,
     models: Models | None,
     loop: Loop | None,
-    on_round: Callable[[Round], None] | None,
+    on_round: Callable[[RoundResult], None] | None,
     on_phase: Callable[[str], None],
 ) -> Iterator[Completion]:
     """What is unfinished, by one loop: the one that is given, or a new one over `models`."""

@@ -22,7 +22,7 @@ from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.laws import noise_key
+from bass_cli.engine.sampling_params import noise_key
 from bass_cli.io.prompts import check_prompts, open_source, read_prompts
 from bass_cli.model.runner import Runner
 from bass_cli.plan import make_plan

@@ -27,11 +27,10 @@ from torch import Tensor
 from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
 from bass_cli.drafting.factory import NoDrafter
-from bass_cli.engine.ahead import Worth
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.deadline import Clock
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs, Running
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import AheadPolicy, Loop
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
 from bass_cli.model.decoder import Decoder
@@ -74,7 +73,7 @@ class Free(Graphs):
         return Running(lambda: True, lambda: found)
 
 
-class Always(Worth):
+class Always(AheadPolicy):
     """Rounds are launched ahead whatever it brings."""
 
     def pays(self, waiting):
@@ -126,7 +125,7 @@ def conductor(args, rows, *, mean, limit, count, tokenizer):
     )
     graphs.function = loop.function
     if args.ahead:
-        loop._worth = Always()
+        loop._ahead_policy = Always()
     eos = tokenizer.eos_ids[0]
     text = tokenizer.encode(Path(__file__).read_text(), 100_000)  # newlines as often as in code
     loop.draw(args.draft_length, mean=mean, text=text, eos=eos)

@@ -46,7 +46,7 @@ def measure(args, tokens):
     rows = [Row("0", i, 0, list(prompt), tokens + _NEW * args.rounds + 1) for i in range(args.rows)]
     tracemalloc.start()
     drafter.open("0", prompt)
-    change = batch.exchange([], rows)
+    change = batch.swap_rows([], rows)
     drafter.follow(change)
     for row, text in zip(rows, wanted, strict=True):
         row.tokens.extend(text[:tokens])

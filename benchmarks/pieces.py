@@ -17,7 +17,7 @@ import torch
 
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.forecast import Forecast, expected
-from bass_cli.engine.ledger import LENGTH
+from bass_cli.engine.host_state import LENGTH
 from bass_cli.model.slabs import Pieces
 
 
@@ -32,18 +32,18 @@ def simulate(lengths: numpy.ndarray, *, limit: int, pieces: Pieces, rows: int) -
         typical = forecast.becomes(limit, int(batch.generated().sum()))
         room = 0 if crowded and len(ended) < len(batch) else batch.room(typical, ended=ended)
         new = [waiting.pop() for _ in range(min(room, len(waiting)))]
-        batch.exchange(ended, [Row("p", sample, 0, [1], limit) for sample in new])
+        batch.swap_rows(ended, [Row("p", sample, 0, [1], limit) for sample in new])
         while (fails := batch.grow()[1]) is not None:
             back = batch.surplus(fails)
             crowded = True
             for place in back:
                 vain += batch.hosts[place].generated
                 waiting.append(batch.hosts[place].sample)
-            batch.exchange(back, [])
+            batch.swap_rows(back, [])
         if waiting:
             live.append(len(batch))
         rounds += 1
-        batch.ledger.numbers[: len(batch), LENGTH] += 1
+        batch.host_state.numbers[: len(batch), LENGTH] += 1
         ended = [i for i, row in enumerate(batch.hosts) if row.generated >= lengths[row.sample]]
         for place in ended:
             forecast.end(batch.hosts[place].generated)

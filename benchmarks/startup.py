@@ -32,7 +32,7 @@ STEPS = {
     "bass_cli.manifest": {"describe": "manifest, fingerprints"},
     "bass_cli.build": {"load_models": "weights", "build": "loop", "warm_up": "warming up"},
     "bass_cli.model.weights": {"load": "weights of a model"},
-    "bass_cli.engine.step": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
+    "bass_cli.engine.loop": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
     "bass_cli.engine.graphs": {"Graphs.capture": "graph captured"},
     "torch.cuda": {"_lazy_init": "CUDA's context"},
     "triton.compiler.compiler": {"compile": "kernel compiled or loaded"},

@@ -19,6 +19,7 @@ from lookup import STOPS, human_eval, options, run, show
 from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
+from bass_cli.engine.contracts import DEFAULT_INPUT, DraftLength
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
 from bass_cli.plan import make_plan
@@ -40,16 +41,14 @@ QUESTIONS = (
 WAYS = ("plain", "past rounds", "stopping")
 
 
-class PastRounds:
+class PastRounds(DraftLength):
     """`auto` without its stopping inside a round."""
-
-    exact = False
 
     def __init__(self, inner):
         self._inner = inner
 
-    def next(self, rows, outlook):
-        return self._inner.next(rows, outlook._replace(stops=False))
+    def next(self, rows, inputs=DEFAULT_INPUT):
+        return self._inner.next(rows, inputs._replace(stops=False))
 
     def observe(self, done):
         self._inner.observe(done)

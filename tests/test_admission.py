@@ -9,8 +9,8 @@ from toys import Markov, loop_for
 from bass_cli.conductor import Conductor
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.kv_cache import KVCache, Layers
 from bass_cli.model.slabs import Sender
@@ -40,7 +40,7 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
     for takes in (0.0, 0.002):
         loop, graphs = captured(rows=4)
         loop.prepare(range(5), [0])
-        loop._worth.pays = lambda waiting: ahead
+        loop._ahead_policy.pays = lambda waiting: ahead
         began, found, busy = graphs.ticks.seconds, [], []
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
         for completion in one.run(iter(given), ()):
@@ -63,15 +63,15 @@ def test_what_breaks_a_job_off_comes_after_the_samples_that_are_over(kind):
     for after in range(1, 6):
         loop = loop_for(Markov(table(), 1), "none", rows=4, lengths=Fixed(0))
         one = Conductor(settings, Letters(), loop, context=1000, eos_ids={EOS})
-        found, exchange, ended = [], loop.exchange, []
+        found, swap_rows, ended = [], loop.swap_rows, []
 
-        def exchanged(places, rows, exchange=exchange, ended=ended, after=after):
+        def exchanged(places, rows, swap_rows=swap_rows, ended=ended, after=after):
             ended.extend(places)
             if len(ended) >= after:
                 raise kind
-            exchange(places, rows)
+            swap_rows(places, rows)
 
-        loop.exchange = exchanged
+        loop.swap_rows = exchanged
         with pytest.raises(kind):
             found.extend(one.run(iter(given), ()))
         assert len(found) == len(ended) >= after
@@ -110,10 +110,10 @@ def test_all_that_changes_between_two_rounds_is_sent_at_once(monkeypatch):
     cache = KVCache(
         [Layers(2, 1, 8)], rows=8, span=12, dtype=torch.float32, device=torch.device("cpu")
     )
-    cache.exchange(begun=[((0, 1, 2), cache.reserve(3))])
+    cache.swap_rows(begun=[((0, 1, 2), cache.reserve(3))])
     sent.clear()
-    loop.exchange([1, 4], rows[6:7])  # one takes a place, one moves
-    cache.exchange(ended=[0], moved=[(2, 0)])
+    loop.swap_rows([1, 4], rows[6:7])  # one takes a place, one moves
+    cache.swap_rows(ended=[0], moved=[(2, 0)])
     assert sent == [loop.batch._sender, cache._sender]
     assert [row.sample for row in loop.batch.hosts] == [0, 6, 2, 3, 5]
     assert loop.batch.tokens[:5, :3].tolist() == [[1, 2, 3]] * 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from toys import Markov, drive, loop_for, plain, rows_for
 
-from bass_cli.engine.contracts import Drafter, Lengths, Round
+from bass_cli.engine.contracts import Drafter, DraftLength, RoundResult
 from bass_cli.model import families
 
 ROOT = Path(__file__).parent.parent
@@ -44,13 +44,13 @@ def test_the_drafter_and_the_controller_work(coupling, tmp_path):
     # that repeats itself
     table = 3 * torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + 3 * torch.eye(6)
     drafter: Drafter = shown("RepeatDrafter", tmp_path)()
-    lengths: Lengths = shown("Alternate", tmp_path)(limit=3)
+    lengths: DraftLength = shown("Alternate", tmp_path)(limit=3)
     greedy = {"temperature": 0.0} if coupling == "maximal" else {}
 
     def rows():
         return rows_for([[1], [2, 3, 4]], 3, **greedy)
 
-    seen: list[Round] = []
+    seen: list[RoundResult] = []
     loop = loop_for(Markov(table, 1), drafter, rows=2, lengths=lengths, coupling=coupling)
     assert drive(loop, rows(), on_round=lambda done, _: seen.append(done)) == plain(
         Markov(table, 1), rows()

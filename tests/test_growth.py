@@ -13,9 +13,7 @@ from test_parallel import bass, lines
 
 from bass_cli.build import build
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
-from bass_cli.engine.ahead import Worth
-from bass_cli.engine.members import Members
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop, Members, Worth
 from bass_cli.errors import MachineError
 from bass_cli.library import generate
 from bass_cli.plan import make_plan

@@ -21,7 +21,7 @@ from bass_cli.build import build
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
 from bass_cli.footprint import Each, Footprint, Need, footprint
 from bass_cli.io.completion import Completion

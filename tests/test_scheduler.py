@@ -274,9 +274,9 @@ def test_the_controller_is_told_how_much_is_still_to_come():
     seen = []
 
     class Listener(Fixed):
-        def next(self, rows, outlook):
-            seen.append((rows, outlook.left))
-            return super().next(rows, outlook)
+        def next(self, rows, inputs):
+            seen.append((rows, inputs.left))
+            return super().next(rows, inputs)
 
     loop = loop_for(Markov(table(eos=-50.0), 1), "none", rows=4, lengths=Listener(0))
     settings = job(n=2, max_new_tokens=10)

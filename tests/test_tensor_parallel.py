@@ -26,8 +26,7 @@ from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.members import Members
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop, Members
 from bass_cli.errors import MachineError, UserError
 from bass_cli.library import generate
 from bass_cli.model import led_graphs

@@ -15,7 +15,7 @@ from bass_cli.bench import pairs
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.gate import Gate
 from bass_cli.bench.settings import Settings
-from bass_cli.engine.imposed import Rate
+from bass_cli.engine.simulated_acceptance import Rate
 
 
 def document(

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from bass_cli.bench.figures import Run, Step
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import synchronise
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 
 _NONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 

@@ -15,7 +15,7 @@ import torch
 from bass_cli.bench.drive import decode, empty, fill
 from bass_cli.bench.pairs import Loops, Models
 from bass_cli.engine.batch import Row
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 
 DRAFT_LENGTH = 4

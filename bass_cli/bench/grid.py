@@ -30,7 +30,7 @@ from bass_cli.bench.preparation import Bench, Note, Phase, silent
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import Text, kinds_for, prompts_for
 from bass_cli.bench.turns import Key, Turns
-from bass_cli.engine.imposed import Rate
+from bass_cli.engine.simulated_acceptance import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.progress import clock
 from bass_cli.lengths.controllers import Fixed
@@ -103,10 +103,10 @@ def _benches(
     if not passed.passed:
         yield _document(bench, passed, next(iter(settings.acceptances), ()))
         return
-    imposed = None if loops.speculative is None else loops.speculative.imposed
+    simulated = None if loops.speculative is None else loops.speculative.simulated
     for acceptance in settings.acceptances or ((),):
-        if imposed is not None:
-            imposed.rates = acceptance
+        if simulated is not None:
+            simulated.rates = acceptance
         if len(settings.acceptances) > 1:
             note(f"acceptance set to {pairs.words_of(acceptance)}")
         yield _grid(

@@ -22,10 +22,10 @@ from bass_cli.bench.weights import random_part, random_weights
 from bass_cli.build import graphs_for, load_models, runner_for
 from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.imposed import Rate
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.simulated_acceptance import Rate
 from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.chain_head import Head, make_head

@@ -18,9 +18,9 @@ import torch
 
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.graph_policy import Shape
-from bass_cli.engine.graphs import bucket, synchronise
-from bass_cli.engine.step import Loop
+from bass_cli.engine.graphs import Shape, synchronise
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.sizes import bucket
 from bass_cli.engine.verify import judge
 from bass_cli.model.capture import Capture, capture
 
@@ -54,7 +54,9 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
         logits = target.forward(tokens, positions, batch.ends(width))
 
         def decide() -> None:
-            verdict = judge(proposal, logits, batch, coupling=coupling, imposing=loop.imposed)
+            verdict = judge(
+                proposal, logits, batch, coupling=coupling, simulated_acceptance=loop.simulated
+            )
             batch.commit(verdict.block, verdict.accepted)
 
         def seconds(part: Callable[[], object], captured: bool = graphs) -> float:
@@ -93,7 +95,7 @@ def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
     """A drafter on the host knows no dummy rows; they get drafts of 0."""
     missing = batch.rows - len(proposal.tokens)
     return (
-        Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.law)
+        Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.probs)
         if missing
         else proposal
     )

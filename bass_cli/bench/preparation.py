@@ -21,7 +21,7 @@ from bass_cli.bench.texts import Text, rows_for
 from bass_cli.bench.turns import Key, Turns
 from bass_cli.config.job import CONTROLLERS
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Lengths
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.lengths.controllers import Fixed, make_lengths
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.plan import Plan
@@ -86,7 +86,7 @@ class Bench:
         prefill = fill(loop, rows, references)
         return decode(loop, rows, prefill=prefill)
 
-    def lengths(self, method: str) -> Lengths:
+    def lengths(self, method: str) -> DraftLength:
         speculation = self.settings.job.speculation
         if method in CONTROLLERS:
             return make_lengths(

@@ -28,7 +28,7 @@ from bass_cli.manifest import Facts
 from bass_cli.system.threads import Company, settle
 
 if TYPE_CHECKING:
-    from bass_cli.engine.contracts import Round
+    from bass_cli.engine.contracts import RoundResult
     from bass_cli.plan import Plan
 
 
@@ -210,8 +210,8 @@ class Worker:
                 self._fault = fault_of(error)
                 self._news.notify_all()
 
-    def _on_round(self, company: Company) -> Callable[[Round], None]:
-        def on_round(done: Round) -> None:
+    def _on_round(self, company: Company) -> Callable[[RoundResult], None]:
+        def on_round(done: RoundResult) -> None:
             company.look()
             with self._news:
                 kept, self._busy = sum(done.accepted), len(done.accepted)

@@ -1,6 +1,6 @@
 """How far a student's guesses are from the target's laws, and how often they would stand.
 
-Laws over a whole vocabulary are large: they are made for some guesses at a time, together with
+Distributions over a whole vocabulary are large: they are made for some guesses at a time, with
 the gradient, and never kept. Both models' laws are at temperature 1, over the ids that both know.
 """
 

@@ -3,15 +3,13 @@ engine/contracts.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bass_cli.config.draft_spec import parse_draft
 from bass_cli.drafting.feature_heads import ChainDrafter, HeadDrafter
 from bass_cli.drafting.model_drafter import ModelDrafter
 from bass_cli.drafting.ngram import LookupDrafter
 from bass_cli.drafting.parallel import ParallelDrafter
-from bass_cli.engine.batch import Batch, Change
-from bass_cli.engine.contracts import Drafter, InTime, Proposal
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Proposal
 from bass_cli.model.chain_head import ChainHead, Head
 from bass_cli.model.leader import AnyRunner
 
@@ -21,25 +19,8 @@ from bass_cli.model.leader import AnyRunner
 SHARPER = 0.9
 
 
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
-
-    on_device, longest, version = True, 0, 0
-
-    def open(
-        self,
-        key: str,
-        tokens: Sequence[int],
-        reference: Sequence[int] = (),
-        in_time: InTime | None = None,
-    ) -> bool:
-        return True
-
-    def close(self, key: str) -> None:
-        pass
-
-    def follow(self, change: Change) -> None:
-        pass
+class NoDrafter(Drafter):
+    """Propose nothing: plain decoding."""
 
     def propose(self, batch: Batch, length: int) -> Proposal:
         return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)

@@ -9,7 +9,7 @@ other, so a draft would depend on how many others there are, and on what happens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
@@ -23,9 +23,9 @@ from bass_cli.drafting.sampling import (
     propose_scored,
     stacked,
 )
-from bass_cli.engine.batch import Batch, Change
-from bass_cli.engine.contracts import InTime, Proposal
-from bass_cli.engine.laws import Laws
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Proposal
+from bass_cli.engine.sampling_params import SamplingParams
 from bass_cli.model.chain_head import ChainHead
 from bass_cli.model.feature_head import FeatureHead
 from bass_cli.model.leader import AnyRunner
@@ -33,11 +33,9 @@ from bass_cli.model.leader import AnyRunner
 _Head = TypeVar("_Head", FeatureHead, ChainHead)
 
 
-class ReadingDrafter(Generic[_Head]):
+class ReadingDrafter(Drafter, Generic[_Head]):
     """What drafters with a `head` have in common, which reads the target of `runner`. `coupling`
     is "shared" or "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
-
-    on_device, version = True, 0
 
     def __init__(
         self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
@@ -47,21 +45,6 @@ class ReadingDrafter(Generic[_Head]):
         self._head: _Head = head
         self._coupling, self._temperature = coupling, temperature
         self.longest = head.spec.drafts
-
-    def open(
-        self,
-        key: str,
-        tokens: Sequence[int],
-        reference: Sequence[int] = (),
-        in_time: InTime | None = None,
-    ) -> bool:
-        return True
-
-    def close(self, key: str) -> None:
-        pass
-
-    def follow(self, change: Change) -> None:
-        pass
 
 
 class HeadDrafter(ReadingDrafter[FeatureHead]):
@@ -89,27 +72,29 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
         block, positions = batch.pending(self._masks.expand(batch.rows, further))
         step = self._runner.cache.decode(positions, batch.ends(further))
         logits = self._head.draft(block, step, length)
-        laws = batch.laws.at(self._temperature)
+        params = batch.params.at(self._temperature)
         if not spec.rank:
             logits = self._head.whole(logits)
-            return propose_at_once(logits, laws, batch, coupling=self._coupling)
-        return self._one_by_one(logits, block[:, 0], laws, batch)
+            return propose_at_once(logits, params, batch, coupling=self._coupling)
+        return self._one_by_one(logits, block[:, 0], params, batch)
 
-    def _one_by_one(self, logits: Tensor, anchors: Tensor, laws: Laws, batch: Batch) -> Proposal:
+    def _one_by_one(
+        self, logits: Tensor, anchors: Tensor, params: SamplingParams, batch: Batch
+    ) -> Proposal:
         """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
         `anchors` [B] the first."""
         lengths = batch.lengths[: batch.rows]
         places = lengths + batch.steps(0, logits.shape[1])[:, None]
         chosen: list[Tensor] = [anchors]
-        drawn_from: list[ops.Law] = []
+        drawn_from: list[ops.Distribution] = []
         scores: list[Tensor] = []
         for place, at in enumerate(places):
             line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
             if self._coupling == "shared":
-                token, score = propose_scored(line, laws, at)
+                token, score = propose_scored(line, params, at)
                 scores.append(score)
             else:
-                token, law = propose_maximal(line, laws, at, lengths)
+                token, law = propose_maximal(line, params, at, lengths)
                 drawn_from.append(law)
             chosen.append(token)
         tokens = torch.stack(chosen[1:], 1)
@@ -121,13 +106,15 @@ class HeadDrafter(ReadingDrafter[FeatureHead]):
 class ChainDrafter(ReadingDrafter[ChainHead]):
     """Drafts token by token: a round of k drafts takes k passes of one layer."""
 
+    stops_short = True
+
     def propose(self, batch: Batch, length: int) -> Proposal:
         return self._propose(batch, length, None)
 
     def propose_while(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
     ) -> Proposal:
-        """contracts.StopsShort; shared coupling only."""
+        """See Drafter.propose_while. Shared coupling only."""
         assert self._coupling == "shared"
         return self._propose(batch, length, goes_on)
 
@@ -136,7 +123,7 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
     ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        laws, lengths = batch.laws.at(self._temperature), batch.lengths[: batch.rows]
+        params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + batch.steps(0, length)[:, None]
         # A row's last token stands with the feature of the one before it: at its position.
@@ -154,5 +141,5 @@ class ChainDrafter(ReadingDrafter[ChainHead]):
             return self._head.whole(logits)
 
         return propose_chain(
-            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
         )

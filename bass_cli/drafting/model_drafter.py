@@ -17,16 +17,16 @@ from torch import Tensor
 
 from bass_cli.drafting.sampling import propose_chain
 from bass_cli.engine.batch import Batch, Change
-from bass_cli.engine.contracts import InTime, Proposal
+from bass_cli.engine.contracts import Drafter, InTime, Proposal
 from bass_cli.model.leader import AnyRunner
 
 
-class ModelRows:
+class ModelRows(Drafter):
     """The prompts and rows of a drafter with a model, `runner` (lag 2), and how far its cache
     reaches. `coupling` is "shared" or "maximal"; `temperature` replaces the rows' own, unless
     theirs is 0."""
 
-    on_device, longest = True, sys.maxsize
+    longest, catches_up = sys.maxsize, True
 
     def __init__(self, runner: AnyRunner, *, coupling: str, temperature: float | None = None):
         assert runner.lag == 2
@@ -69,6 +69,8 @@ class ModelDrafter(ModelRows):
     """Drafts with its runner token by token: a round of k drafts takes k passes. `factor`: of the
     rows' temperatures, where `temperature` does not replace them."""
 
+    stops_short = True
+
     def __init__(
         self,
         runner: AnyRunner,
@@ -101,7 +103,7 @@ class ModelDrafter(ModelRows):
     def propose_while(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
     ) -> Proposal:
-        """contracts.StopsShort; shared coupling only."""
+        """See Drafter.propose_while. Shared coupling only."""
         assert self._coupling == "shared"
         return self._propose(batch, length, goes_on)
 
@@ -110,7 +112,7 @@ class ModelDrafter(ModelRows):
     ) -> Proposal:
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
-        laws = batch.laws.at(self._temperature, self._factor)
+        params = batch.params.at(self._temperature, self._factor)
         lengths = batch.lengths[: batch.rows]
         # by step, so that each is contiguous
         places = lengths + batch.steps(0, length)[:, None]
@@ -121,7 +123,7 @@ class ModelDrafter(ModelRows):
             return self._runner.forward(*fed, batch.ends(step), last=1)[:, 0]
 
         found = propose_chain(
-            logits_of, places, laws, lengths, coupling=self._coupling, goes_on=goes_on
+            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
         )
         self._fed -= length - found.tokens.shape[1]  # `expect` took all of them for fed
         return found

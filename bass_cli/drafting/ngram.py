@@ -20,7 +20,7 @@ from bass_cli.config.draft_spec import SOURCES
 from bass_cli.drafting.ngram_index import SIZES, Index, follow
 from bass_cli.drafting.ngram_trust import Trust
 from bass_cli.engine.batch import Batch, Change, Row
-from bass_cli.engine.contracts import Foregone, InTime, Proposal
+from bass_cli.engine.contracts import Drafter, InTime, Proposal, SkippedDrafts
 
 # Rounds after which it is seen what a draft would have been worth that nobody verified: each has
 # brought a token, and all of a look are told of together, or those that failed would come first.
@@ -66,11 +66,11 @@ class _Sample:
         self.own.extend(self.number)
 
 
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """Drafts by n-gram lookup in `sources`, a part of SOURCES. The prompt's samples share one
     index, which goes when the prompt is closed and its last row has ended."""
 
-    on_device, longest, version = False, sys.maxsize, 0
+    on_device, longest = False, sys.maxsize
 
     def __init__(self, sources: Sequence[str] = SOURCES) -> None:
         self._sources = frozenset(sources)
@@ -78,7 +78,7 @@ class LookupDrafter:
         self._samples: dict[int, _Sample] = {}  # by row
         self._trust = Trust()
         self._found: list[tuple[Row, Guess]] = []  # by the last look, where it counts
-        self._forgone: list[tuple[Row, Guess]] = []  # by one whose drafts were not verified
+        self._skipped: list[tuple[Row, Guess]] = []  # by one whose drafts were not verified
         self._since = 0  # rounds since then
 
     def open(
@@ -130,7 +130,7 @@ class LookupDrafter:
         return Proposal(tokens, None, counts)
 
     def forget(self) -> None:
-        self._trust, self._forgone = Trust(), []
+        self._trust, self._skipped = Trust(), []
 
     def learn(self, batch: Batch) -> None:
         """Of all rows, before any of them is looked up: samples see each other's."""
@@ -139,17 +139,17 @@ class LookupDrafter:
             self._judge(sample.guesses, row)
             sample.catch_up(row)
 
-    def forgo(self) -> None:
-        if not self._forgone:
-            self._forgone, self._since = self._found, 0
+    def skip_last(self) -> None:
+        if not self._skipped:
+            self._skipped, self._since = self._found, 0
 
-    def recall(self) -> Foregone | None:
+    def recall(self) -> SkippedDrafts | None:
         self._since += 1
-        if not self._forgone or self._since < _HINDSIGHT:
+        if not self._skipped or self._since < _HINDSIGHT:
             return None
-        told, self._forgone = self._forgone, []
+        told, self._skipped = self._skipped, []
         judged = [guess.judged(row) for row, guess in told]
-        return Foregone(*zip(*judged, strict=True))
+        return SkippedDrafts(*zip(*judged, strict=True))
 
     def look_up(self, batch: Batch, length: int) -> list[Guess]:
         """A guess for every live row, in what was learnt so far."""

@@ -47,8 +47,8 @@ class ParallelDrafter(ModelRows):
         if length == 0:
             return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
         logits = self._runner.forward(*self._input(batch, length), last=length)
-        laws = batch.laws.at(self._temperature)
-        return propose_at_once(logits, laws, batch, coupling=self._coupling)
+        params = batch.params.at(self._temperature)
+        return propose_at_once(logits, params, batch, coupling=self._coupling)
 
     def _input(self, batch: Batch, length: int) -> tuple[Tensor, Tensor, list[int] | None]:
         """The tokens of a pass and their positions, [B, 2 length] each, and the rows' ends

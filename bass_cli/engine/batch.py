@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import bass_kernels as ops
-from bass_cli.engine.graphs import WIDTHS, cover
-from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
-from bass_cli.engine.ledger import LENGTH, LIMIT, PROMPT, Ledger, Row
+from bass_cli.engine.host_state import LENGTH, LIMIT, PROMPT, HostState, Row
+from bass_cli.engine.sampling_params import Columns, SamplingParams, noise_key, params_of
+from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.model.slabs import Change, Copied, Pieces, Sender, Slabs
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
@@ -56,8 +56,8 @@ class Batch:
         # What only the host changes is set by one copy of all of it, whatever has changed.
         self._host = Columns(rows)
         self._fixed = torch.from_numpy(self._host.whole.copy()).to(device)
-        self._alive, self._laws = laws_of(self._fixed, rows)
-        self.ledger = Ledger(rows)
+        self._alive, self._params = params_of(self._fixed, rows)
+        self.host_state = HostState(rows)
         self.hosts: list[Row] = []
         self.version = 0
         self.changes = 0  # how often other rows became live
@@ -111,7 +111,7 @@ class Batch:
         return self._live(LENGTH)
 
     def _live(self, column: int) -> NDArray[numpy.int64]:
-        return self.ledger.numbers[: len(self.hosts), column]
+        return self.host_state.numbers[: len(self.hosts), column]
 
     @property
     def alive(self) -> Tensor:
@@ -119,10 +119,10 @@ class Batch:
         return self._alive[: self.rows]
 
     @property
-    def laws(self) -> Laws:
-        return self._laws.first(self.rows)
+    def params(self) -> SamplingParams:
+        return self._params.first(self.rows)
 
-    def exchange(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
+    def swap_rows(self, ended: Sequence[int], rows: Sequence[Row]) -> Change:
         """End the rows at `ended` and make `rows` live: they take the places of those, and only
         where they are fewer, the last rows do. One copy to the device, which the host does not
         wait for."""
@@ -145,7 +145,7 @@ class Batch:
             )
         )
         moved = tuple(zip(sources, holes, strict=True))
-        self.slabs.exchange(leaving, moved, places)
+        self.slabs.swap_rows(leaving, moved, places)
         return Change(tuple(leaving), moved, tuple(begun), self.slabs.runs.copy())
 
     def room(self, tokens: float, *, ended: Sequence[int] = ()) -> int:
@@ -200,8 +200,8 @@ class Batch:
         count: int,
     ) -> None:
         """An exchange, in what the host knows."""
-        hosts, ledger = self.hosts, self.ledger
-        ledger.move(sources, holes)
+        hosts, host_state = self.hosts, self.host_state
+        host_state.move(sources, holes)
         self._host.move(sources, holes)
         changed = [*zip(holes, (hosts[source] for source in sources), strict=True)]
         changed += zip(places, rows, strict=True)
@@ -210,9 +210,9 @@ class Batch:
         hosts += rows[len(rows) - max(count - old, 0) :]
         for place, row in changed:
             hosts[place] = row
-        ledger.widen(max((row.limit for row in rows), default=0))
+        host_state.widen(max((row.limit for row in rows), default=0))
         for place, row in changed:
-            row.write_to(ledger, place)
+            row.write_to(host_state, place)
         self._host.clear(slice(count, max(count, old)))
         for place, row in zip(places, rows, strict=True):
             self._host.set(
@@ -242,7 +242,7 @@ class Batch:
         for line, text in zip(lines, texts, strict=True):
             line[: len(text)] = text
         if rows:
-            of_rows = self.ledger.numbers[places]
+            of_rows = self.host_state.numbers[places]
             longest = int((of_rows[:, LENGTH] + of_rows[:, LIMIT]).max())
             self._widen(longest + beyond(WIDTHS[-1]))
         indexes = [*sources, *holes, *places, *which, *(len(row.prompt) for row in rows)]

@@ -1,14 +1,14 @@
-"""What crosses between the engine and those that it works with: a target, a drafter, a controller
-of draft lengths.
+"""What crosses between the engine and the parts it works with: a target, a drafter, a draft-length
+controller.
 
-Protocols and data only. Nouns are what a loop must have; verbs (CatchesUp, Trims) are what a
-drafter or a controller may be able to do besides: the loop asks once whether it can. Nobody
-inherits from any of them.
+Data records, and the base classes `Drafter` and `DraftLength`. A subclass overrides what it can
+do; every other method has a default that does nothing. Not here: a round (round.py).
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -21,143 +21,167 @@ InTime = Callable[[int], bool]
 
 
 class Proposal(NamedTuple):
-    """tokens [B, k] int64: k may be smaller than asked for, 0 too. law [B, k, V]: what they were
-    drawn from, under maximal coupling with a draft model; None means point masses, or shared
-    coupling, which needs no laws. counts (point masses only, by live row): how many of a row's
-    tokens are drafts; those after them only fill its place up. None: all are. scores [B, k]
-    float32: the log-probability, at temperature 1, that the draft gives each token; None: nobody
-    knows."""
+    """The draft tokens of one round.
+
+    tokens: [B, k] int64. k may be smaller than the requested draft length, also 0.
+    probs: the distributions [B, k, V] that the tokens were sampled from, for maximal coupling with
+        a draft model. None for point masses and for shared coupling.
+    num_drafts: drafts of each live row, for point masses of unequal number; the tokens after them
+        are padding. None if every row has k drafts.
+    scores: [B, k] float32, the draft's log-probability of each token at temperature 1. None if
+        unknown.
+    """
 
     tokens: Tensor
-    law: ops.Law | None
-    counts: tuple[int, ...] | None = None
+    probs: ops.Distribution | None
+    num_drafts: tuple[int, ...] | None = None
     scores: Tensor | None = None
 
 
 class Verdict(NamedTuple):
-    """What the target says of the drafts. accepted [B] int64: how many each row keeps. block [B,
-    k + 1] int64: the tokens to append, valid up to and including place `accepted`, where the
-    target's own stands; scores [B, k + 1]: their log-probabilities, float32."""
+    """The result of verification.
+
+    accepted: [B] int64, accepted drafts of each row.
+    block: [B, k + 1] int64, the tokens to append, valid up to and including index `accepted`,
+        which holds the recovered or bonus token.
+    scores: [B, k + 1] float32, the target's log-probabilities of the block.
+    """
 
     accepted: Tensor
     block: Tensor
     scores: Tensor
 
 
-class Round(NamedTuple):
-    """What a round did: `width` drafts in each row, `accepted` of them by live row, in `seconds`
-    of wall clock, without what capturing took. `steady`: the time is what later rounds of that
-    width will take too. `drafted`: how many of a row's drafts were meant, where they came from
-    the host, the others only filled its place up; or verified, of more, where rows were cut
-    (cutting.py), `width` of a row on average. None: all. `asking`: the part of the seconds
-    in which the host looked for drafts, whether it found any or not, and the device waited for it,
-    though it would not have waited for a round without a look. `rows`: those that
-    `accepted` is of; none if they are the last outlook's samples. `capturing`: what capturing
-    took, beside the seconds. `capacity`: rows that the batch has (0: whoever asks knows).
-    `waiting`: how long the device waited before it, beside the seconds too, since the controller
-    had to know the last round's tokens first."""
+class RoundResult(NamedTuple):
+    """What one round did, as controllers see it.
+
+    width: draft length of the round.
+    accepted: accepted drafts of each live row.
+    seconds: wall-clock time, without graph capture.
+    steady: whether later rounds of this width will take as long.
+    drafted: drafts of each row if they differ: those that the host found, or those that were
+        verified after cutting (cutting.py). None if every row had `width`.
+    lookup_seconds: the part of `seconds` in which the device waited for the host to look up drafts.
+    rows: the samples that `accepted` belongs to; empty if they are those of the last
+        ControllerInput.
+    capturing: seconds of graph capture, not included in `seconds`.
+    capacity: rows of the batch; 0 if not filled in.
+    waiting: seconds, not included in `seconds`, in which the device waited because the controller
+        needed the tokens of the round before.
+    """
 
     width: int
     accepted: tuple[int, ...]
     seconds: float
     steady: bool = True
     drafted: tuple[int, ...] | None = None
-    asking: float = 0.0
+    lookup_seconds: float = 0.0
     rows: tuple[Hashable, ...] = ()
     capturing: float = 0.0
     capacity: int = 0
     waiting: float = 0.0
 
     @property
-    def meant(self) -> tuple[int, ...]:
-        """Of each row, how many of its drafts were meant."""
+    def num_drafts(self) -> tuple[int, ...]:
+        """Drafts of each row."""
         return (self.width,) * len(self.accepted) if self.drafted is None else self.drafted
 
     @property
-    def went_well(self) -> bool:
-        """Whether most of those that were meant were kept."""
-        return sum(map(min, self.accepted, self.meant)) > sum(self.meant) / 2
+    def mostly_accepted(self) -> bool:
+        """Whether more than half of the drafts were accepted."""
+        return sum(map(min, self.accepted, self.num_drafts)) > sum(self.num_drafts) / 2
 
 
-class Foregone(NamedTuple):
-    """What has become of drafts of the host's that nobody verified: by draft, how many of its
-    tokens the row went on to have (`accepted`) before the first that it did not, of how many
-    (`meant`)."""
+class SkippedDrafts(NamedTuple):
+    """What became of host drafts that verification skipped, one entry per draft sequence.
+
+    accepted: leading tokens that the row went on to generate itself.
+    num_drafts: tokens of the draft of which that is known.
+    """
 
     accepted: tuple[int, ...]
-    meant: tuple[int, ...]
+    num_drafts: tuple[int, ...]
 
 
-class Backlog(NamedTuple):
-    """What a scheduler knows of the rest of its job: `tokens` of samples that wait for a row;
-    how many a sample is likely to have (`typical`)."""
+class PendingWork(NamedTuple):
+    """The rest of the job. `tokens`: expected tokens of samples that wait for a row. `typical`:
+    expected length of a sample, in tokens."""
 
     tokens: float = 0.0
     typical: float = math.inf
 
 
-NO_MORE = Backlog()
+NO_PENDING_WORK = PendingWork()
 
 
-class Outlook(NamedTuple):
-    """What lies before a controller. `left`: tokens that each row of the batch may still generate,
-    its share of those of waiting samples included; `entries`: seconds that a draft length costs
-    once, on top of its rounds (beyond the end as there: longer drafts are made by the longest
-    graph; none: nothing); `catch_up`: seconds that drafting costs once after plain rounds;
-    `context`: tokens of the mean row, None if nobody knows; `samples`: which ones the rows are;
-    `rooms`: tokens that each of them may still get; `colds`: the part of the entries that comes
-    before anything is learnt of a length; `stops`: the drafting will be ended where it is no longer
-    worth it, so a length is only the most there can be; `free`: no draft is made in the round, the
-    host only looks for some, and `trim` has the last word on the length; `foregone`: what is known
-    since the last outlook of drafts that were not verified; `padded`: rows of the graph that serves
-    a round, dummies included, 0 if none does."""
+class ControllerInput(NamedTuple):
+    """What a controller may use to choose the next draft length.
+
+    left: tokens that each row of the batch may still generate, with its share of waiting samples.
+    one_time_costs: seconds that a draft length costs once, on top of its rounds. A length beyond
+        the end costs as much as the last one. Empty: nothing.
+    catch_up: seconds that drafting costs once after plain rounds.
+    context: mean number of tokens of the rows; None if unknown.
+    samples: the samples that the rows hold.
+    rooms: tokens that each row may still generate.
+    warmup_costs: the part of the one-time costs before the first measurement of a length.
+    stops: whether drafting may end early inside the round, so that a length is only an upper bound.
+    free: whether the round drafts nothing itself because the host looks drafts up; `trim` then has
+        the last word on the length.
+    skipped: what became of drafts that verification skipped, since the last ControllerInput.
+    padded: rows of the graph that serves the round, padding included; 0 without a graph.
+    """
 
     left: float = math.inf
-    entries: tuple[float, ...] = ()
+    one_time_costs: tuple[float, ...] = ()
     catch_up: float = 0.0
     context: float | None = None
     samples: tuple[Hashable, ...] = ()
     rooms: tuple[int, ...] = ()
-    colds: tuple[float, ...] = ()
+    warmup_costs: tuple[float, ...] = ()
     stops: bool = False
     free: bool = False
-    foregone: Foregone | None = None
+    skipped: SkippedDrafts | None = None
     padded: int = 0
 
-    def entry(self, length: int) -> float:
+    def one_time_cost(self, length: int) -> float:
         """Seconds that a draft length costs once."""
-        once = self.entries[min(length, len(self.entries) - 1)] if self.entries else 0.0
+        costs = self.one_time_costs
+        once = costs[min(length, len(costs) - 1)] if costs else 0.0
         return once + (self.catch_up if length else 0.0)
 
-    def cold(self, length: int) -> float:
-        """The part of a draft length's entry before anything is learnt of it; 0 for plain decoding,
-        of which nothing has to be learnt."""
-        return self.colds[min(length, len(self.colds) - 1)] if length and self.colds else 0.0
+    def warmup_cost(self, length: int) -> float:
+        """Seconds before the first measurement of a draft length; 0 for plain decoding."""
+        costs = self.warmup_costs
+        return costs[min(length, len(costs) - 1)] if length and costs else 0.0
 
 
-NOTHING_KNOWN = Outlook()
+DEFAULT_INPUT = ControllerInput()
 
 
 class FollowsRows(Protocol):
-    """Keeps its state of rows in step with the batch. `version` changes whenever something that
-    a captured graph reads has moved to another address."""
+    """Keeps per-row state in step with the batch. `version` changes when memory that a captured
+    graph reads moves to another address."""
 
     @property
     def version(self) -> int: ...
 
     def follow(self, change: Change) -> None:
-        """Rows of the batch have ended, moved and begun."""
+        """Apply a change of the batch's rows: some ended, moved or began."""
 
 
 class Target(FollowsRows, Protocol):
-    """The model that is sampled: model/runner.py, or a toy law in a test. It keeps what it was
-    fed, by row."""
+    """The model that is sampled (model/runner.py), or a known distribution in a test. It keeps a
+    cache per row."""
 
     def open(self, key: str, tokens: Sequence[int], in_time: InTime | None = None) -> bool:
-        """As Drafter.open."""
+        """Read a prompt, as Drafter.open."""
 
     def close(self, key: str) -> None:
-        """No further row will attach to this prompt."""
+        """Forget a prompt; no further row will use it."""
+
+    def prepare_prompts(self) -> None:
+        """Capture the passes over prompts now rather than when they are first needed."""
 
     def forward(
         self,
@@ -167,35 +191,59 @@ class Target(FollowsRows, Protocol):
         *,
         last: int | None = None,
     ) -> Tensor:
-        """Logits [B, W, V] after tokens [B, W] at their positions [B, W]; of the `last` places
-        only, if that is given. `ends`: each live row's length after them, where the host knows
-        it."""
+        """Run tokens [B, W] at positions [B, W].
+
+        Args:
+            ends: each live row's length afterwards; None if the host does not know it.
+            last: return logits of the last `last` places only.
+
+        Returns: logits [B, W, V], or [B, last, V].
+        """
 
 
 @runtime_checkable
 class TakesPacked(Protocol):
-    """A target that takes as many tokens of each row as that has."""
+    """A target that can run a different number of tokens for each row."""
 
     def forward_packed(
         self, tokens: Tensor, positions: Tensor, packed: ops.Packed, ends: Sequence[int] | None
     ) -> Tensor:
-        """Logits [M, V] after tokens [M] at their positions [M], rows one after the other.
-        `ends`: of each live row, as Target.forward's, or more."""
+        """Run tokens [M] at positions [M], row after row.
+
+        Args:
+            ends: as in Target.forward, or an upper bound.
+
+        Returns: logits [M, V].
+        """
 
 
-class Drafter(FollowsRows, Protocol):
-    """Proposes tokens for the rows of a batch. `longest`: the most that it ever proposes.
+class Drafter(ABC):
+    """Proposes tokens for the rows of a batch. Only `propose` must be overridden.
 
-    `on_device`: `propose` reads and writes nothing but device tensors at addresses that only
-    change with `version`, so that it can be captured. Otherwise it works on the host, before
-    anything of the round runs.
+    on_device: whether `propose` works on device tensors only, at addresses that change only with
+        `version`, so that it can be captured. Otherwise it runs on the host before the round.
+    longest: the largest number of tokens that it proposes.
+    version: changes when memory that a captured graph reads moves.
+    at_once: whether one pass of its model proposes all tokens of a round, so that a longer draft
+        takes no more passes. Under shared coupling such proposals have scores.
+    catches_up: whether it must read tokens of rounds that ran without its drafts.
+    stops_short: whether drafting can be ended inside a round, by `propose_while`.
     """
 
-    @property
-    def on_device(self) -> bool: ...
+    on_device: bool = True
+    longest: int = 0
+    at_once: bool = False
+    catches_up: bool = False
+    stops_short: bool = False
 
     @property
-    def longest(self) -> int: ...
+    def version(self) -> int:
+        return 0
+
+    @abstractmethod
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        """Return up to `length` tokens for every row of the batch. On the host: for every live row,
+        with `num_drafts`; it is called before each round that may draft."""
 
     def open(
         self,
@@ -204,142 +252,111 @@ class Drafter(FollowsRows, Protocol):
         reference: Sequence[int] = (),
         in_time: InTime | None = None,
     ) -> bool:
-        """A prompt begins: rows will attach to it. `reference`: the tokens of a text that its
-        samples may resemble. `in_time` is asked before each pass of a model whether so many
-        tokens can still be taken in; if not, nothing is kept, and this is False."""
+        """Read a prompt that rows will attach to.
+
+        Args:
+            reference: tokens of a text that samples may resemble.
+            in_time: called before each pass with its number of tokens. If it returns False, the
+                prompt is given up.
+
+        Returns: False if the prompt was given up; nothing is kept then.
+        """
+        return True
 
     def close(self, key: str) -> None:
-        """No further row will attach to this prompt."""
+        """Forget a prompt; no further row will use it."""
 
-    def propose(self, batch: Batch, length: int) -> Proposal:
-        """Up to `length` tokens for every row of the batch; from the host for every live row,
-        with counts, in its memory or the device's, called before each round that may draft, and
-        past tokens decide."""
+    def follow(self, change: Change) -> None:
+        """Apply a change of the batch's rows."""
 
-
-@runtime_checkable
-class CatchesUp(Protocol):
-    """A drafter that has to take in what it missed in rounds without its drafts."""
+    def prepare_prompts(self) -> None:
+        """Capture the passes over prompts now rather than when they are first needed."""
 
     def expect(self, batch: Batch, length: int) -> int:
-        """What the host has to do before every `propose(batch, length)`, and with length 0
-        before every round without. Returns how many tokens, right before each row's last two,
-        `catch_up` has to take in first."""
+        """Prepare for `propose(batch, length)`; with length 0 for a round without drafts.
+
+        Returns: tokens, right before each row's last two, that `catch_up` must read first.
+        """
+        return 0
 
     def catch_up(self, batch: Batch, behind: Tensor, count: int) -> None:
-        """Take in the `count` tokens of every row that begin `behind` ([] int64) tokens before
-        its end; any that are known already do no harm, if those before them are known. It can be
-        captured, as `propose` on the device."""
+        """Read `count` tokens of every row that begin `behind` ([] int64) tokens before its end.
+        Reading known tokens again is harmless. It can be captured, like `propose`."""
+        raise NotImplementedError
 
     def reaches(self, before: int, length: int) -> bool:
-        """Whether `length` tokens can be proposed, with nothing taken in meanwhile, behind a round
-        of `before` drafts whose tokens nobody knows yet."""
-
-
-@runtime_checkable
-class DraftsAtOnce(Protocol):
-    """A drafter on the device that proposes all tokens of a round in one pass of its model, so
-    that a longer draft takes no more passes. Under shared coupling its proposals have scores."""
-
-    @property
-    def at_once(self) -> bool: ...
-
-
-@runtime_checkable
-class Learns(Protocol):
-    """A drafter that learns from what rows become."""
+        """Return whether `length` tokens can be proposed right after a round of `before` drafts
+        whose result the host has not seen yet."""
+        return True
 
     def learn(self, batch: Batch) -> None:
-        """Take in what the live rows have become. Called once a round: before `propose`, or,
-        where a device would wait for it, while the round runs; then what is proposed next does
-        not know of that round's tokens."""
+        """Learn from the live rows' new tokens. It is called once a round: before `propose`, or
+        while the device is busy, so that the next proposal does not know that round's tokens."""
 
     def forget(self) -> None:
-        """Nothing is known any more of how well drafts stand."""
+        """Forget how often drafts were accepted."""
 
+    def skip_last(self) -> None:
+        """Note that the last proposal will not be verified."""
 
-@runtime_checkable
-class Recalls(Protocol):
-    """A drafter on the host that finds out what drafts would have been worth that nobody
-    verified."""
-
-    def forgo(self) -> None:
-        """What was proposed last is not verified."""
-
-    def recall(self) -> Foregone | None:
-        """What has become of it, once that is known; each draft is told of once."""
-
-
-@runtime_checkable
-class StopsShort(Protocol):
-    """A drafter that can be stopped inside a round."""
+    def recall(self) -> SkippedDrafts | None:
+        """Return what became of skipped proposals, each one once; None if nothing new is known."""
+        return None
 
     def propose_while(
         self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
     ) -> Proposal:
-        """Up to `length` tokens for every row. After each step `goes_on` is told with what
-        probability (at temperature 1) the draft has chosen the rows' tokens, [B] float32, and
-        says whether there is to be another one."""
+        """Return up to `length` tokens for every row. After each step `goes_on` receives the
+        draft's probability [B] float32 of the tokens it chose, at temperature 1, and returns
+        whether to draft another one."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class CapturesPrompts(Protocol):
-    """A target or drafter whose passes over prompts can be captured."""
+class DraftLength(ABC):
+    """A draft-length controller. It sees past rounds, never a token, so it may be used under both
+    couplings. `next` and `observe` must be overridden.
 
-    def prepare_prompts(self) -> None:
-        """Capture them now, rather than when they are first met."""
+    exact: whether a round must have exactly the length that was returned, not a near one that is
+        captured already.
+    foresees: whether the next length can sometimes be chosen before the last round has ended. Then
+        `needs_result` and `reflect` count.
+    trims: whether `trim` shortens drafts that the host found.
+    stops: whether `least` says when drafting ends inside a round.
+    """
 
+    exact: bool = False
+    foresees: bool = False
+    trims: bool = False
+    stops: bool = False
 
-class Lengths(Protocol):
-    """A draft-length controller. It sees past rounds only, never a token, so it may gate either
-    coupling. `exact`: a round has the very length that was given, not a near one that happens to
-    be captured; else the controller would see another algorithm's rounds."""
+    @abstractmethod
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
+        """Return the draft length for the next round of `rows` live rows; 0 is plain decoding.
+        Under maximal coupling a controller must not use the seconds in `inputs`."""
 
-    @property
-    def exact(self) -> bool: ...
-
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        """Draft length for the next round of `rows` live rows; 0 means plain decoding. The
-        outlook's seconds depend on timings: a controller that is used under maximal coupling
-        must not look at them."""
-
-    def observe(self, done: Round) -> None:
-        """A round has ended."""
-
-
-@runtime_checkable
-class Trims(Protocol):
-    """A controller that has a say once it is known what the host found; without it all that
-    there is is drafted."""
-
-    def trim(self, counts: Sequence[int]) -> int:
-        """Draft length for the round that `next` was asked about, now that it is known how many
-        drafts (not all 0) the host has for each live row."""
-
-
-@runtime_checkable
-class Foresees(Protocol):
-    """A controller that need not always wait for the last round before it says the next length;
-    any other one does."""
+    @abstractmethod
+    def observe(self, done: RoundResult) -> None:
+        """Take in the result of a round."""
 
     @property
     def drafts(self) -> bool:
-        """Whether the next length may be above 0: a host that drafts must have the last round's
-        tokens then."""
+        """Whether the next length may be above 0."""
+        return True
 
-    def needs(self, width: int) -> bool:
-        """Whether the next length depends on what the round of `width` drafts brings that is
-        under way."""
+    def needs_result(self, width: int) -> bool:
+        """Return whether the next length depends on the result of the round of `width` drafts that
+        is in flight."""
+        return True
 
     def reflect(self) -> None:
-        """Work that can be done while the device runs the round that was decided last."""
+        """Do work that can be done while the device is busy."""
 
-
-@runtime_checkable
-class StopsDrafts(Protocol):
-    """A controller that can also say inside a round, under shared coupling, when to stop
-    drafting."""
+    def trim(self, num_drafts: Sequence[int]) -> int:
+        """Return the draft length for this round, given the drafts that the host found for each
+        live row (not all 0)."""
+        return max(num_drafts)
 
     def least(self, drafted: int) -> float:
-        """The share of the live rows that must be expected to keep all of so many drafts for one
-        more to be worth it."""
+        """Return the share of live rows that must be expected to accept all of `drafted` drafts for
+        one more to pay. Shared coupling only."""
+        return 0.0

@@ -1,47 +1,27 @@
-"""Capture and replay of rounds whose shapes do not change, by key; off CUDA everything is simply
-called.
+"""Captured CUDA graphs of rounds: capture and replay, which shapes are captured, and replay over a
+padded batch.
 
-Not here: what is in a round (step.py), which keys there are and when one is captured
-(graph_policy.py), CUDA itself (model/capture.py).
+`Graphs` holds captured functions by key, `GraphPolicy` decides what is captured and what serves
+instead, `Captured` runs the rounds of one loop by both. Off CUDA everything is simply called.
+Not here: what is in a round (round.py), CUDA itself (model/capture.py).
 """
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Drafter
+from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
 from bass_cli.model.capture import Capture, Graph, capture
 from bass_kernels import has_triton
-
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
-LONGEST = 64  # the longest draft length that a job may ask for
-
-
-def bucket(rows: int, capacity: int) -> int:
-    """The number of rows, dummies included, that a graph for `rows` live ones takes."""
-    at = bisect.bisect_left(ROWS, rows)
-    return min(ROWS[at] if at < len(ROWS) else capacity, capacity)
-
-
-def step_down(width: int) -> int:
-    """The longest draft length that graphs are made for, up to `width`."""
-    return WIDTHS[bisect.bisect_right(WIDTHS, width) - 1]
-
-
-def step_up(width: int) -> int:
-    """The shortest draft length that graphs are made for, from `width` up; the longest there is
-    beyond that."""
-    return WIDTHS[min(bisect.bisect_left(WIDTHS, width), len(WIDTHS) - 1)]
-
-
-def cover(width: int) -> int:
-    """The same, but beyond the longest there is, `width` itself."""
-    return max(step_up(width), width)
 
 
 def synchronise(device: torch.device) -> None:
@@ -153,3 +133,340 @@ class Graphs:
             return host
 
         return Running(done.query, wait)
+
+
+# Plain passes on the device that running and capturing one takes, by the launches in it: 27 ms on
+# an H200, 18 of the 1.5B and 7 of the 7B.
+_CAPTURE = 15.0
+_FEW = 3  # rounds left for which it is not worth capturing anything
+# What a round costs where nobody measured, in plain passes on the device; lengths/round_cost.py too
+# begins from this.
+STEP = 0.2  # of a draft step
+ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights
+_STEP_LAUNCHES = (
+    0.6  # what a draft step costs of a pass on the host, where launches count and not sizes
+)
+_SECONDS = 0.1  # for a pass on the host, at most: what takes longer is compiling, which comes once
+Kind = Literal["round", "block", "cut", "given", "catch up"]
+Cuts = Callable[[int, int], bool]  # whether rounds of so many rows and drafts are cut
+# which draft lengths may serve another: any, longer ones, or none
+Fit = Literal["near", "wider", "same"]
+
+
+class Shape(NamedTuple):
+    """What a graph is made for: `rows`, dummies included, and in a round `width` drafts a row
+    ("block": one pass makes all of them; "cut": it makes more, and so many on average are verified
+    (cutting.py); "given": they come from the host); in catching up, of a drafter after plain
+    rounds, `width` tokens."""
+
+    kind: Kind
+    rows: int
+    width: int
+
+
+class Step(NamedTuple):
+    """A shape, and how to run it: by replaying its graph, uncaptured ("run"), or capturing and
+    then replaying it."""
+
+    shape: Shape
+    how: Literal["replay", "run", "capture"]
+
+
+def kind_of(drafter: Drafter) -> Kind:
+    """The kind of its rounds with drafts."""
+    if not drafter.on_device:
+        return "given"
+    return "block" if drafter.at_once else "round"
+
+
+class GraphPolicy:
+    """The policy for one loop's graphs. `longest`: the most that the drafter proposes. `drafts`:
+    the kind of its rounds with drafts, if `cuts` does not say that those of so many rows and
+    drafts are cut."""
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        *,
+        longest: int,
+        drafts: Kind = "round",
+        cuts: Cuts = lambda rows, width: False,
+    ):
+        self._graphs, self._drafts, self._longest, self._cuts = graphs, drafts, longest, cuts
+        self._widths = [step_down(min(width, longest)) for width in range(WIDTHS[-1] + 1)]
+        self._lost: dict[
+            Shape, tuple[int, float]
+        ] = {}  # by wish: times another shape served, and passes lost by that
+        self._unit: dict[
+            tuple[str, str], float
+        ] = {}  # by kind and how: seconds on the host for a pass
+        self._one_time_costs: dict[int, tuple[float, ...]] = {}
+
+    def choose(self, wish: Shape, *, left: float, fit: Fit = "near") -> Step:
+        """What to run for `wish`, of which at most `left` more may come. With the fit "wider",
+        what nothing serves begins in one of the usual widths, which serves others too."""
+        if self._graphs.holds(wish):
+            return Step(wish, "replay")
+        near = self._near(wish, fit)
+        if near is not None:
+            times, lost = self._lost.get(wish, (0, 0.0))
+            price = _CAPTURE * _launches(wish)
+            if lost < price or left * lost < price * times:
+                return Step(near, "replay")
+        elif fit == "wider":
+            usual = min(cover(wish.width), self._longest)  # more is never drafted
+            wish = wish._replace(width=max(usual, wish.width))
+        if left < _FEW or not self._graphs.is_warm(wish):
+            return Step(wish, "run")
+        return Step(wish, "capture")
+
+    def served(self, wish: Shape, step: Step) -> None:
+        """`step` was run for `wish`."""
+        if step.shape != wish:
+            times, lost = self._lost.get(wish, (0, 0.0))
+            self._lost[wish] = times + 1, lost + _loss(step.shape, wish)
+
+    def took(self, step: Step, seconds: float) -> None:
+        """Running or capturing a shape kept the host for `seconds`."""
+        key = (step.shape.kind, step.how)
+        self._unit[key] = min(self._unit.get(key, _SECONDS), seconds / _launches(step.shape))
+        self._one_time_costs.clear()
+
+    def delay(self, step: Step) -> float:
+        """Seconds that `step` is likely to take beyond those of a replay."""
+        if step.how == "replay":
+            return 0.0
+        # a plain pass tells of the former
+        kind = step.shape.kind
+        kinds = (kind,) if kind == "catch up" else (kind, "round")
+        known = [self._unit[kind, step.how] for kind in kinds if (kind, step.how) in self._unit]
+        return (known[0] if known else _SECONDS) * _launches(step.shape)
+
+    def one_time_costs(self, rows: int) -> tuple[float, ...]:
+        """For each draft length from 0 the seconds that it takes, once, until rounds of so many
+        rows (dummies included) run at their usual speed: 0 if a graph is there, or one near."""
+        if rows not in self._one_time_costs:
+            self._one_time_costs[rows] = tuple(
+                self._one_time_cost(self.shape(rows, width)) for width in self._widths
+            )
+        return self._one_time_costs[rows]
+
+    def shape(self, rows: int, width: int) -> Shape:
+        """A round of so many drafts."""
+        kind: Kind = "cut" if self._cuts(rows, width) else self._drafts
+        return Shape(kind if width else "round", rows, width)
+
+    def warmup_costs(self, rows: int) -> tuple[float, ...]:
+        """Of the entries, what the very first round takes: it runs uncaptured, and tells already
+        what rows keep."""
+        return tuple(
+            self._warmup_cost(self.shape(rows, width)) if one_time_cost else 0.0
+            for width, one_time_cost in zip(self._widths, self.one_time_costs(rows), strict=True)
+        )
+
+    def forget(self) -> None:
+        """The graphs have been dropped."""
+        self._one_time_costs.clear()
+
+    def _one_time_cost(self, wish: Shape) -> float:
+        if self._graphs.holds(wish) or self._near(wish) is not None:
+            return 0.0
+        return self._warmup_cost(wish) + self.delay(Step(wish, "capture"))
+
+    def _warmup_cost(self, wish: Shape) -> float:
+        return 0.0 if self._graphs.is_warm(wish) else self.delay(Step(wish, "run"))
+
+    def _near(self, wish: Shape, fit: Fit = "near") -> Shape | None:
+        """The captured shape that serves instead at the least loss."""
+        fitting = [
+            shape
+            for shape in self._graphs.held()
+            if isinstance(shape, Shape)
+            and _alike(shape.kind, wish.kind, fit)
+            and shape.rows >= wish.rows
+            and _serves(shape, wish, fit)
+        ]
+        return min(fitting, key=lambda shape: _loss(shape, wish), default=None)
+
+
+def _alike(kind: Kind, wish: Kind, fit: Fit) -> bool:
+    """Whether rounds cut and not cut may stand for each other: where any length will do."""
+    return kind == wish or (fit == "near" and {kind, wish} == {"cut", "block"})
+
+
+def _serves(shape: Shape, wish: Shape, fit: Fit) -> bool:
+    """Whether the width will do. Tokens that are known already may be taken in again. If any
+    length will do, drafts may be more or fewer than asked for, but not none: then nothing would
+    be learnt of them."""
+    if wish.kind == "catch up" or fit == "wider":
+        return shape.width >= wish.width
+    return shape.width == wish.width or (fit == "near" and bool(shape.width or not wish.width))
+
+
+def _loss(shape: Shape, wish: Shape) -> float:
+    """What is lost if this shape serves, in plain passes: places in it that are not filled, or
+    drafts that have none, where these cost next to nothing."""
+    cheap = wish.kind in ("given", "block", "cut")
+    dropped = STEP * max(wish.width - shape.width, 0) if cheap else 0.0
+    return dropped + abs(_price(shape) - _price(wish))
+
+
+def _price(shape: Shape) -> float:
+    """What it costs on the device, in plain passes."""
+    if shape.kind == "catch up":
+        return 1 + shape.rows * shape.width / ARITHMETIC
+    return 1 + STEP * _steps(shape) + shape.rows * (shape.width + 1) / ARITHMETIC
+
+
+def _launches(shape: Shape) -> float:
+    """What it costs on the host, in passes."""
+    return 1 + _STEP_LAUNCHES * _steps(shape)
+
+
+def _steps(shape: Shape) -> int:
+    """Passes of a draft in a round."""
+    once = min(shape.width, 1)
+    return {"round": shape.width, "block": once, "cut": once}.get(shape.kind, 0)
+
+
+class Captured:
+    """The graphs of one loop. `function` gives what a shape does, for as many rows as the batch is
+    padded to; `cuts`: see GraphPolicy.
+
+    `capturing`: seconds that went into capturing since the last `start`; no later round will
+    take them. `steady`: whether all since then was replayed.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        batch: Batch,
+        clock: Clock,
+        function: Callable[[Shape], Callable[[], Tensor | None]],
+        *,
+        drafter: Drafter,
+        cuts: Cuts,
+    ):
+        self._graphs, self._batch, self._clock, self._function = graphs, batch, clock, function
+        self._ladder = GraphPolicy(
+            graphs, longest=drafter.longest, drafts=kind_of(drafter), cuts=cuts
+        )
+        self.capturing, self.steady = 0.0, True
+
+    def start(self) -> float:
+        """From now on `capturing` and `steady` count; returns the time."""
+        self.capturing, self.steady = 0.0, True
+        return self._clock.now()
+
+    def renew(self, version: Hashable) -> None:
+        """Drop all graphs if something that they read has moved, as `version` tells."""
+        if self._graphs.renew(version):
+            self._ladder.forget()
+
+    def wish(self, kind: Kind, width: int) -> Shape:
+        """The shape made for the live rows."""
+        return Shape(kind, self.bucket(len(self._batch)), width)
+
+    def usual(self, width: int) -> Shape:
+        """The same for a round of so many drafts."""
+        return self._ladder.shape(self.bucket(len(self._batch)), width)
+
+    def bucket(self, rows: int) -> int:
+        """So many rows with the dummies that a graph takes."""
+        return bucket(rows, self._batch.capacity)
+
+    def choose(
+        self, wish: Shape, *, left: float, deadline: float | None = None, fit: Fit = "near"
+    ) -> Step:
+        """Choose as GraphPolicy does. With a `deadline`, avoid captures that only pay later."""
+        return self._ladder.choose(wish, left=left if deadline is None else 0.0, fit=fit)
+
+    def delay(self, step: Step) -> float:
+        """Seconds that `step` is likely to take beyond those of a replay."""
+        return self._ladder.delay(step)
+
+    def one_time_costs(self) -> tuple[float, ...]:
+        """GraphPolicy.entries for the live rows."""
+        return self._ladder.one_time_costs(self.bucket(len(self._batch)))
+
+    def warmup_costs(self) -> tuple[float, ...]:
+        """GraphPolicy.colds for the live rows."""
+        return self._ladder.warmup_costs(self.bucket(len(self._batch)))
+
+    def perform(
+        self, wish: Shape, step: Step, meanwhile: Callable[[], None] = lambda: None
+    ) -> Tensor | None:
+        """Run a shape as `step` says, for what was wished, and `meanwhile` while the device is
+        busy; its result on the host."""
+        running = self.launch(wish, step)
+        meanwhile()
+        return running.wait()
+
+    def launch(self, wish: Shape, step: Step) -> Running:
+        """The same, not waited for; what is not replayed is over when this returns."""
+        began = self._clock.now()
+        self._ladder.served(wish, step)
+        if step.how == "run":
+            self.steady = False
+            with self._padded(step.shape.rows):
+                found = self._graphs.run(step.shape, self._function(step.shape))
+            self._ladder.took(step, self._clock.now() - began)
+            return Running(lambda: True, lambda: found)
+        if step.how == "capture":
+            self.capture(step.shape)
+            self._ladder.took(step, self._clock.now() - began)
+            self.capturing += self._clock.now() - began
+        with self._padded(step.shape.rows):
+            return self._graphs.launch(step.shape)
+
+    def prepare(
+        self,
+        rows: Iterable[int],
+        widths: Iterable[int],
+        *,
+        catch_up: Callable[[int], Sequence[int]] | None,
+        only_compile: bool,
+    ) -> None:
+        """Capture what rounds of these numbers of rows and drafts need, and what catches up as
+        many tokens as `catch_up` says for a number of rows; or only compile it."""
+        shapes = [
+            self._ladder.shape(count, width)
+            for count in sorted({self.bucket(n) for n in rows})
+            for width in sorted(set(widths))
+        ]
+        if catch_up is not None:
+            shapes += [
+                Shape("catch up", shape.rows, tokens)
+                for shape in shapes
+                if shape.width
+                for tokens in catch_up(shape.rows)
+            ]
+        shapes = [shape for shape in dict.fromkeys(shapes) if not self._graphs.holds(shape)]
+        if only_compile:
+            with self._batch.still():
+                self._graphs.compile([functools.partial(self._dry, shape) for shape in shapes])
+            return
+        for shape in shapes:
+            self.capture(shape)
+
+    def _dry(self, shape: Shape) -> None:
+        with self._padded(shape.rows):
+            self._function(shape)()
+
+    def capture(self, shape: Shape) -> None:
+        """See to it that there is a graph of this shape."""
+        if self._graphs.holds(shape):
+            return
+        function = self._function(shape)
+        with self._padded(shape.rows), self._batch.still():
+            if not self._graphs.is_warm(shape):
+                self._graphs.run(shape, function)
+            self._graphs.capture(shape, function)
+
+    @contextlib.contextmanager
+    def _padded(self, rows: int) -> Iterator[None]:
+        self._batch.pad(rows)
+        try:
+            yield
+        finally:
+            self._batch.pad(None)

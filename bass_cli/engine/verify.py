@@ -10,18 +10,25 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.contracts import Proposal, TakesPacked, Target, Verdict
 from bass_cli.engine.cutting import Cutting
-from bass_cli.engine.imposed import Imposed
-from bass_cli.engine.laws import Laws
+from bass_cli.engine.sampling_params import SamplingParams
+from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
 
 ALL = 2**31 - 1  # more drafts than any round has
 
 
 class Verifier:
-    """A loop's target, with how it is coupled and what is imposed on it (imposed.py)."""
+    """Verify the drafts of one loop: its target, the coupling, and simulated acceptance if set."""
 
-    def __init__(self, batch: Batch, target: Target, *, coupling: str, imposing: Imposed | None):
+    def __init__(
+        self,
+        batch: Batch,
+        target: Target,
+        *,
+        coupling: str,
+        simulated_acceptance: SimulatedAcceptance | None,
+    ):
         self._batch, self._target = batch, target
-        self._coupling, self._imposing = coupling, imposing
+        self._coupling, self._simulated_acceptance = coupling, simulated_acceptance
         # How many of a row's drafts a captured round looks at: on the host, and where graphs
         # read it.
         self.most, self._bound = ALL, batch.tokens.new_full((), ALL)
@@ -44,7 +51,7 @@ class Verifier:
             self._target.forward(tokens, positions, batch.ends(width)),
             batch,
             coupling=self._coupling,
-            imposing=self._imposing,
+            simulated_acceptance=self._simulated_acceptance,
             most=self._bound if bounded else None,
         )
         return batch.report(verdict.block, verdict.accepted, verdict.scores)
@@ -61,7 +68,7 @@ class Verifier:
         logits = self._target.forward_packed(
             chosen.tokens, chosen.places - 1, packed, batch.ends(width)
         )
-        found = _chosen(logits, batch.laws.of(packed.row), chosen.places)
+        found = _chosen(logits, batch.params.of(packed.row), chosen.places)
         accepted, table = cutting.settle(proposal, chosen, found, alive)
         batch.commit(table[:, 1 : width + 2], accepted)
         return table
@@ -73,65 +80,69 @@ def judge(
     batch: Batch,
     *,
     coupling: str,
-    imposing: Imposed | None,
+    simulated_acceptance: SimulatedAcceptance | None,
     most: Tensor | None = None,
 ) -> Verdict:
     """By "shared" or "maximal" coupling, or as an acceptance that is set has it (see `imposed`).
     `most` ([] int64): the drafts of a row that are there for the round, as if the others had not
     been proposed; None: all."""
-    drafts, law = proposal.tokens, proposal.law
-    if imposing is not None:
-        return imposed(drafts, logits, batch, imposing, most)
+    drafts, law = proposal.tokens, proposal.probs
+    if simulated_acceptance is not None:
+        return simulated(drafts, logits, batch, simulated_acceptance, most)
     if coupling == "shared":
-        return shared(drafts, logits, batch.laws, batch.places(0, logits.shape[1]), most)
-    return maximal(drafts, law, logits, batch.laws, batch.lengths[: batch.rows], most)
+        return shared(drafts, logits, batch.params, batch.places(0, logits.shape[1]), most)
+    return maximal(drafts, law, logits, batch.params, batch.lengths[: batch.rows], most)
 
 
 def shared(
-    drafts: Tensor, logits: Tensor, laws: Laws, places: Tensor, most: Tensor | None
+    drafts: Tensor, logits: Tensor, params: SamplingParams, places: Tensor, most: Tensor | None
 ) -> Verdict:
     """Shared coupling: drafts [B, k] against the target's own choices from logits [B, k + 1, V]
     with the noise of their positions, places [B, k + 1]."""
-    targets, scores = _choices(logits, laws, places)
+    targets, scores = _choices(logits, params, places)
     return Verdict(ops.accept_shared(drafts, targets, most), targets, scores)
 
 
-def imposed(
-    drafts: Tensor, logits: Tensor, batch: Batch, imposing: Imposed, most: Tensor | None
+def simulated(
+    drafts: Tensor,
+    logits: Tensor,
+    batch: Batch,
+    simulated_acceptance: SimulatedAcceptance,
+    most: Tensor | None,
 ) -> Verdict:
     """For benchmarks of random weights only: does shared coupling's work, then accepts what
     `imposing` says, whatever the target says."""
     width = logits.shape[1]
     places = batch.places(0, width)
-    targets, scores = _choices(logits, batch.laws, places)
+    targets, scores = _choices(logits, batch.params, places)
     ops.accept_shared(drafts, targets)
-    accepted = imposing.accepted(places[:, :-1])
+    accepted = simulated_acceptance.accepted(places[:, :-1])
     accepted = accepted if most is None else torch.minimum(accepted, most)
     kept = batch.steps(0, width) < accepted[:, None]
     block = torch.where(kept, torch.nn.functional.pad(drafts, (0, 1)), targets)
     return Verdict(accepted, block, scores)
 
 
-def _choices(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+def _choices(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
     """The target's tokens at places [B, W] under shared coupling, and their log-probabilities,
     [B, W] each."""
-    tokens, scores = _chosen(logits.flatten(0, 1), laws, places.flatten())
+    tokens, scores = _chosen(logits.flatten(0, 1), params, places.flatten())
     return tokens.view(places.shape), scores.view(places.shape)
 
 
-def _chosen(logits: Tensor, laws: Laws, places: Tensor) -> tuple[Tensor, Tensor]:
+def _chosen(logits: Tensor, params: SamplingParams, places: Tensor) -> tuple[Tensor, Tensor]:
     """The same of logits [N, V] by laws of N / B places each, at places [N]: [N] each."""
     tokens, scores = ops.sample_scored(
-        logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, places
+        logits, params.temperature, params.top_k, params.top_p, params.keys, places
     )
     return tokens, scores
 
 
 def maximal(
     drafts: Tensor,
-    law: ops.Law | None,
+    law: ops.Distribution | None,
     logits: Tensor,
-    laws: Laws,
+    params: SamplingParams,
     lengths: Tensor,
     most: Tensor | None,
 ) -> Verdict:
@@ -139,6 +150,14 @@ def maximal(
     V, against the processed laws of logits [B, k + 1, V]; lengths [B] is the position of the
     first draft."""
     accepted, _following, block, scores = ops.rejection_sample(
-        drafts, law, logits, laws.temperature, laws.top_k, laws.top_p, laws.keys, lengths, most
+        drafts,
+        law,
+        logits,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.keys,
+        lengths,
+        most,
     )
     return Verdict(accepted, block, scores)

@@ -41,7 +41,7 @@ from bass_cli.io.results import open_output
 from bass_cli.manifest import Facts, facts_of
 
 if TYPE_CHECKING:
-    from bass_cli.engine.step import Loop
+    from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
 

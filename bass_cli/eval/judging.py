@@ -85,7 +85,7 @@ def _is_ours(content: bytes) -> bool:
     )
 
 
-class Ledger:
+class VerdictStore:
     """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one
     line and flushes it.
 
@@ -105,7 +105,7 @@ class Ledger:
             self._stream.close()
             raise
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> VerdictStore:
         return self
 
     def __exit__(
@@ -169,7 +169,7 @@ class Ledger:
 
 def _open_locked(path: str) -> IO[bytes]:
     try:
-        stream = open(path, "a+b")  # noqa: SIM115 - the Ledger closes it
+        stream = open(path, "a+b")  # noqa: SIM115 - the VerdictStore closes it
     except OSError as error:
         raise UserError(f"{path}: cannot write the verdicts: {error.strerror}") from None
     try:
@@ -212,7 +212,7 @@ class Executor(NamedTuple):
 
 def judge(
     programs: Iterable[tuple[Key, Program]],
-    ledger: Ledger,
+    ledger: VerdictStore,
     limits: Mapping[str, Any],
     *,
     open_executor: Callable[[], Executor],

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.args import EvaluateArgs, ScoreArgs
 from bass_cli.errors import UserError
 from bass_cli.eval import report, table
-from bass_cli.eval.judging import Executor, Key, Ledger, Ruling, isolation_of, judge, verdicts_path
+from bass_cli.eval.judging import (
+    Executor,
+    Key,
+    Ruling,
+    VerdictStore,
+    isolation_of,
+    judge,
+    verdicts_path,
+)
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import Generation, GenerationFile, by_problem, read_generations
 from bass_cli.io.console import Screen
@@ -230,7 +238,7 @@ def _judge(
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
         ExitStack() as stack,
-        Ledger(verdicts, anew=rejudge) as ledger,
+        VerdictStore(verdicts, anew=rejudge) as ledger,
         screen.counting("verdicts", total) as progress,
     ):
         if ledger.rulings:

@@ -26,7 +26,7 @@ from bass_cli.system.threads import settle
 
 if TYPE_CHECKING:
     from bass_cli.build import Models
-    from bass_cli.engine.step import Loop
+    from bass_cli.engine.loop import Loop
     from bass_cli.plan import Plan
 
 METHODS = ("plain", "single", "batched")

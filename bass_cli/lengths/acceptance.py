@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import numpy
 from numpy.typing import NDArray
 
-from bass_cli.engine.contracts import Foregone
+from bass_cli.engine.contracts import SkippedDrafts
 
 Array = NDArray[numpy.float64]
 
@@ -87,21 +87,23 @@ class Acceptance:
             became = self.trials * float(kept / trials)
             self._pool = (self._pool[0] + new * (became - self._pool[0]), self.trials)
 
-    def recall(self, foregone: Foregone | None) -> None:
+    def recall(self, skipped: SkippedDrafts | None) -> None:
         """What has become of drafts that nobody verified.
 
         Where plain rounds tell of such drafts, what is known does not grow old in them.
         """
-        if foregone is not None:
+        if skipped is not None:
             self._recalled = True
-            self.observe(*foregone, live=False)
+            self.observe(*skipped, live=False)
 
-    def observe(self, accepted: Sequence[int], meant: Sequence[int], *, live: bool = True) -> None:
+    def observe(
+        self, accepted: Sequence[int], num_drafts: Sequence[int], *, live: bool = True
+    ) -> None:
         """A round in which rows kept so many of that many drafts (some row had one).
 
         Those beyond tell nothing. `live`: they are the rows that are followed, in order.
         """
-        drafts = numpy.array(meant, dtype=numpy.float64)
+        drafts = numpy.array(num_drafts, dtype=numpy.float64)
         kept = numpy.minimum(accepted, drafts)
         trials = numpy.minimum(kept + 1, drafts)
         now = float(kept.sum()), float(trials.sum())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from bass_cli.engine.contracts import Outlook
+from bass_cli.engine.contracts import ControllerInput
 from bass_cli.lengths.round_cost import Array
 
 _CAUTION = 2.0  # how many times what a length costs once must be saved: hopes may not come true
@@ -33,7 +33,7 @@ def trial(plain: float, rounds: float) -> float:
 
 
 def first_use(
-    lengths: Sequence[int], outlook: Outlook, line: Array, most: float, unsure: bool
+    lengths: Sequence[int], inputs: ControllerInput, line: Array, most: float, unsure: bool
 ) -> Array:
     """What these lengths cost once, in seconds a round left; no end: too dear to try.
 
@@ -41,10 +41,12 @@ def first_use(
     lost, by a round of which nothing stands and by catching up for it. `unsure`: nobody knows yet
     what rows keep of a draft.
     """
-    entries, colds = (numpy.array([of(k) for k in lengths]) for of in (outlook.entry, outlook.cold))
-    once: Array = entries * (_CAUTION / outlook.left)
-    dear = (line - line[0] + outlook.catch_up > most) & (numpy.array(lengths) > 0)
-    once[dear | (unsure & (colds > trial(float(line[0]), outlook.left)))] = numpy.inf
+    one_time_costs, warmup_costs = (
+        numpy.array([of(k) for k in lengths]) for of in (inputs.one_time_cost, inputs.warmup_cost)
+    )
+    once: Array = one_time_costs * (_CAUTION / inputs.left)
+    dear = (line - line[0] + inputs.catch_up > most) & (numpy.array(lengths) > 0)
+    once[dear | (unsure & (warmup_costs > trial(float(line[0]), inputs.left)))] = numpy.inf
     return once
 
 

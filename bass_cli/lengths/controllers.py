@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import math
 
-from bass_cli.engine.contracts import NOTHING_KNOWN, Lengths, Outlook, Round
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import Surface
 from bass_cli.lengths.table import Capped, Table
 
 
-class Fixed:
+class Fixed(DraftLength):
     """Always the same draft length."""
 
-    exact = False
+    foresees = True
 
     def __init__(self, length: int):
         self._length = length
@@ -23,20 +23,17 @@ class Fixed:
     def drafts(self) -> bool:
         return self._length > 0
 
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         return False
 
-    def reflect(self) -> None:
-        pass
-
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         pass
 
 
-class Bass:
+class Bass(DraftLength):
     """Algorithm 1 of BASS (arXiv 2404.15778): one length for the batch. It grows by `step` when
     a row keeps all of the drafts, and otherwise shrinks, faster the second time in a row, but
     never below what some row kept."""
@@ -48,10 +45,10 @@ class Bass:
         self._length = min(start, limit)
         self._shrank = 0
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         return self._length
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         if done.width == 0:  # nothing was drafted, nothing was learnt
             return
         most = max(done.accepted)
@@ -71,7 +68,7 @@ def make_lengths(
     coupling: str,
     surface: Surface | None = None,
     at_once: bool = False,
-) -> Lengths:
+) -> DraftLength:
     """The controller named by `--draft-length`: an integer, "bass", "table", "bass+table" or
     "auto". `surface`: what is known of this pair on this device; a table needs one.
     `at_once`: all drafts of a round take one pass of the draft model.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from bass_cli.engine.contracts import NOTHING_KNOWN, Outlook, Round
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.backoff import Budget, Looks, Tries, first_use, trial
 from bass_cli.lengths.round_cost import Array, RoundCost, Surface
@@ -24,7 +24,7 @@ _LEAVE = 0.03  # the same for plain decoding: coming back may be dear
 _UNSURE = 0.04, 0.25  # (costs drift, and plain rounds cost) and the most that may not be known
 
 
-class Goodput:
+class Goodput(DraftLength):
     """The k of the fewest seconds a round x rounds a token, over the tokens that rows still need.
 
     0 where drafting does not pay, with a probe now and then, ever more rarely; no round may lose
@@ -34,7 +34,7 @@ class Goodput:
     is measured reaches the lengths (maximal coupling). `at_once`: one pass makes all drafts.
     """
 
-    exact = False
+    foresees = trims = stops = True
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class Goodput:
         self._choices = (*(k for k in _CHOICES if k < limit), limit)
         self._costs = RoundCost(self._choices, surface, frozen=frozen, at_once=at_once)
         self._acceptance = Acceptance(limit, surface.acceptance if surface is not None else None)
-        self._outlook, self._rows, self._frozen = NOTHING_KNOWN, 0, frozen
+        self._inputs, self._rows, self._frozen = DEFAULT_INPUT, 0, frozen
         self._line: Array | None = None  # seconds of a round of each choice, for the rows of now
         self._plain = self._pace = 0.0  # the first of them; the least seconds a token of a row
         self._last = 0  # the place of the last choice that was made for its goodput
-        self._unlearnt: tuple[Round, Outlook] | None = None
+        self._unlearnt: tuple[RoundResult, ControllerInput] | None = None
         self._now = self._next = (0, False)  # of this round, the next: length, whether a probe
         self._decided = False  # whether the latter knows of all that it should
         self._probes, self._looks, self._budget = Tries(), Looks(), Budget()
@@ -60,17 +60,19 @@ class Goodput:
     def drafts(self) -> bool:
         return not self._decided or self._next[0] > 0
 
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         """At first, after a probe or catching up; a plain round tells of no drafts."""
-        tells = self._now[1] or self._outlook.catch_up or self._acceptance.unsure
+        tells = self._now[1] or self._inputs.catch_up or self._acceptance.unsure
         return bool(self._frozen or not self._costs.known or (width and tells))
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        before, self._outlook = self._outlook, outlook
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
+        before, self._inputs = self._inputs, inputs
         if self._frozen:
-            self._outlook = outlook._replace(entries=(), colds=(), catch_up=0.0, padded=0)
-        self._acceptance.recall(outlook.foregone)
-        same = rows == self._rows and before.catch_up == self._outlook.catch_up
+            self._inputs = inputs._replace(
+                one_time_costs=(), warmup_costs=(), catch_up=0.0, padded=0
+            )
+        self._acceptance.recall(inputs.skipped)
+        same = rows == self._rows and before.catch_up == self._inputs.catch_up
         self._rows = rows
         if not (self._decided and same):
             self._decide()
@@ -80,20 +82,20 @@ class Goodput:
     def reflect(self) -> None:
         self._learn()
         if not self._frozen:
-            if self._outlook.free and self._next[0]:
+            if self._inputs.free and self._next[0]:
                 self._looks.begin()
             self._decide()
             self._decided = True
 
-    def trim(self, counts: Sequence[int]) -> int:
+    def trim(self, num_drafts: Sequence[int]) -> int:
         """The length that pays where rows have so many drafts, or now and then a short probe."""
-        most, outlook = max(counts), self._outlook
+        most, inputs = max(num_drafts), self._inputs
         if self._line is None:
             return most
         line = numpy.interp(range(most + 1), self._choices, self._line)
-        tokens, plain = self._acceptance.tokens(counts), self._plain
+        tokens, plain = self._acceptance.tokens(num_drafts), self._plain
         likely = self._looks.find(float((plain * tokens - line).max()) / plain)
-        once = first_use(range(most + 1), outlook, line, self._most, self._acceptance.unsure)
+        once = first_use(range(most + 1), inputs, line, self._most, self._acceptance.unsure)
         once[once > max(plain * likely, 0.0)] = numpy.inf  # they are not found in every round
         paces = line / tokens + once
         best = int((paces <= paces.min() * (1 + _STAY)).argmax())
@@ -101,17 +103,19 @@ class Goodput:
             self._now = self._probe(min(most, _FOUND), self._line)
         return best or self._now[0]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         self._learn()
-        self._unlearnt = done, self._outlook
+        self._unlearnt = done, self._inputs
         if self._line is not None:
             self._account(done, self._line)
-        self._decided = self._decided and not done.asking  # what a look found decides on the next
+        self._decided = (
+            self._decided and not done.lookup_seconds
+        )  # what a look found decides on the next
         if done.width == 0:
             self._probes.idle += 1
             return
         self._decided = self._decided and not (self._now[1] or self._acceptance.unsure)
-        self._probes.observe(paid=done.went_well, probe=self._now[1])
+        self._probes.observe(paid=done.mostly_accepted, probe=self._now[1])
 
     def least(self, drafted: int) -> float:
         """One more draft pays if the tokens it should bring take longer at the pace of now."""
@@ -128,73 +132,79 @@ class Goodput:
     def _decide(self) -> None:
         """Learn from the last round; then choose for the rows of now."""
         self._learn()
-        outlook = self._outlook
-        self._acceptance.follow(outlook.samples or tuple(range(self._rows)))
+        inputs = self._inputs
+        self._acceptance.follow(inputs.samples or tuple(range(self._rows)))
         if self._costs.known:
-            rows = outlook.padded or self._rows
-            self._line = self._costs.line(rows, outlook.context, free=outlook.free)
+            rows = inputs.padded or self._rows
+            self._line = self._costs.line(rows, inputs.context, free=inputs.free)
             self._plain = float(self._line[0])
-        if self._line is not None and not outlook.free:
-            self._next = self._choice(self._line, outlook)
+        if self._line is not None and not inputs.free:
+            self._next = self._choice(self._line, inputs)
         else:  # nobody knows what plain rounds take, or it has to be looked first
             looks = self._looks.due and self._looks.cost * self._plain <= self._most
             self._next = self._choices[-1] if self._line is not None and looks else 0, False
 
-    def _choice(self, line: Array, outlook: Outlook) -> tuple[int, bool]:
+    def _choice(self, line: Array, inputs: ControllerInput) -> tuple[int, bool]:
         """The length with the fewest seconds a token that is left, or a probe."""
-        paces = line * self._acceptance.rounds(self._rows, outlook.rooms)[[*self._choices]]
+        paces = line * self._acceptance.rounds(self._rows, inputs.rooms)[[*self._choices]]
         self._pace, unsure = float(paces.min()), self._acceptance.unsure
-        paces += first_use(self._choices, outlook, line, self._most, unsure)
+        paces += first_use(self._choices, inputs, line, self._most, unsure)
         best = int(paces.argmin())
         stays = paces[self._last] <= paces[best] * (1 + (_STAY if best else _LEAVE))
         self._last = self._last if stays else best
         length = self._choices[self._last]
         if length:
-            tells = self._costs.tells(outlook.padded or self._rows, self._last, outlook.context)
+            tells = self._costs.tells(inputs.padded or self._rows, self._last, inputs.context)
             if self._now[0] and tells > numpy.clip(self._plain / self._pace - 1, *_UNSURE):
                 return 0, False
-            return min(2 * length, self._choices[-1]) if outlook.stops else length, False
-        short = [k for k in self._choices if 1 <= k <= (_PROBE if any(outlook.entries) else 1)]
-        return self._probe(min(short, key=outlook.entry, default=0), line)
+            return min(2 * length, self._choices[-1]) if inputs.stops else length, False
+        short = [
+            k for k in self._choices if 1 <= k <= (_PROBE if any(inputs.one_time_costs) else 1)
+        ]
+        return self._probe(min(short, key=inputs.one_time_cost, default=0), line)
 
     def _probe(self, length: int, line: Array) -> tuple[int, bool]:
         """A short draft, if it is time for one and it can be afforded; otherwise none."""
-        outlook, plain, tries = self._outlook, self._plain, self._probes
-        loss = float(numpy.interp(length, self._choices, line)) + outlook.catch_up - plain
+        inputs, plain, tries = self._inputs, self._plain, self._probes
+        loss = float(numpy.interp(length, self._choices, line)) + inputs.catch_up - plain
         due = tries.thinkable and tries.due(loss / plain) and loss <= self._most
-        most = trial(plain, min(tries.idle, outlook.left))  # for what the length costs once
-        due = due and outlook.entry(length) - outlook.catch_up <= most
+        most = trial(plain, min(tries.idle, inputs.left))  # for what the length costs once
+        due = due and inputs.one_time_cost(length) - inputs.catch_up <= most
         return length if due else 0, due and length > 0
 
     @property
     def _most(self) -> float:
         """Seconds that may still be lost."""
-        return self._budget.left(plain=self._plain, rounds=self._outlook.left)
+        return self._budget.left(plain=self._plain, rounds=self._inputs.left)
 
     def _learn(self) -> None:
         """What the last round taught about costs and rates."""
         if self._unlearnt is None:
             return
-        (done, outlook), self._unlearnt = self._unlearnt, None
-        rows, took = len(done.accepted), done.seconds - done.asking
+        (done, inputs), self._unlearnt = self._unlearnt, None
+        rows, took = len(done.accepted), done.seconds - done.lookup_seconds
         if done.steady:
-            padded = outlook.padded or rows
-            self._costs.learn(padded, done.width, took, outlook.context, free=outlook.free)
+            padded = inputs.padded or rows
+            self._costs.learn(padded, done.width, took, inputs.context, free=inputs.free)
         if done.width:
-            self._acceptance.follow(done.rows or outlook.samples or tuple(range(rows)))
-            if done.drafted is not None and not outlook.free:
+            self._acceptance.follow(done.rows or inputs.samples or tuple(range(rows)))
+            if done.drafted is not None and not inputs.free:
                 self._acceptance.choose(done.accepted, done.width)
-            self._acceptance.observe(done.accepted, done.meant)
+            self._acceptance.observe(done.accepted, done.num_drafts)
         else:
             self._acceptance.idle()
 
-    def _account(self, done: Round, line: Array) -> None:
+    def _account(self, done: RoundResult, line: Array) -> None:
         """What drafting or looking has won in this round against plain decoding."""
-        plain, taken, asked = self._plain, done.seconds, done.asking > 0 and not self._frozen
+        plain, taken, asked = (
+            self._plain,
+            done.seconds,
+            done.lookup_seconds > 0 and not self._frozen,
+        )
         if self._frozen or not done.steady:
             taken = float(numpy.interp(done.width, self._choices, line))
-        taken += self._outlook.catch_up if done.width else 0.0
+        taken += self._inputs.catch_up if done.width else 0.0
         waited = 0.0 if self._frozen else done.waiting
         won = plain * (1 + sum(done.accepted) / len(done.accepted)) - taken - waited
         self._budget.spend(taken, won=won if done.width or asked else -waited)
-        self._looks.observe(cost=done.asking / plain if asked else 0.0, gain=won / plain)
+        self._looks.observe(cost=done.lookup_seconds / plain if asked else 0.0, gain=won / plain)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-from bass_cli.engine.graph_policy import ARITHMETIC, STEP
+from bass_cli.engine.graphs import ARITHMETIC, STEP
 from bass_cli.io.reading import finite, parse_object, truth, whole
 
 FORMAT = 1  # of what is written down; another one is not read

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from bass_cli import __version__
-from bass_cli.engine.contracts import Lengths
+from bass_cli.engine.contracts import DraftLength
 from bass_cli.io.cached import read_cached, write_cached
 from bass_cli.lengths.round_cost import Surface, read_surface
 from bass_cli.system.host import cache_folder
@@ -87,7 +87,7 @@ def save_surface(path: Path, surface: Surface, note: Note) -> bool:
     return True
 
 
-def keep_learnt(path: Path | None, lengths: Lengths) -> None:
+def keep_learnt(path: Path | None, lengths: DraftLength) -> None:
     """At the end of a job: what its controller has learnt is kept for the next one, which begins
     from it. A measured profile stays as it is."""
     learnt = lengths.learned() if isinstance(lengths, Remembers) else None

@@ -5,34 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bass_cli.engine.contracts import NOTHING_KNOWN, Lengths, Outlook, Round
+from bass_cli.engine.contracts import DEFAULT_INPUT, ControllerInput, DraftLength, RoundResult
 from bass_cli.lengths.round_cost import Surface
 
 _ACCEPTANCE = 0.8  # where the profile could not tell
 _CHOICES = tuple(range(65))
 
 
-class Table:
+class Table(DraftLength):
     """For each number of live rows the length that was best when the profile was made, 0
     included. It depends on nothing else, so it may gate either coupling."""
 
-    exact = False
+    foresees = True
 
     def __init__(self, surface: Surface, *, limit: int):
         self._surface, self._lengths = surface, _CHOICES[: limit + 1]
         self._best: dict[int, int] = {}
 
-    @property
-    def drafts(self) -> bool:
-        return True
-
-    def needs(self, width: int) -> bool:
+    def needs_result(self, width: int) -> bool:
         return False
 
-    def reflect(self) -> None:
-        pass
-
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
         if rows not in self._best:
             known = self._surface.acceptance
             self._best[rows] = best_length(
@@ -40,21 +33,21 @@ class Table:
             )
         return self._best[rows]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         pass
 
 
-class Capped:
+class Capped(DraftLength):
     """The length of a controller that only sees rounds, but never more than a table's. A round
     that was cut teaches it what it can see of it."""
 
-    def __init__(self, inner: Lengths, table: Table):
+    def __init__(self, inner: DraftLength, table: Table):
         self._inner, self._table, self.exact = inner, table, inner.exact
 
-    def next(self, rows: int, outlook: Outlook = NOTHING_KNOWN) -> int:
-        return min(self._inner.next(rows, outlook), self._table.next(rows))
+    def next(self, rows: int, inputs: ControllerInput = DEFAULT_INPUT) -> int:
+        return min(self._inner.next(rows, inputs), self._table.next(rows))
 
-    def observe(self, done: Round) -> None:
+    def observe(self, done: RoundResult) -> None:
         self._inner.observe(done)
 
 

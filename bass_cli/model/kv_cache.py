@@ -180,7 +180,7 @@ class KVCache:
         span.open = False
         self._collect(span)
 
-    def exchange(
+    def swap_rows(
         self,
         *,
         ended: Sequence[int] = (),

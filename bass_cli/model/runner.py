@@ -1,6 +1,6 @@
 """A decoder with its cache: prompts are filled in once, then rows take ragged passes.
 
-Not here: what is fed and why (drafting/, engine/step.py), passes over prompts (prefill.py).
+Not here: what is fed and why (drafting/, engine/loop.py), passes over prompts (prefill.py).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Runner:
         """Rows have ended, moved and begun."""
         while any(key in self._unread for _, key in change.begun):
             self.read()
-        self.cache.exchange(
+        self.cache.swap_rows(
             ended=change.ended,
             moved=change.moved,
             begun=[(places, self._prompts[key].span) for places, key in change.begun],

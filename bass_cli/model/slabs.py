@@ -127,7 +127,7 @@ class Slabs:
         """Pieces that no row has."""
         return self.pieces.total - int(self.runs[1].sum())
 
-    def exchange(
+    def swap_rows(
         self, ended: Sequence[int], moved: Iterable[tuple[int, int]], begun: Iterable[int]
     ) -> None:
         """Rows end; then of each (source, target) row `source` becomes row `target`; then rows

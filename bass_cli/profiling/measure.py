@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import DraftsAtOnce, Proposal, Round
-from bass_cli.engine.deadline import Clock
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Proposal, RoundResult
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.round_cost import Surface, make_surface
 from bass_cli.profiling.filling import Point, drafting, filled
@@ -92,9 +92,9 @@ class _Bench:
                 break
         return found
 
-    def _count(self, done: Round) -> None:
+    def _count(self, done: RoundResult) -> None:
         self.kept += sum(done.accepted)
-        self.trials += sum(map(min, (kept + 1 for kept in done.accepted), done.meant))
+        self.trials += sum(map(min, (kept + 1 for kept in done.accepted), done.num_drafts))
 
     @property
     def acceptance(self) -> float | None:
@@ -182,7 +182,7 @@ def measure(
     rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
     # what one pass drafts takes as long as its tokens do, which begins to show at many of them
-    at_once = isinstance(loop.drafter, DraftsAtOnce)
+    at_once = loop.drafter.at_once
     steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
     steps = list(dict.fromkeys(steps))
     verify: dict[Point, float] = {}

@@ -21,7 +21,7 @@ from .fused import linear_add, norm_up, project
 from .law_distances import Distances
 from .linear import linear, pack
 from .noise import BONUS, DRAFT, RESIDUAL, SHARED, TEST, bits, gumbel, uniform
-from .sampling import COLDEST, HOTTEST, Law, draw, log_probability
+from .sampling import COLDEST, HOTTEST, Distribution, draw, log_probability
 from .segments import Group, Packed, Segments, Teams, pack_queries
 from .selection import BINS, Chosen, Known
 
@@ -60,9 +60,9 @@ __all__ = [
     "TEST",
     "Chosen",
     "Distances",
+    "Distribution",
     "Group",
     "Known",
-    "Law",
     "Packed",
     "Segments",
     "Teams",

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .noise import BONUS, DRAFT, RESIDUAL, TEST, bits, uniform
-from .sampling import Law, draw, log_probability, process
+from .sampling import Distribution, draw, log_probability, process
 
 
 def accept_shared(drafts: Tensor, targets: Tensor, most: Tensor | None = None) -> Tensor:
@@ -125,17 +125,17 @@ def draft_sample(
     keys: Tensor,
     positions: Tensor,
     origins: Tensor,
-) -> tuple[Tensor, Law]:
+) -> tuple[Tensor, Distribution]:
     """The draft's side of maximal coupling: tokens [N] int64 drawn from the processed laws of
     logits [N, V] by noise of the DRAFT stream, and those laws. origins [N] int64: the lengths at
     the start of the round; the rest as in `sample`."""
     law = process(logits, temperature, top_k, top_p)
-    return draw(law, keys, positions, stream=DRAFT, origin=origins), Law(law)
+    return draw(law, keys, positions, stream=DRAFT, origin=origins), Distribution(law)
 
 
 def rejection_sample(
     drafts: Tensor,
-    draft_law: Law | None,
+    draft_law: Distribution | None,
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,

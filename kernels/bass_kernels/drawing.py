@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .launch import counters
 from .noise import DRAFT
-from .sampling import Law
+from .sampling import Distribution
 from .truncation import BLOCK, CHUNK, FIELDS, edges
 from .vocabulary import address, best_found, better, gumbel, lawful, nobody, probability, read
 
@@ -29,15 +29,15 @@ def draft_sample(
     keys: Tensor,
     positions: Tensor,
     origins: Tensor,
-) -> tuple[Tensor, Law]:
+) -> tuple[Tensor, Distribution]:
     """As acceptance.draft_sample, without asking the host anything; the law is logits with their
     edges."""
     logits = logits.contiguous()
-    law = Law(logits, edges(logits, temperature, top_k, top_p))
+    law = Distribution(logits, edges(logits, temperature, top_k, top_p))
     return draw(law, keys, positions, origins), law
 
 
-def draw(law: Law, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
+def draw(law: Distribution, keys: Tensor, positions: Tensor, origins: Tensor) -> Tensor:
     """One token [N] int64 from each law (logits [N, V] with edges), by noise of the DRAFT
     stream."""
     rows, vocab = law.values.shape

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import noise
 from .drawing import FOUND_FIELDS, best, best_noted, note, shape_of
 from .launch import counters
-from .sampling import Law
+from .sampling import Distribution
 from .truncation import CHUNK, FIELDS, edges
 from .vocabulary import address, lawful, philox, probability, read
 
@@ -23,7 +23,7 @@ _TEST, _RESIDUAL, _BONUS = (tl.constexpr(s) for s in (noise.TEST, noise.RESIDUAL
 
 def rejection_sample(
     drafts: Tensor,
-    draft_law: Law | None,
+    draft_law: Distribution | None,
     logits: Tensor,
     temperature: Tensor,
     top_k: Tensor,
@@ -36,14 +36,19 @@ def rejection_sample(
     logits = logits.contiguous()
     found = edges(logits.flatten(0, 1), temperature, top_k, top_p)
     return judge(
-        drafts, draft_law, Law(logits, found.view(*logits.shape[:2], FIELDS)), keys, lengths, most
+        drafts,
+        draft_law,
+        Distribution(logits, found.view(*logits.shape[:2], FIELDS)),
+        keys,
+        lengths,
+        most,
     )
 
 
 def judge(
     drafts: Tensor,
-    draft_law: Law | None,
-    law: Law,
+    draft_law: Distribution | None,
+    law: Distribution,
     keys: Tensor,
     lengths: Tensor,
     most: Tensor | None = None,

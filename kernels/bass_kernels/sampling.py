@@ -16,7 +16,7 @@ from torch import Tensor
 from .noise import SHARED, bits, bits_all, gumbel
 
 
-class Law(NamedTuple):
+class Distribution(NamedTuple):
     """Processed laws over V tokens as an op leaves them for another one. values [..., V]: the
     probabilities, float32; or with edges [..., FIELDS] (truncation.py) the logits from which any
     of them can be computed."""

@@ -19,7 +19,7 @@ from bass_cli.bench.shapes import count_parameters, head_of, spec_of
 from bass_cli.drafting.feature_heads import HeadDrafter
 from bass_cli.drafting.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.imposed import Imposed
+from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
 from bass_cli.errors import UserError
 from bass_cli.model.head_config import head_parameters
 
@@ -39,10 +39,10 @@ def test_chances_hold_where_their_turn_comes() -> None:
     comes is what was set, the last chance for all places behind it."""
     profile, rows, context = (0.9, 0.6, 0.3), 400, 80
     batch = Batch(rows=rows, context=context, device=torch.device("cpu"))
-    imposed = Imposed([profile, 0.5], batch)
-    imposed.follow(batch.exchange((), [Row("0", s, 5, [1], 10) for s in range(rows)]))
+    simulated = SimulatedAcceptance([profile, 0.5], batch)
+    simulated.follow(batch.swap_rows((), [Row("0", s, 5, [1], 10) for s in range(rows)]))
     accepted = torch.cat(
-        [imposed.accepted(first + torch.arange(5).expand(rows, 5)) for first in range(0, 80, 5)]
+        [simulated.accepted(first + torch.arange(5).expand(rows, 5)) for first in range(0, 80, 5)]
     ).view(-1, rows)
     for kept, due in (
         (accepted[:, 0::2].flatten(), (0.9, 0.6, 0.3, 0.3, 0.3)),
@@ -58,14 +58,14 @@ def test_rows_that_move_keep_their_profile() -> None:
     chosen = settings(**SET | {"acceptance": ["1/1/0,0"]}, batch_sizes="5")
     loop = build_loops(build_models(chosen, None), chosen, context=60).speculative
     assert loop is not None
-    imposed = loop.imposed
+    simulated = loop.simulated
     rows = [Row("0", s, 0, [1, 2], 9) for s in range(5)]
     loop.open("0", [1, 2])
     loop.admit(*rows)
     places = torch.full((5, 1), 3) + torch.arange(4)
-    assert imposed.accepted(places).tolist() == [2, 0, 2, 0, 2]
+    assert simulated.accepted(places).tolist() == [2, 0, 2, 0, 2]
     loop.retire(1)
-    assert imposed.accepted(places[:4]).tolist() == [2, 2, 2, 0]
+    assert simulated.accepted(places[:4]).tolist() == [2, 2, 2, 0]
 
 
 def test_a_profile_is_reported_as_it_was_given() -> None:

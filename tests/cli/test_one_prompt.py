@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.io.prompts import read_prompts
 
 FLAGS = (

@@ -18,7 +18,6 @@ from toys import Reactive, drive, plain
 
 import bass_kernels as ops
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import DraftsAtOnce, StopsShort
 from bass_cli.engine.graphs import Graphs
 from bass_cli.errors import UserError
 from bass_cli.footprint import footprint
@@ -93,8 +92,8 @@ class Compared:
             due = self._reading.drafts(self._theirs, batch.tokens[row, :end].tolist(), chosen)
             found = torch.stack([step[row] for step in self._logits]).cpu()
             torch.testing.assert_close(found, due, atol=1e-4, rtol=1e-4)
-            laws = batch.laws
-            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            params = batch.params
+            own = (params.temperature, params.top_k, params.top_p, params.keys)
             own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(chosen):
                 line = self._reading.whole(due[place])[None]
@@ -164,7 +163,7 @@ def test_prompts_are_read_for_both(models):
     for p in range(len(texts)):
         timed = loop.clock.now() + 1e6 if p in (2, 4) else None
         assert loop.open(str(p), live[2 * p].tokens, deadline=timed)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     loop.round()
     loop.round()
     assert len(compared.seen) == 24
@@ -198,13 +197,13 @@ def test_it_drafts_step_by_step(models):
     """For `auto`, graphs and profiles: a longer draft costs more; and it can be stopped short."""
     _, _, target, head = models("qwen3", "authors")
     loop = loop_of(target, head, rows=6, lengths=Fixed(4))
-    assert not isinstance(loop.drafter, DraftsAtOnce)
-    assert isinstance(loop.drafter, StopsShort)
+    assert not loop.drafter.at_once
+    assert loop.drafter.stops_short
     live = rows()
     for row in live:
         if row.sample == 0:
             loop.open(row.key, row.tokens)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     with torch.inference_mode():
         whole = loop.drafter.propose(loop.batch, 4).tokens
         told = []

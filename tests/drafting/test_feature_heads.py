@@ -23,10 +23,10 @@ from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.cutting import CHEAP, Cut
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
 from bass_cli.footprint import footprint
 from bass_cli.lengths.controllers import Fixed
@@ -118,8 +118,8 @@ class Compared:
             tokens = batch.tokens[row, :end].tolist()
             due = self._reading.base(self._theirs, tokens)[:length]
             torch.testing.assert_close(self._logits[row].cpu(), due, atol=1e-4, rtol=1e-4)
-            laws, before = batch.laws, tokens[-1]
-            own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+            params, before = batch.params, tokens[-1]
+            own = (params.temperature, params.top_k, params.top_p, params.keys)
             own = tuple(part[row : row + 1].cpu() for part in own)
             for place, draft in enumerate(proposal.tokens[row].tolist()):
                 line = self._reading.whole(due[place] + self._reading.bias(before))[None]
@@ -170,7 +170,7 @@ def test_prompts_are_read_for_both(models):
         assert loop.open(
             str(p), live[2 * p].tokens, deadline=loop.clock.now() + 1e6 if p == 2 else None
         )
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     loop.round()
     loop.round()
     assert len(compared.seen) == 16
@@ -255,7 +255,7 @@ def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
     loop._verifier._target = loop.target
     live = [Row("x", s, 0, [4, 5], 9) for s in range(3)]
     loop.open("x", [4, 5])
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     tapped.clear()  # of the prompt
     loop.round()
     assert tapped == []

@@ -94,11 +94,11 @@ class Desk:
             self.admit(Row("p", sample, 0, list(prompt), 40))
 
     def admit(self, row):
-        self.drafter.follow(self.batch.exchange([], [row]))
+        self.drafter.follow(self.batch.swap_rows([], [row]))
         self.live.append(row)
 
     def retire(self, index):
-        self.drafter.follow(self.batch.exchange([index], []))
+        self.drafter.follow(self.batch.swap_rows([index], []))
 
     def found(self, length=3):
         """By live row, the tokens that were found, without what only fills a row up."""
@@ -203,8 +203,8 @@ def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
     """Three rows copy the prompt: one for two tokens, one for all, one ends after its first."""
     desk = Desk(prompt=(1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2), rows=3)
     desk.drafter.learn(desk.batch)
-    assert desk.drafter.propose(desk.batch, 4).counts == (3, 3, 3)
-    desk.drafter.forgo()
+    assert desk.drafter.propose(desk.batch, 4).num_drafts == (3, 3, 3)
+    desk.drafter.skip_last()
     told = []
     for token in range(3, 11):
         for row in desk.live[: 2 if token > 3 else 3]:
@@ -213,12 +213,12 @@ def test_what_was_forgone_is_told_of_once_it_is_known_what_rows_became():
             desk.retire(2)
         desk.drafter.learn(desk.batch)
         desk.drafter.propose(desk.batch, 4)
-        desk.drafter.forgo()  # while the first is waited for
+        desk.drafter.skip_last()  # while the first is waited for
         told.append(desk.drafter.recall())
     assert told[7] == ((2, 3, 1), (3, 3, 1))
     assert told[:7] == [None] * 7, "those that fail would be told of before those that stand"
     desk.drafter.propose(desk.batch, 4)
-    desk.drafter.forgo()
+    desk.drafter.skip_last()
     desk.drafter.forget()
     assert [desk.drafter.recall() for _ in range(10)] == [None] * 10
 
@@ -233,13 +233,19 @@ def test_rows_stop_drafting_at_different_places_of_one_round():
     desk.drafter.learn(desk.batch)
     offered = desk.drafter.propose(desk.batch, 6)
     assert offered.tokens.tolist()[:3] == [[3, 4, 5, 6, 7, 8], [6, 6, 6, 6, 6, 6], [2] * 6]
-    assert offered.counts[0] > offered.counts[1] > offered.counts[2] == offered.counts[3] == 0
+    assert (
+        offered.num_drafts[0]
+        > offered.num_drafts[1]
+        > offered.num_drafts[2]
+        == offered.num_drafts[3]
+        == 0
+    )
 
 
 def test_nothing_is_proposed_where_nothing_counts():
     desk = Desk(prompt=(1, 2, 3), rows=2)
     offered = desk.drafter.propose(desk.batch, 4)
-    assert (offered.tokens.shape, offered.counts) == ((2, 0), (0, 0))
+    assert (offered.tokens.shape, offered.num_drafts) == ((2, 0), (0, 0))
 
 
 def test_what_only_fills_a_row_up_is_not_counted_as_drafted():

@@ -102,8 +102,8 @@ class Compared:
         due = in_full(self._model, self._mask, texts, length)
         found = self._logits[live]
         torch.testing.assert_close(found, due[..., : found.shape[-1]], atol=1e-4, rtol=1e-4)
-        laws, places = batch.laws, torch.tensor(ends)[:, None] + torch.arange(length)
-        own = (laws.temperature, laws.top_k, laws.top_p, laws.keys)
+        params, places = batch.params, torch.tensor(ends)[:, None] + torch.arange(length)
+        own = (params.temperature, params.top_k, params.top_p, params.keys)
         own = (part[live].repeat_interleave(length, 0) for part in own)
         drafts = ops.sample(due.flatten(0, 1), *own, places.flatten())
         assert proposal.tokens[live].tolist() == drafts.view(-1, length).tolist()
@@ -209,7 +209,7 @@ def test_the_kernels_of_a_gpu_draft_the_same(models, monkeypatch, batch, length)
         loop = loop_for(model, AtOnce(model, mask), rows=batch, lengths=Fixed(length))
         live = [Row("0", s, 0, [5, 6, 7, 8, 9], 40, temperature=0.8 * s) for s in range(batch)]
         loop.open("0", live[0].tokens)
-        loop.exchange((), live)
+        loop.swap_rows((), live)
         logits, forward = [], loop.drafter._runner.forward
         loop.drafter._runner.forward = lambda *given, seen=logits, run=forward, **words: (
             seen.append(run(*given, **words)),
@@ -239,7 +239,7 @@ def test_its_cache_holds_tokens_only(pair):
     loop = loop_for(target, draft, rows=3, lengths=Tour())
     live = [Row("0", s, 1, [5, 6, 7, 8], 60, temperature=1.5) for s in range(3)]
     loop.open("0", live[0].tokens)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     for _ in range(11):
         loop.round()
     loop.catch_up(1)

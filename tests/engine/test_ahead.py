@@ -9,9 +9,9 @@ from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a f
 from toys import Guess, drive, plain
 
 from bass_cli.drafting.factory import NoDrafter
-from bass_cli.engine.ahead import Worth
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Backlog, Foresees, Round
+from bass_cli.engine.contracts import PendingWork, RoundResult
+from bass_cli.engine.loop import AheadPolicy
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import make_surface
@@ -20,13 +20,10 @@ from bass_cli.lengths.round_cost import make_surface
 class Settled(Tour):
     """Its lengths depend on nothing, so they may be asked for at any time."""
 
-    drafts = True
+    foresees = True
 
-    def needs(self, width):
+    def needs_result(self, width):
         return False
-
-    def reflect(self):
-        pass
 
 
 class Flights:
@@ -44,7 +41,7 @@ class Flights:
 def ready(loop):
     """Nothing is captured any more, and launching ahead is taken to pay."""
     loop.prepare(range(1, loop.batch.capacity + 1), range(8))
-    loop._worth.pays = lambda waiting: True
+    loop._ahead_policy.pays = lambda waiting: True
     return Flights(loop)
 
 
@@ -86,7 +83,7 @@ def test_a_round_says_which_rows_it_was_of(pair):
             loop.open(row.key, row.tokens)
         loop.admit(row)
     assert loop.round(ahead=True).rows == tuple(live[:3])
-    loop.exchange([0], [live[3]])  # takes the place of the one that the flight still has there
+    loop.swap_rows([0], [live[3]])  # takes the place of the one that the flight still has there
     assert loop.batch.hosts == [live[3], live[1], live[2]]
     counts = [row.generated for row in live]
     done = loop.round(ahead=True)
@@ -147,18 +144,18 @@ def test_the_device_does_not_wait_for_the_host(ahead):
 
 
 def test_it_pays_unless_rows_end_all_the_time():
-    worth = Worth()
+    worth = AheadPolicy()
     assert not worth.pays(waiting=False), "nobody knows what the host takes"
     worth.begins(3.0)
     for seconds in (0.0005, 0.03, 0.0005):  # an admission between two rounds is no usual gap
-        worth.landed(5.0, 0.005, rows=8)
+        worth.completed(5.0, 0.005, rows=8)
         worth.begins(5.0 + seconds)
     for _ in range(200):
-        worth.landed(6.0, 0.005, rows=8)
+        worth.completed(6.0, 0.005, rows=8)
     assert worth.pays(waiting=True)
     for _ in range(200):
         worth.rows_ended(1)
-        worth.landed(7.0, 0.005, rows=4)
+        worth.completed(7.0, 0.005, rows=4)
     assert not worth.pays(waiting=True), (
         "a quarter of the rows run a round of 5 ms for nothing, to win half a millisecond"
     )
@@ -166,9 +163,9 @@ def test_it_pays_unless_rows_end_all_the_time():
 
 
 def test_controllers_need_every_round_unless_they_say_so():
-    assert not isinstance(Bass(), Foresees)
-    assert Goodput(limit=4).needs(0), "the opening rounds tell what rounds cost"
-    assert not Fixed(3).needs(3)
+    assert not Bass().foresees
+    assert Goodput(limit=4).needs_result(0), "the opening rounds tell what rounds cost"
+    assert not Fixed(3).needs_result(3)
 
 
 def test_goodput_waits_for_what_tells_much():
@@ -177,20 +174,20 @@ def test_goodput_waits_for_what_tells_much():
     controller = Goodput(limit=4, surface=cheap)
     width = controller.next(4)
     assert width > 0
-    assert controller.needs(width)
-    assert not controller.needs(0), "nothing is drafted, so nothing is learnt of drafts"
+    assert controller.needs_result(width)
+    assert not controller.needs_result(0), "nothing is drafted, so nothing is learnt of drafts"
     for _ in range(20):
-        controller.observe(Round(width, (width,) * 4, cheap.seconds(4, width)))
+        controller.observe(RoundResult(width, (width,) * 4, cheap.seconds(4, width)))
         width = controller.next(4)
-    assert not controller.needs(width)
+    assert not controller.needs_result(width)
     for _ in range(20):
-        controller.observe(Round(width, (0,) * 4, cheap.seconds(4, width)))
+        controller.observe(RoundResult(width, (0,) * 4, cheap.seconds(4, width)))
         width = controller.next(4)
     assert width == 0
     while width == 0:
-        controller.observe(Round(0, (0,) * 4, cheap.seconds(4, 0)))
+        controller.observe(RoundResult(0, (0,) * 4, cheap.seconds(4, 0)))
         width = controller.next(4)
-    assert controller.needs(width), "a probe"
+    assert controller.needs_result(width), "a probe"
 
 
 @pytest.mark.parametrize("host", [0.0, 0.0001, 0.0005])
@@ -204,7 +201,7 @@ def test_a_job_is_no_slower_for_it(host):
         while waiting or len(loop.batch):
             while waiting and len(loop.batch) < 8:
                 loop.admit(waiting.pop(0))
-            loop.round(backlog=Backlog(len(waiting) * 128), ahead=ahead)
+            loop.round(pending_work=PendingWork(len(waiting) * 128), ahead=ahead)
             loop.clock.now.seconds += host
             for index in reversed(range(len(loop.batch))):
                 if loop.batch.hosts[index].room <= 0:
@@ -242,7 +239,7 @@ def test_looking_for_drafts_in_vain_costs_next_to_nothing(found):
         return ticks.seconds - began
 
     ticks = Ticks()
-    finder = Finder(found, asking=0.0005, ticks=ticks)
+    finder = Finder(found, lookup_seconds=0.0005, ticks=ticks)
     looking = seconds(Goodput(limit=8), ticks, finder)
     assert finder.looks > 5
     assert looking <= 1.03 * seconds(Fixed(0), Ticks(), NoDrafter())
@@ -252,7 +249,7 @@ def test_a_look_takes_what_the_device_waits_for_it():
     """The host takes half a millisecond between two rounds, which launching ahead hides, and a
     look 0.1 ms. Only the round that is looked for waits; the one after it is launched ahead."""
     ticks, told = Ticks(), []
-    finder = Finder(0.0, asking=0.0001, ticks=ticks)
+    finder = Finder(0.0, lookup_seconds=0.0001, ticks=ticks)
     loop = Simulated(Goodput(limit=8), 0.0, rows=8, drafter=finder, graphs=FakeGraphs(ticks))
     flights = Flights(loop)
     loop.admit(*(Row("0", s, 0, [1], 500) for s in range(8)))
@@ -263,7 +260,7 @@ def test_a_look_takes_what_the_device_waits_for_it():
         ticks.seconds += 0.0005
     looks = finder.looks - looks
     assert looks > 3
-    assert {round(done.asking, 9) for done in told[50:]} == {0.0, 0.0006}
+    assert {round(done.lookup_seconds, 9) for done in told[50:]} == {0.0, 0.0006}
     assert flights.behind - flown == pytest.approx(440 - looks, abs=1)
     plain = 440 * 0.0021
     assert ticks.seconds - began == pytest.approx(plain + looks * 0.0006, rel=0.002)
@@ -276,7 +273,7 @@ def test_a_host_drafts_only_from_what_is_known(pair, plainly, lengths):
     propose = loop.drafter.propose
 
     def counted(batch, length):
-        looked.append(loop._flight)
+        looked.append(loop._in_flight)
         return propose(batch, length)
 
     loop.drafter.propose = counted
@@ -291,9 +288,9 @@ def test_a_cpu_launches_nothing_ahead(pair, plainly):
 
     target, draft = pair
     loop = loop_for(target, draft, rows=3, lengths=Fixed(2))
-    loop._worth.pays = lambda waiting: True
+    loop._ahead_policy.pays = lambda waiting: True
     assert drive(loop, rows(), ahead=True) == plainly
-    assert loop._flight is None
+    assert loop._in_flight is None
     assert torch.equal(loop.batch.lengths, torch.ones_like(loop.batch.lengths))
 
 
@@ -324,13 +321,13 @@ def test_what_a_controller_waits_for_is_told():
     round behind another one waited for nothing."""
 
     class Curious(Settled):
-        def needs(self, width):
+        def needs_result(self, width):
             return width > 0
 
     ticks = Ticks()
     loop = Simulated(Curious(), 0.5, rows=4, graphs=FakeGraphs(ticks))
     flights = ready(loop)
-    loop._worth.saves = lambda waiting: 0.0005
+    loop._ahead_policy.saves = lambda waiting: 0.0005
     loop.admit(*(Row("0", s, 0, [1], 900) for s in range(4)))
     told = []
     for _ in range(60):

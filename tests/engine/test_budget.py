@@ -12,8 +12,8 @@ from toys import Guess, Markov, loop_for
 from bass_cli.conductor import Conductor
 from bass_cli.config.job import Speculation
 from bass_cli.drafting.factory import make_drafter
-from bass_cli.engine import members
-from bass_cli.engine.deadline import Passes, Prefill
+from bass_cli.engine import loop as members
+from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 

@@ -10,10 +10,11 @@ from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from toys import SPAN, AtOnce, Guess, drafter_for, drive, loop_for, plain
 
-from bass_cli.engine import draft_sync
+from bass_cli.engine import round as draft_sync
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import DraftLength
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.model.decoder import Decoder
@@ -89,15 +90,13 @@ def captured(
     )
 
 
-class Tour:
+class Tour(DraftLength):
     """Goes through many lengths, with plain stretches between."""
-
-    exact = False
 
     def __init__(self):
         self._lengths = itertools.cycle([0, 0, 0, 4, 4, 0, 0, 5, 3, 2, 0, 7, 7, 1, 0, 0, 0])
 
-    def next(self, rows, outlook=None):
+    def next(self, rows, inputs=None):
         return next(self._lengths)
 
     def observe(self, done):
@@ -178,7 +177,7 @@ def test_what_catching_up_will_take_is_foreseen(pair, missing):
     target, _ = pair
     plan = iter([3] + ([0] * 20 + [3]) * 3 + [0] * missing + [3])
     lengths, seen = Fixed(0), []
-    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    lengths.next = lambda rows, inputs: (seen.append(inputs.catch_up), next(plan))[1]
     loop = captured(target, target, batch=2, lengths=lengths, span=300)
     row = Row("0", 0, 1, [5, 6, 7, 8], 250, temperature=1.0)
     loop.open("0", row.tokens)
@@ -196,7 +195,7 @@ def test_a_new_row_has_missed_nothing(pair):
     target, _ = pair
     plan = iter([3] + ([0] * 20 + [3]) * 2 + [0] * 200)
     lengths, seen = Fixed(0), []
-    lengths.next = lambda rows, outlook: (seen.append(outlook.catch_up), next(plan))[1]
+    lengths.next = lambda rows, inputs: (seen.append(inputs.catch_up), next(plan))[1]
     loop = captured(target, target, batch=2, lengths=lengths, span=300)
     for sample in range(2):
         row = Row("0", sample, 1, [5, 6, 7, 8], 250, temperature=1.0)

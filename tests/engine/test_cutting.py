@@ -7,10 +7,10 @@ from test_ahead import Settled, ready
 from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
 from toys import AtOnce, Markov, drive, loop_for
 
-from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.cutting import CHEAP, Cut, Cutting
-from bass_cli.engine.graph_policy import Shape
-from bass_cli.engine.graphs import LONGEST
+from bass_cli.engine.graphs import Shape
+from bass_cli.engine.sizes import LONGEST
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
@@ -59,10 +59,10 @@ def test_auto_knows_what_choosing_is_worth():
     controller, lengths = Goodput(limit=4, surface=surface, at_once=True), []
     kept, counts = [4, 1, 0, 0], [4, 2, 1, 1]
     for turn in range(400):
-        lengths.append(controller.next(4, Outlook(left=5000.0)))
+        lengths.append(controller.next(4, ControllerInput(left=5000.0)))
         told = [tuple(part[(turn + row) % 4] for row in range(4)) for part in (kept, counts)]
-        drafted = Round(2, told[0], 2.0, drafted=told[1])
-        controller.observe(drafted if lengths[-1] else Round(0, (0,) * 4, 1.0))
+        drafted = RoundResult(2, told[0], 2.0, drafted=told[1])
+        controller.observe(drafted if lengths[-1] else RoundResult(0, (0,) * 4, 1.0))
     assert lengths[200:].count(2) > 150
 
 
@@ -107,8 +107,8 @@ def test_tokens_are_plain_decodings(pair, plainly, batch, lengths):
         assert batch == 1 or any(len(set(counts)) > 1 for _, _, counts, _ in seen)
         cut = [one for one in done if one.drafted is not None]
         assert len(cut) == len(seen)
-        assert [list(one.meant) for one in cut] == [counts for _, _, counts, _ in seen]
-        assert sum(row.drafted for row in live) == sum(sum(one.meant) for one in done)
+        assert [list(one.num_drafts) for one in cut] == [counts for _, _, counts, _ in seen]
+        assert sum(row.drafted for row in live) == sum(sum(one.num_drafts) for one in done)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_cut_round_may_serve_one_that_is_not(pair):
     for row in live:
         if row.sample == 0:
             loop.open(row.key, row.tokens)
-    loop.exchange((), live)
+    loop.swap_rows((), live)
     loop.round()
     loop.retire(3, 2, 1)
     loop.round()

@@ -13,9 +13,9 @@ from bass_cli.build import warm_up
 from bass_cli.config.job import Job, Pair, Speculation
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.graphs import WIDTHS, cover
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.sizes import WIDTHS, cover
 from bass_cli.lengths.controllers import Bass, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 from bass_cli.model.decoder import Decoder
@@ -79,7 +79,7 @@ def rounds_of(loop, given):
     found = drive(
         loop,
         given,
-        on_round=lambda done, hosts: seen.append((done.width, done.accepted, done.meant)),
+        on_round=lambda done, hosts: seen.append((done.width, done.accepted, done.num_drafts)),
     )
     return found, seen
 

@@ -230,7 +230,7 @@ def test_a_drafter_that_lags_behind_catches_up_without_harm(decoders):
             super().__init__(3)
             self.plan = iter([3, 0, 0, 0, 0, 3, 0, 3, 3])
 
-        def next(self, rows, outlook=None):
+        def next(self, rows, inputs=None):
             return next(self.plan)
 
     seen, live = [], [Row("0", s, 1, [5, 6, 7, 8], 60) for s in range(2)]

@@ -18,12 +18,12 @@ import bass_kernels as ops
 from bass_cli.config.job import Job, Sampling, load_pair
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
 from bass_cli.engine.cutting import Cut
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.offers import Offers
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.round import HostDrafts
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.library import generate
 from bass_cli.model import prefill as prompts
@@ -128,12 +128,12 @@ def test_rounds_that_are_launched_ahead_give_plain_decodings_tokens(decoders, fa
                 [],
             )
             loop.prepare(range(1, batch + 1), [length])
-            loop._worth.pays = lambda waiting: True
+            loop._ahead_policy.pays = lambda waiting: True
             found = drive(
                 loop,
                 live,
                 ahead=True,
-                on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._flight),
+                on_round=lambda *_, loop=loop, seen=behind: seen.append(loop._in_flight),
             )
             assert found == due, f"batch {batch}, {length} drafts"
             assert sum(one is not None for one in behind) > 5
@@ -155,13 +155,15 @@ def test_rows_that_are_cut_give_plain_decodings_tokens(decoders, family):
             live, uneven = rows(), set()
             if graphs:
                 loop.prepare(range(1, batch + 1), [length])
-                loop._worth.pays = lambda waiting: True
+                loop._ahead_policy.pays = lambda waiting: True
                 assert any(shape.kind == "cut" for shape in loop.graphs.held())
             found = drive(
                 loop,
                 live,
                 ahead=graphs,
-                on_round=lambda done, _, seen=uneven: seen.update(map(len, map(set, [done.meant]))),
+                on_round=lambda done, _, seen=uneven: seen.update(
+                    map(len, map(set, [done.num_drafts]))
+                ),
             )
             assert found == due, f"batch {batch}, {length} drafts"
             kept += sum(row.accepted for row in live)
@@ -617,6 +619,6 @@ def test_drafts_of_the_host_reach_the_device_wherever_they_were_made(place):
             return Proposal(tokens, None, (3, 2))
 
     batch = Batch(rows=2, context=64, device=torch.device("cuda"))
-    found = Offers(batch, Found(), learns_before=False).ask(5, Fixed(5))
+    found = HostDrafts(batch, Found(), learns_before=False).ask(5, Fixed(5))
     assert found.tokens.is_cuda
     assert found.tokens.tolist() == [[0, 1, 2], [5, 6, 7]]

@@ -3,7 +3,7 @@
 import pytest
 from fakes import FakeGraphs
 
-from bass_cli.engine.graph_policy import Ladder, Shape, Step
+from bass_cli.engine.graphs import GraphPolicy, Shape, Step
 
 
 class Bench:
@@ -11,7 +11,7 @@ class Bench:
 
     def __init__(self, *, longest=32, drafts="round"):
         self.graphs = FakeGraphs()
-        self.ladder = Ladder(self.graphs, longest=longest, drafts=drafts)
+        self.ladder = GraphPolicy(self.graphs, longest=longest, drafts=drafts)
 
     def ask(self, rows, width, *, left=10_000, kind="round", fit="near"):
         wish = Shape(kind, rows, width)
@@ -158,32 +158,32 @@ def test_catching_up_takes_longer_graphs_but_not_shorter_ones_nor_rounds():
 
 def test_what_a_length_costs_at_first():
     bench = Bench(longest=16)
-    unknown = bench.ladder.entries(8)
+    unknown = bench.ladder.one_time_costs(8)
     assert 0 < unknown[0] < unknown[4] < unknown[16] == unknown[32]
     bench.ask(8, 0)
-    warm = bench.ladder.entries(8)
+    warm = bench.ladder.one_time_costs(8)
     assert 0 < warm[0] < unknown[0]
     bench.ask(8, 0)
-    known = bench.ladder.entries(8)
+    known = bench.ladder.one_time_costs(8)
     assert known[0] == 0
     assert 0 < known[4] < unknown[4]
     bench.ask(8, 4)
     bench.ask(8, 4)
-    assert bench.ladder.entries(8) == (0,) * 33, "a near length is captured"
-    assert bench.ladder.entries(16)[4] > 0
+    assert bench.ladder.one_time_costs(8) == (0,) * 33, "a near length is captured"
+    assert bench.ladder.one_time_costs(16)[4] > 0
     bench.graphs.renew("moved")
     bench.ladder.forget()
-    assert bench.ladder.entries(8)[0] > 0
+    assert bench.ladder.one_time_costs(8)[0] > 0
 
 
 def test_drafts_of_the_host_cost_no_launches():
     """A model's steps are launched one by one; where the host drafts, any length is the same few
     launches, and a plain round that ran tells what they take."""
-    ladders = [Ladder(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
+    ladders = [GraphPolicy(FakeGraphs(), longest=8, drafts=drafts) for drafts in ("round", "given")]
     for ladder in ladders:
         ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
         ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    model, host = (ladder.entries(8) for ladder in ladders)
+    model, host = (ladder.one_time_costs(8) for ladder in ladders)
     assert host == pytest.approx((0.05,) * len(host))
     assert model[0] == pytest.approx(0.05)
     assert model[4] > 3 * host[4]
@@ -197,11 +197,13 @@ def test_drafts_of_the_host_cost_no_launches():
 def test_drafts_of_one_pass_cost_one_step_whatever_their_number():
     """So a longer one costs few launches more than a short one; and a shorter one that serves
     instead loses drafts that were to be had for nothing."""
-    ladders = [Ladder(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")]
+    ladders = [
+        GraphPolicy(FakeGraphs(), longest=16, drafts=drafts) for drafts in ("round", "block")
+    ]
     for ladder in ladders:
         ladder.took(Step(Shape("round", 8, 0), "run"), 0.02)
         ladder.took(Step(Shape("round", 8, 0), "capture"), 0.03)
-    chain, block = (ladder.entries(8) for ladder in ladders)
+    chain, block = (ladder.one_time_costs(8) for ladder in ladders)
     assert block[1] == block[16] == pytest.approx(chain[1])
     assert chain[16] > 6 * block[16]
     waited = {}

@@ -18,9 +18,9 @@ from toys import AtOnce, Guess, Markov, Reactive, drive, loop_for
 
 import bass_kernels as ops
 from bass_cli.drafting.factory import SHARPER, make_drafter
-from bass_cli.engine import ledger
+from bass_cli.engine import host_state as host_state
 from bass_cli.engine.batch import Change, Row
-from bass_cli.engine.laws import Columns, Laws, laws_of, noise_key
+from bass_cli.engine.sampling_params import Columns, SamplingParams, noise_key, params_of
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.round_cost import make_surface
 
@@ -137,13 +137,13 @@ def frequencies(draft, coupling, lengths):
     )
     admit_all(loop, rows, keys_of(len(rows) // len(ROWS)))
     # of all rows at once, since a hundred thousand take their time one by one
-    numbers = loop.batch.ledger.numbers
-    generated = numbers[:, ledger.LENGTH] - numbers[:, ledger.PROMPT]
+    numbers = loop.batch.host_state.numbers
+    generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
     while (generated < LENGTH).any():  # a finished row goes on, unread
-        numbers[:, ledger.LIMIT] = generated.clip(LENGTH) + 2
+        numbers[:, host_state.LIMIT] = generated.clip(LENGTH) + 2
         loop.round()
-        generated = numbers[:, ledger.LENGTH] - numbers[:, ledger.PROMPT]
-    drawn = loop.batch.ledger.tokens[:, :LENGTH].tolist()
+        generated = numbers[:, host_state.LENGTH] - numbers[:, host_state.PROMPT]
+    drawn = loop.batch.host_state.tokens[:, :LENGTH].tolist()
     return {kind: drawn[kind :: len(ROWS)] for kind in range(len(ROWS))}
 
 
@@ -152,7 +152,7 @@ def admit_all(loop, rows, keys):
     four by turns, with these noise keys."""
     batch, widest = loop.batch, max(len(row.prompt) for row in rows)
     batch.hosts.extend(rows)
-    batch.ledger.widen(LENGTH)
+    batch.host_state.widen(LENGTH)
     kinds, turns = rows[: len(ROWS)], len(rows) // len(ROWS)
     batch.tokens[:, :widest] = torch.tensor(
         [row.prompt + [0] * (widest - len(row.prompt)) for row in kinds]
@@ -160,16 +160,16 @@ def admit_all(loop, rows, keys):
     batch.lengths[:] = torch.tensor([len(row.prompt) for row in kinds]).repeat(turns)
     batch._alive[:] = 1
     for name in ("temperature", "top_k", "top_p"):
-        getattr(batch._laws, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
+        getattr(batch._params, name)[:] = torch.tensor([getattr(k, name) for k in kinds]).repeat(
             turns
         )
-    batch._laws.keys[:] = keys
+    batch._params.keys[:] = keys
     for row in rows:
         if row.sample == 0:
             loop.drafter.open(row.key, row.prompt, [3, 1, 0, 2, 4, 1])
     for index, row in enumerate(rows):
         row.place = -1  # as if it had never been live
-        row.write_to(batch.ledger, index)
+        row.write_to(batch.host_state, index)
     places = (tuple(range(kind, len(rows), len(ROWS))) for kind in range(len(ROWS)))
     begun = tuple((of_kind, row.key) for of_kind, row in zip(places, kinds, strict=True))
     loop.drafter.follow(Change((), (), begun))
@@ -279,7 +279,7 @@ def test_acceptance_is_what_the_theory_says():
 
 
 def test_a_temperature_that_is_set_replaces_the_factor_of_the_rows_own():
-    whole = Laws(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
+    whole = SamplingParams(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
     due = {(None, 1.0): [0.0, 0.8], (None, 0.5): [0.0, 0.4], (0.6, 0.5): [0.0, 0.6]}
     for given, temperatures in due.items():
         torch.testing.assert_close(whole.at(*given).temperature, torch.tensor(temperatures))
@@ -287,10 +287,10 @@ def test_a_temperature_that_is_set_replaces_the_factor_of_the_rows_own():
 
 def test_a_temperature_beyond_float32_is_the_hottest():
     """Without a word on standard error."""
-    whole = Laws(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
+    whole = SamplingParams(torch.tensor([0.0, 0.8]), *(torch.ones(2, dtype=torch.int64),) * 3)
     assert whole.at(1e39).temperature.tolist() == [0.0, torch.tensor(ops.HOTTEST).item()]
     columns = Columns(1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         columns.set(0, temperature=1e39, top_k=0, top_p=1.0, key=(1, 2))
-    assert laws_of(torch.from_numpy(columns.whole), 1)[1].temperature.item() >= 1e30
+    assert params_of(torch.from_numpy(columns.whole), 1)[1].temperature.item() >= 1e30

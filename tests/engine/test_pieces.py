@@ -17,8 +17,8 @@ from toys import AtOnce, drafter_for, plain
 import bass_kernels as ops
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.model.chain_head import Head, make_head
 from bass_cli.model.decoder import Decoder
@@ -72,7 +72,7 @@ def loop_of(target, draft, *, lengths, total, batch=5, graphs=True, limit=LIMIT,
         clock=Clock(ticks),
         graphs=FakeGraphs(ticks) if graphs else None,
     )
-    loop._worth.pays = lambda waiting: True  # every round that may is launched ahead
+    loop._ahead_policy.pays = lambda waiting: True  # every round that may is launched ahead
     return loop
 
 
@@ -91,7 +91,7 @@ def finish(loop, rows):
     waiting, out, ended, back, grown, last = collections.deque(rows), {}, [], 0, [], 0
     while waiting or len(loop.batch) > len(ended):
         room = loop.batch.room(0, ended=ended)
-        loop.exchange(ended, [waiting.popleft() for _ in range(min(room, len(waiting)))])
+        loop.swap_rows(ended, [waiting.popleft() for _ in range(min(room, len(waiting)))])
         sizes = {id(row): loop.batch.slabs.runs[1, row.place] for row in loop.batch.hosts}
         for row in loop.grow():
             waiting.append(again(row))
@@ -107,7 +107,7 @@ def finish(loop, rows):
         last += sum(row in larger for row in (hosts[place] for place in ended))
         for row in (hosts[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
-    loop.exchange(ended, [])
+    loop.swap_rows(ended, [])
     assert loop.batch.slabs.free == loop.batch.slabs.pieces.total
     return out, back, sum(grown), last
 
@@ -193,7 +193,7 @@ def test_rows_grow_in_the_round_in_which_others_end_begin_and_move(pair, width):
     changes, follow = [], loop._members._follow
 
     def watched(change):
-        under_way = loop._flight is not None and len(loop._flight.rows) == 4
+        under_way = loop._in_flight is not None and len(loop._in_flight.rows) == 4
         changes.append((change, loop.target.cache._runs.T.tolist(), under_way))
         follow(change)
 

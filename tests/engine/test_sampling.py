@@ -173,9 +173,9 @@ def test_a_test_number_of_exactly_zero_does_not_accept_an_impossible_token(monke
         "bass_kernels.acceptance.uniform",
         lambda random: torch.zeros_like(random, dtype=torch.float32),
     )
-    laws, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
+    params, q = torch.tensor([[[0.0, 1.0], [0.5, 0.5]]]), torch.tensor([[[1.0, 0.0]]])
     accepted, following = ops.accept_maximal(
-        torch.tensor([[0]]), q, laws, keys_for(1), torch.tensor([2])
+        torch.tensor([[0]]), q, params, keys_for(1), torch.tensor([2])
     )
     assert accepted.tolist() == [0]
     assert following.tolist() == [1]

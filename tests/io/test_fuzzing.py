@@ -27,7 +27,7 @@ from bass_cli.cli.doctor import place_of
 from bass_cli.config.job import load_pair
 from bass_cli.errors import UserError
 from bass_cli.eval import report
-from bass_cli.eval.judging import Ledger, Ruling, isolation_of
+from bass_cli.eval.judging import Ruling, VerdictStore, isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
 from bass_cli.eval.tasks import Answer, load_task
@@ -329,7 +329,7 @@ def test_verdicts(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
     def read() -> None:
-        with Ledger(str(path)) as ledger:
+        with VerdictStore(str(path)) as ledger:
             json.dumps(isolation_of(ledger.rulings.values()))
 
     assert_read_or_named(read, path)

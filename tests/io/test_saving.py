@@ -19,7 +19,7 @@ from test_interruption import start
 from test_results import MANIFEST, fill, keys, manifest, sample
 
 from bass_cli.errors import MachineError
-from bass_cli.eval.judging import Ledger, Ruling
+from bass_cli.eval.judging import Ruling, VerdictStore
 from bass_cli.io import charts, saving
 from bass_cli.io import results as outputs
 from bass_cli.io.resume import ATTRIBUTE, manifest_path, write_json
@@ -301,7 +301,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         charts.save(Figure(), str(chart))
 
     def judge() -> None:
-        with Ledger(str(verdicts)) as ledger:
+        with VerdictStore(str(verdicts)) as ledger:
             for number in range(2):
                 ledger.add(ruling._replace(sample=number))
 
@@ -311,13 +311,13 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
     ):
         judge()
     assert (chart.read_bytes(), [path.name for path in tmp_path.glob(".*")]) == (b"old", [])
-    with Ledger(str(verdicts)) as ledger:
+    with VerdictStore(str(verdicts)) as ledger:
         assert list(ledger.rulings.values()) == [ruling]
 
 
 def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
     path, ruling = tmp_path / "v.jsonl", Ruling("a", 0, "0", "passed", "", 0.1, {})
-    with Ledger(str(path)) as ledger:
+    with VerdictStore(str(path)) as ledger:
         for number in range(4):
             ledger.add(ruling._replace(sample=number, sha256=str(number)))
     size = path.stat().st_size // 4
@@ -327,10 +327,10 @@ def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
         (3 * size + 9, 4 * size, {"0", "1", "2"}),
     ):
         path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
-        with Ledger(str(path)) as ledger:
+        with VerdictStore(str(path)) as ledger:
             assert set(ledger.rulings) == left
             ledger.add(ruling._replace(sample=9, sha256="9"))
-        with Ledger(str(path)) as ledger:
+        with VerdictStore(str(path)) as ledger:
             assert set(ledger.rulings) == left | {"9"}
 
 

@@ -22,7 +22,7 @@ TINY = 1e-6  # of probabilities in float32, summed some hundred times
 
 
 def tables(seed, spread):
-    """Laws [k + 1, V, V] by place and last token: the target's, and a draft's, which lacks a token
+    """SamplingParams [k + 1, V, V] by place and last token: the target's, and a draft's, which lacks a token
     now and then, as the target does where it was truncated."""
     generator = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(WIDTH + 1, VOCAB, VOCAB, generator=generator)

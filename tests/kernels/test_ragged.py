@@ -301,7 +301,7 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
         store[0].copy_(randn(*store[0].shape, seed=i))
     spans = [cache.reserve(length) for length in (40, 70, 10)]
     for row, which in enumerate((0, 1, 0, 0, 1, 2)):
-        cache.exchange(begun=[([row], spans[which])])
+        cache.swap_rows(begun=[([row], spans[which])])
     q, places = (
         randn(6, 1, 3, 16, seed=9),
         torch.tensor([[9], [0], [5], [3], [11], [7]], device=DEVICE),
@@ -320,8 +320,8 @@ def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
             wanted,
             torch.float32,
         )
-        cache.exchange(ended=[0])
-        cache.exchange(moved=[(rows - 1, 0)])
+        cache.swap_rows(ended=[0])
+        cache.swap_rows(moved=[(rows - 1, 0)])
 
 
 def test_tables_of_teams():

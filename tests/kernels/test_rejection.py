@@ -85,7 +85,9 @@ def drafted(logits, mixed, keys, lengths):
             for i in range(logits.shape[1])
         ]
         values, edges = zip(*(law for _, law in steps), strict=True)
-        law = ops.Law(torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1))
+        law = ops.Distribution(
+            torch.stack(values, 1), None if edges[0] is None else torch.stack(edges, 1)
+        )
         found.append((torch.stack([tokens for tokens, _ in steps], 1), law))
     return found
 
@@ -161,7 +163,7 @@ def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point
     given = (None, None) if point else (law, due_law)
     found = compare(drafts, given, logits, mixed, keys, lengths, torch.tensor(most, device=DEVICE))
     few = min(most, width)
-    cut = None if point else sampling.Law(due_law.values[:, :few])
+    cut = None if point else sampling.Distribution(due_law.values[:, :few])
     due = acceptance.rejection_sample(
         drafts[:, :few], cut, logits[:, : few + 1], *columns(mixed), keys, lengths
     )
@@ -174,7 +176,7 @@ def test_drafts_beyond_those_that_count_are_as_if_nobody_had_proposed_them(point
 def for_all(rows, logits, mixed):
     """One block of laws for many rows: logits [W, V] and their edges, looked for once."""
     edges = truncation.edges(logits, *columns([mixed]))
-    return ops.Law(*(t.expand(rows, -1, -1).contiguous() for t in (logits, edges)))
+    return ops.Distribution(*(t.expand(rows, -1, -1).contiguous() for t in (logits, edges)))
 
 
 def drawn(q, keys, lengths):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bass_cli.engine.contracts import Foregone
+from bass_cli.engine.contracts import SkippedDrafts
 from bass_cli.lengths.acceptance import Acceptance
 
 
@@ -43,8 +43,8 @@ def test_drafts_that_nobody_verified_tell_of_the_pool_and_of_no_row():
     keeping = acceptance(4)
     keeping.recall(None)
     assert (keeping.trials, keeping.unsure) == (0, True)
-    keeping.recall(Foregone((4, 0, 4, 0), (4, 4, 4, 4)))
-    keeping.recall(Foregone((4, 0), (4, 4)))
+    keeping.recall(SkippedDrafts((4, 0, 4, 0), (4, 4, 4, 4)))
+    keeping.recall(SkippedDrafts((4, 0), (4, 4)))
     assert not keeping.unsure
     assert len(set(keeping.rates(4))) == 1
     assert keeping.rate == pytest.approx(0.75, abs=0.07)

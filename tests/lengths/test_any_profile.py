@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bass_cli.engine.contracts import Outlook, Round
-from bass_cli.engine.deadline import Clock
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths import store
 from bass_cli.lengths.goodput import Goodput
 from bass_cli.lengths.round_cost import RoundCost, make_surface, read_surface
@@ -113,9 +113,9 @@ def test_auto_chooses_a_length_whatever_profile_and_clock_say(surface, rounds, f
     limit = 32
     auto = Goodput(limit=limit, surface=surface, frozen=frozen and surface is not None)
     for rows, seconds, kept in rounds:
-        width = auto.next(rows, Outlook(100.0, context=30.0, rooms=(50,) * rows))
+        width = auto.next(rows, ControllerInput(100.0, context=30.0, rooms=(50,) * rows))
         assert 0 <= width <= limit
-        auto.observe(Round(width, (round(kept * width),) * rows, seconds))
+        auto.observe(RoundResult(width, (round(kept * width),) * rows, seconds))
         assert auto.least(2) >= 0
     learnt = auto.learned()
     assert learnt is None or read_surface(learnt.to_json()) == learnt
@@ -178,8 +178,8 @@ def test_a_file_that_is_no_profile_is_ignored_with_a_note_and_any_other_can_be_u
         return
     auto = Goodput(limit=16, surface=surface)
     for rows in (1, 300):
-        width = auto.next(rows, Outlook(100.0, context=1.0))
-        auto.observe(Round(width, (0,) * rows, 0.1))
+        width = auto.next(rows, ControllerInput(100.0, context=1.0))
+        auto.observe(RoundResult(width, (0,) * rows, 0.1))
     line = RoundCost(CHOICES, surface).line(300, 1.0)
     assert numpy.isfinite(line).all()
     assert line[0] > 0

@@ -11,7 +11,7 @@ import devices
 import pytest
 from devices import device, run_batch, surface_of
 
-from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.backoff import Budget
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
@@ -130,7 +130,7 @@ def test_a_profile_that_is_wrong_does_no_lasting_harm(draft):
 @pytest.mark.parametrize("waiting", [0, 64])
 def test_one_off_costs_are_not_paid_in_vain(rate, waiting):
     """The first round of a length takes 0.3 s more. Plain decoding pays once too."""
-    cost, options = device(HALF), {"waiting": waiting, "entry": 0.3, "tokens": 256}
+    cost, options = device(HALF), {"waiting": waiting, "one_time_cost": 0.3, "tokens": 256}
     auto = run_batch(Goodput(limit=32, surface=surface_of(cost)), cost, [rate] * 8, **options)
     plain = run_batch(Fixed(0), cost, [rate] * 8, **options)
     assert auto.last < 1.02 * plain.last
@@ -146,12 +146,12 @@ def test_what_is_learnt_while_the_device_works_is_all_that_there_was():
         chance = random.Random(3)
         rows = [list(range(8))] * 12 + [[7, 1, 2, 3, 4, 5, 6]] * 12 + [[7, 1, 2, 8, 4, 5, 6]] * 12
         for number, samples in enumerate(rows):
-            outlook = Outlook(50.0, samples=tuple(samples), rooms=(50,) * len(samples))
-            goodput.next(len(samples), outlook)
+            inputs = ControllerInput(50.0, samples=tuple(samples), rooms=(50,) * len(samples))
+            goodput.next(len(samples), inputs)
             if ahead:
                 goodput.reflect()
             kept = tuple(min(4, chance.randrange(6) * (sample % 2)) for sample in samples)
-            goodput.observe(Round(4, kept, cost(len(samples), 4) * (1 + number / 100)))
+            goodput.observe(RoundResult(4, kept, cost(len(samples), 4) * (1 + number / 100)))
         goodput.reflect()
         return goodput.learned(), [goodput.least(drafted) for drafted in range(8)]
 
@@ -177,10 +177,12 @@ def test_the_next_length_is_chosen_while_the_device_works(monkeypatch):
     for number in range(40):
         rows = 8 if number < 30 else 7
         idle = True
-        width = goodput.next(rows, Outlook(50.0, samples=tuple(range(rows)), rooms=(50,) * rows))
+        width = goodput.next(
+            rows, ControllerInput(50.0, samples=tuple(range(rows)), rooms=(50,) * rows)
+        )
         idle = False
         goodput.reflect()
-        goodput.observe(Round(width, (min(width, 3),) * rows, cost(rows, width)))
+        goodput.observe(RoundResult(width, (min(width, 3),) * rows, cost(rows, width)))
         assert width > 0
     assert {number for number, idle in found if not idle} == set(range(40))
     assert {number for number, idle in found if idle} == {0, 1, 30}
@@ -354,9 +356,9 @@ def test_one_unlucky_long_draft_does_not_end_all_drafting(unlucky):
     goodput = Goodput(limit=32, surface=surface_of(cost, acceptance=0.85))
     lengths = []
     for number in range(8):
-        width = goodput.next(1, Outlook(100.0, samples=(0,), rooms=(100,)))
+        width = goodput.next(1, ControllerInput(100.0, samples=(0,), rooms=(100,)))
         kept = unlucky if number == 4 else width
-        goodput.observe(Round(width, (kept,), cost(1, width)))
+        goodput.observe(RoundResult(width, (kept,), cost(1, width)))
         lengths.append(width)
     assert lengths[4] > 10
     assert min(lengths) > 3, lengths
@@ -367,14 +369,20 @@ def test_looking_for_drafts_that_are_not_there_costs_little():
     is found."""
     goodput, cost, seconds, plain, widths = Goodput(limit=8), device(HALF), 0.0, 0.0, []
     for number in range(3000):
-        outlook = Outlook(3000.0, samples=tuple(range(8)), rooms=(3000,) * 8, free=True)
-        asked = goodput.next(8, outlook) > 0
+        inputs = ControllerInput(3000.0, samples=tuple(range(8)), rooms=(3000,) * 8, free=True)
+        asked = goodput.next(8, inputs) > 0
         counts = (4 if number >= 1000 else 0,) * 8
         width = goodput.trim(counts) if asked and any(counts) else 0
-        asking = 0.2 * cost(8, 0) if asked else 0.0
-        taken = asking + devices.verify(8, width)
+        lookup_seconds = 0.2 * cost(8, 0) if asked else 0.0
+        taken = lookup_seconds + devices.verify(8, width)
         goodput.observe(
-            Round(width, (width,) * 8, taken, drafted=counts if width else None, asking=asking)
+            RoundResult(
+                width,
+                (width,) * 8,
+                taken,
+                drafted=counts if width else None,
+                lookup_seconds=lookup_seconds,
+            )
         )
         goodput.reflect()
         seconds, plain = seconds + taken, plain + (width + 1) * cost(8, 0)
@@ -390,12 +398,14 @@ def test_a_look_that_is_asked_for_twice_is_one_look():
     which would be decided before it is known what the first has brought."""
     goodput, cost, looks = Goodput(limit=8, surface=surface_of(device(HALF))), device(HALF), []
     for number in range(200):
-        outlook = Outlook(300.0, samples=tuple(range(8)), rooms=(300,) * 8, free=True)
-        first, asked = goodput.next(8, outlook), goodput.next(7 + number % 2, outlook)
+        inputs = ControllerInput(300.0, samples=tuple(range(8)), rooms=(300,) * 8, free=True)
+        first, asked = goodput.next(8, inputs), goodput.next(7 + number % 2, inputs)
         assert asked >= first, "a look is not lost"
         goodput.reflect()
-        asking = 0.1 * cost(8, 0) if asked else 0.0
-        goodput.observe(Round(0, (0,) * 8, asking + cost(8, 0), asking=asking))
+        lookup_seconds = 0.1 * cost(8, 0) if asked else 0.0
+        goodput.observe(
+            RoundResult(0, (0,) * 8, lookup_seconds + cost(8, 0), lookup_seconds=lookup_seconds)
+        )
         looks += [number] if asked else []
     assert 5 < len(looks) < 20
     assert 1 not in {after - before for before, after in itertools.pairwise(looks[5:])}
@@ -453,7 +463,7 @@ def test_a_table_caps_algorithm_1():
     cap = Table(surface_of(device(HALF), acceptance=0.6), limit=32).next(8)
     assert controller.next(8) == cap < Bass().next(8)
     for _ in range(8):
-        controller.observe(Round(controller.next(8), (0,) * 8, 0.1))
+        controller.observe(RoundResult(controller.next(8), (0,) * 8, 0.1))
     assert controller.next(8) == 1, "Algorithm 1 still shrinks"
 
 
@@ -466,13 +476,16 @@ def test_under_maximal_coupling_auto_sees_what_was_kept_and_no_time():
         found = []
         for number in range(60):
             width = controller.next(
-                4, Outlook(100, (0.0,) * 17 if slow == 1 else (0.0,) + (9.0,) * 16, slow - 1, 300.0)
+                4,
+                ControllerInput(
+                    100, (0.0,) * 17 if slow == 1 else (0.0,) + (9.0,) * 16, slow - 1, 300.0
+                ),
             )
             found.append(width)
             if captured:  # a loop with graphs leaves it some time in every round
                 controller.reflect()
             kept = min(width, 16 - number // 4) if number < 40 else 0
-            controller.observe(Round(width, (kept,) * 4, slow * 0.01, steady=number % 7 > 0))
+            controller.observe(RoundResult(width, (kept,) * 4, slow * 0.01, steady=number % 7 > 0))
         widths.append(found)
     assert widths[0] == widths[1] == widths[2]
     assert len(set(widths[0])) > 1, "it reacts to what is kept"

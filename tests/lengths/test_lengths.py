@@ -9,9 +9,9 @@ import torch
 from bass_cli.config.fields import CONTROLLERS
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch
-from bass_cli.engine.contracts import Outlook, Proposal, Round
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.offers import Offers
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
+from bass_cli.engine.round import HostDrafts
 from bass_cli.lengths.backoff import Budget
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
 from bass_cli.lengths.goodput import Goodput
@@ -22,7 +22,7 @@ def trace(controller, rounds, accept):
     out = []
     for _ in range(rounds):
         out.append(controller.next(4))
-        controller.observe(Round(out[-1], tuple(accept(out[-1])), 0.1))
+        controller.observe(RoundResult(out[-1], tuple(accept(out[-1])), 0.1))
     return out
 
 
@@ -60,13 +60,13 @@ def test_algorithm_1_never_goes_below_what_a_row_kept_and_forgets_the_shrinking_
 def test_a_clipped_draft_that_is_kept_whole_is_not_all_accepted():
     controller = Bass()
     assert controller.next(1) == 7
-    controller.observe(Round(3, (3,), 0.1))
+    controller.observe(RoundResult(3, (3,), 0.1))
     assert controller.next(1) == 6
 
 
 def test_a_round_without_drafts_teaches_nothing():
     controller = Bass()
-    controller.observe(Round(0, (0, 0), 0.1))
+    controller.observe(RoundResult(0, (0, 0), 0.1))
     assert controller.next(2) == 7
 
 
@@ -119,7 +119,7 @@ def simulate(controller, rounds, *, rows, rate, cost):
             next((i for i in range(width) if chance.random() > now), width) for _ in range(rows)
         )
         took = cost(rows, width) * chance.uniform(0.95, 1.05)
-        controller.observe(Round(width, kept, took))
+        controller.observe(RoundResult(width, kept, took))
         tokens, seconds, widths = tokens + sum(kept) + rows, seconds + took, [*widths, width]
     return tokens / seconds, widths
 
@@ -159,7 +159,7 @@ def learnt(rows, rate, *, rounds=60):
         kept = tuple(
             next((i for i in range(width) if chance.random() > rate), width) for _ in range(rows)
         )
-        controller.observe(Round(width, kept, machine(rows, width)))
+        controller.observe(RoundResult(width, kept, machine(rows, width)))
     controller._budget = Budget()
     return controller
 
@@ -174,10 +174,10 @@ def test_goodput_trims_drafts_that_few_rows_have():
 
 def test_goodput_asks_for_all_there_is_where_asking_is_free_and_probes_after_many_plain_rounds():
     controller = learnt(32, 0.05)
-    assert controller.next(32, Outlook(free=True)) == 8
+    assert controller.next(32, ControllerInput(free=True)) == 8
     assert [controller.trim([6] * 32), controller.next(32)] == [0, 0]
     for _ in range(17):
-        controller.observe(Round(0, (0,) * 32, machine(32, 0)))
+        controller.observe(RoundResult(0, (0,) * 32, machine(32, 0)))
     assert controller.trim([6] * 32) == 2
     assert controller.trim([1] * 32) == 1
 
@@ -187,7 +187,9 @@ def test_goodput_learns_from_rows_that_had_drafts_only():
     there is luck."""
     controller = learnt(32, 0.3)
     for _ in range(200):
-        controller.observe(Round(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30))
+        controller.observe(
+            RoundResult(4, (4, 4) + (1,) * 30, machine(32, 4), drafted=(4, 4) + (0,) * 30)
+        )
     assert controller.trim([4] * 32) == 0, "drafting so has lost too much"
     controller._budget = Budget()
     assert controller.trim([4] * 32) == 4
@@ -197,9 +199,9 @@ def test_rounds_that_ran_uncaptured_count_as_what_they_usually_take():
     surface = make_surface((2,), (0, 4), verify=[[1.0, 1.2]], draft=[[0.0, 0.2]])
     controller = Goodput(limit=4, surface=surface)
     for _ in range(50):
-        width = controller.next(2, Outlook(1e6))
+        width = controller.next(2, ControllerInput(1e6))
         assert width > 0, "what an uncaptured round takes is not drafting's fault"
-        controller.observe(Round(width, (width, width - 1), 50.0, steady=False))
+        controller.observe(RoundResult(width, (width, width - 1), 50.0, steady=False))
 
 
 TABLES = make_surface((4,), (0, 8), verify=[[1.0, 1.1]], draft=[[0.0, 0.1]])
@@ -224,5 +226,5 @@ def test_of_a_controller_that_does_not_trim_the_longest_draft_there_is_is_taken(
             return Proposal(torch.zeros(4, length, dtype=torch.int64), None, (0, 3, 5, 1))
 
     batch = Batch(rows=4, context=64, device=torch.device("cpu"))
-    found = Offers(batch, Found(), learns_before=True).ask(7, controller)
-    assert (found.tokens.shape, found.counts) == ((4, 5), (0, 3, 5, 1))
+    found = HostDrafts(batch, Found(), learns_before=True).ask(7, controller)
+    assert (found.tokens.shape, found.num_drafts) == ((4, 5), (0, 3, 5, 1))

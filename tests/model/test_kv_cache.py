@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.laws import noise_key
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.loop import Loop
+from bass_cli.engine.sampling_params import noise_key
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model import kv_cache
 from bass_cli.model.kv_cache import KVCache, Layers
@@ -80,12 +80,12 @@ def test_what_nothing_is_free_for_is_said(monkeypatch):
 def test_a_span_is_free_only_when_it_is_closed_and_its_last_row_has_gone():
     cache = store()
     span = cache.reserve(10)
-    cache.exchange(begun=[([0], span)])
-    cache.exchange(begun=[([1], span)])
+    cache.swap_rows(begun=[([0], span)])
+    cache.swap_rows(begun=[([1], span)])
     cache.close(span)
-    cache.exchange(ended=[1])
+    cache.swap_rows(ended=[1])
     assert cache.reserve(10).start == 10
-    cache.exchange(ended=[0])
+    cache.swap_rows(ended=[0])
     assert cache.reserve(10).start == 0
 
 
@@ -93,10 +93,10 @@ def test_rows_of_a_prompt_are_grouped_and_a_moved_row_takes_its_keys_along():
     cache = store()
     spans = [cache.reserve(5), cache.reserve(3)]
     for row, which in enumerate((0, 1, 0, 0)):
-        cache.exchange(begun=[([row], spans[which])])
+        cache.swap_rows(begun=[([row], spans[which])])
     cache.own_keys[1][:, 32:34] = 9  # row 3's, behind what is aside
-    cache.exchange(ended=[1])
-    cache.exchange(moved=[(3, 1)])
+    cache.swap_rows(ended=[1])
+    cache.swap_rows(moved=[(3, 1)])
     step = cache.decode(torch.tensor([[6], [7], [6]]), [7, 8, 7])
     assert [(g.start, g.length, g.rows) for g in step.segments.groups] == [(0, 5, slice(0, 3))]
     assert step.segments.base.tolist() == [5, 5, 5]
@@ -120,12 +120,12 @@ class Copies(TorchDispatchMode):
 def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
     cache = store(rows=3, span=6)
     for row in (0, 2):
-        cache.exchange(begun=[([row], cache.reserve(4 + row))])
+        cache.swap_rows(begun=[([row], cache.reserve(4 + row))])
     for layer in (*cache.own_keys, *cache.own_values):
         assert layer.is_contiguous()
         assert layer.shape == (2, 6 + 3 * 6, 4)
     with Copies() as copies:
-        cache.exchange(moved=[(2, 1)])
+        cache.swap_rows(moved=[(2, 1)])
     assert copies.count == 1  # of the numbers that say where rows are
     positions = torch.tensor([[4], [6]])
     assert cache.decode(positions, [5, 7]).slots().tolist() == [[6], [18]]
@@ -150,9 +150,9 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
     assert {layer.shape[1] for layer in layers} == {5 + 6 * 6}
     for layer in layers:
         layer.copy_(torch.randn(layer.shape, generator=whole))
-    slabs.exchange((), (), range(4))
+    slabs.swap_rows((), (), range(4))
     span = cache.reserve(3)
-    cache.exchange(begun=[(range(4), span)], runs=slabs.runs.copy())
+    cache.swap_rows(begun=[(range(4), span)], runs=slabs.runs.copy())
 
     def held():
         slots = 5 + 6 * slabs.runs[0]
@@ -160,7 +160,7 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
 
     before, untouched = held(), [layer[:, :5].clone() for layer in layers]
     places = slabs.runs.copy()
-    slabs.exchange([3], (), ())
+    slabs.swap_rows([3], (), ())
     copied = [slabs.grow(row, 2) for row in (2, 0, 1)]
     assert None not in copied
     assert any(
@@ -168,7 +168,7 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
         for i, one in enumerate(copied)
         for later in copied[i + 1 :]
     ), "no row is copied to where another had been"
-    cache.exchange(ended=[3], runs=slabs.runs.copy(), copied=copied)
+    cache.swap_rows(ended=[3], runs=slabs.runs.copy(), copied=copied)
     for layer, old, now, aside in zip(layers, before, held(), untouched, strict=True):
         assert all(was.equal(is_) for was, is_ in zip(old[:3], now[:3], strict=True))
         assert layer[:, :5].equal(aside)
@@ -191,26 +191,26 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
     monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 128)
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
-    cache.exchange(begun=[([0], long)])
+    cache.swap_rows(begun=[([0], long)])
     assert cache.decode(torch.zeros(1, 1, dtype=torch.int64), None).segments.teams is None
     version = cache.version
-    cache.exchange(begun=[([1], other)])
-    cache.exchange(begun=[([2], long)])
+    cache.swap_rows(begun=[([1], other)])
+    cache.swap_rows(begun=[([2], long)])
     assert cache.version == version + 1  # from now on passes are launched with teams
     tables = cache.decode(torch.zeros(8, 1, dtype=torch.int64), None).segments.teams
     for row, span in enumerate((short, short, other, long, long), 3):
-        cache.exchange(begun=[([row], span)])
+        cache.swap_rows(begun=[([row], span)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 1], [[0, 2, 6, 7], [1, 5]])
-    cache.exchange(ended=[0])
-    cache.exchange(moved=[(7, 0)])
+    cache.swap_rows(ended=[0])
+    cache.swap_rows(moved=[(7, 0)])
     assert teams_of(cache, 8) == ([1, 1, 1, 0, 0, 1, 1, 0], [[0, 2, 6], [1, 5]])
-    cache.exchange(ended=[5])
-    cache.exchange(moved=[(6, 5)])
+    cache.swap_rows(ended=[5])
+    cache.swap_rows(moved=[(6, 5)])
     assert teams_of(cache, 6) == ([1, 0, 1, 0, 0, 1], [[0, 2, 5]])
     with pytest.raises(AssertionError, match="all rows"):
         teams_of(cache, 5)
     for row in range(6):
-        cache.exchange(ended=[row])
+        cache.swap_rows(ended=[row])
     assert cache.version == version + 1
     assert (
         tables.member.tolist() == [0] * 8
@@ -220,7 +220,7 @@ def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
 
 def test_a_row_that_outgrows_its_span_is_our_own_mistake():
     cache = store(span=4)
-    cache.exchange(begun=[([0], cache.reserve(2))])
+    cache.swap_rows(begun=[([0], cache.reserve(2))])
     cache.decode(torch.tensor([[5]]), [6])
     with pytest.raises(AssertionError, match="own slots"):
         cache.decode(torch.tensor([[6]]), [7])
@@ -233,15 +233,15 @@ def test_a_batch_stays_dense_and_every_column_follows_its_row():
         for i in range(3)
     ]
     for row in rows:
-        batch.exchange([], [row])
-    assert batch.exchange([0], []).moved == ((2, 0),)
+        batch.swap_rows([], [row])
+    assert batch.swap_rows([0], []).moved == ((2, 0),)
     assert batch.hosts == [rows[2], rows[1]]
     assert batch.lengths[:2].tolist() == [3, 2]
-    assert batch.laws.temperature.tolist() == [1.0, 0.5]
-    assert batch.laws.top_k.tolist() == [2, 1]
-    assert batch.laws.keys[0].tolist() == list(noise_key(5, "2", 2))
+    assert batch.params.temperature.tolist() == [1.0, 0.5]
+    assert batch.params.top_k.tolist() == [2, 1]
+    assert batch.params.keys[0].tolist() == list(noise_key(5, "2", 2))
     assert batch.tokens[0, :3].tolist() == [2, 2, 2]
-    assert batch.exchange([1], []).moved == ()
+    assert batch.swap_rows([1], []).moved == ()
 
 
 def admitted_together_and_one_by_one(groups):
@@ -288,9 +288,9 @@ def test_rows_admitted_together_are_those_admitted_one_by_one():
         assert getattr(one.batch, name).equal(getattr(other.batch, name)), name
     for index, row in enumerate(one.batch.hosts):
         assert one.batch.tokens[index, : len(row.tokens)].tolist() == row.tokens
-        assert one.batch.laws.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
-    assert one.batch._laws.top_k.tolist() == [3, 0, 0, 7, 0, 0]
-    assert one.batch._laws.top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
+        assert one.batch.params.keys[index].tolist() == list(noise_key(9, row.key, row.sample))
+    assert one.batch._params.top_k.tolist() == [3, 0, 0, 7, 0, 0]
+    assert one.batch._params.top_p.tolist() == pytest.approx([0.9, 1, 1, 1, 0.25, 1])
     assert one.batch._alive.tolist() == [1, 1, 1, 1, 1, 0]
     for mine, due in zip(ours, theirs, strict=True):
         assert mine.cache._places.equal(due.cache._places)
@@ -310,8 +310,8 @@ def test_rows_that_come_and_go_take_few_operations():
         span = cache.reserve(2)
 
         def change(ended, rows):
-            found = batch.exchange(ended, rows)
-            cache.exchange(
+            found = batch.swap_rows(ended, rows)
+            cache.swap_rows(
                 ended=found.ended,
                 moved=found.moved,
                 runs=found.runs,
@@ -340,16 +340,16 @@ def test_new_rows_take_the_places_of_those_that_ended_and_only_then_the_last_one
         ((0, 1), (), ((2, 0),), [2]),
         ((0,), (10, 11), (), [10, 11]),
     ):
-        change = batch.exchange(ended, [rows[i] for i in begun])
+        change = batch.swap_rows(ended, [rows[i] for i in begun])
         assert change.moved == moved
         assert batch.hosts == [rows[i] for i in due]
         assert [row.place for row in batch.hosts] == list(range(len(due)))
         assert batch.lengths.tolist() == [i + 1 for i in due] + [1] * (6 - len(due))
-        assert batch.laws.temperature.tolist() == [1 + i / 2 for i in due]
+        assert batch.params.temperature.tolist() == [1 + i / 2 for i in due]
         assert batch._alive.tolist() == [1] * len(due) + [0] * (6 - len(due))
         for place, row in enumerate(batch.hosts):
             assert batch.tokens[place, : row.length].tolist() == row.tokens
-            assert batch.laws.keys[place].tolist() == list(noise_key(5, row.key, row.sample))
+            assert batch.params.keys[place].tolist() == list(noise_key(5, row.key, row.sample))
         assert all(rows[i].place == -1 for i in range(12) if i not in due)
 
 
@@ -364,13 +364,13 @@ def test_what_a_row_gained_stays_its_own_wherever_it_moves():
         counts = numpy.array([[len(tokens) - 1] for tokens in gained])
         scores = (-block).astype(numpy.float32).view(numpy.int32)
         table = numpy.concatenate((counts, block, scores), axis=1)
-        batch.ledger.take(table, numpy.arange(len(gained)), width=2, meant=2)
+        batch.host_state.take(table, numpy.arange(len(gained)), width=2, meant=2)
 
-    batch.exchange([], rows[:3])
+    batch.swap_rows([], rows[:3])
     take([10], [11, 12, 13], [14, 15])
-    batch.exchange([0], [])
+    batch.swap_rows([0], [])
     take([16, 17], [18])
-    batch.exchange([0], [rows[3], rows[4]])
+    batch.swap_rows([0], [rows[3], rows[4]])
     take([20], [21], [22, 23, 24])
     assert [row.tokens for row in rows] == [
         [0, 10],
@@ -396,7 +396,7 @@ def test_what_a_row_gained_stays_its_own_wherever_it_moves():
 def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
     batch = Batch(rows=2, context=16, device=torch.device("cpu"))
     for i, tokens in enumerate(([1, 2, 3], [4])):
-        batch.exchange([], [Row(str(i), 0, 0, tokens, 10)])
+        batch.swap_rows([], [Row(str(i), 0, 0, tokens, 10)])
     batch.commit(torch.tensor([[10, 11, 12], [20, 21, 22]]), torch.tensor([0, 2]))
     assert batch.lengths.tolist() == [4, 4]
     tokens, positions = batch.last(2)
@@ -406,7 +406,7 @@ def test_commit_appends_each_rows_own_count_and_last_reads_it_back():
     assert positions.tolist() == [[1, 1, 1, 1, 2, 3], [0, 0, 0, 1, 2, 3]]
     assert tokens[0].tolist() == [2, 2, 2, 2, 3, 10]
     version = batch.version
-    batch.exchange([1], [Row("long", 0, 0, list(range(1, 41)), 200)])
+    batch.swap_rows([1], [Row("long", 0, 0, list(range(1, 41)), 200)])
     assert batch.version > version  # it has moved, and counts as far as it is long now
     assert batch.places(-2, 3).tolist() == [[2, 3, 4], [38, 39, 40]]
     assert batch.steps(0, 170).tolist() == list(range(170))

@@ -238,7 +238,7 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
                     )
                 )
                 for row in reversed(range(3)):
-                    runner.cache.exchange(ended=[row])
+                    runner.cache.swap_rows(ended=[row])
             torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert 2 <= captures(graphed) <= 4
 
@@ -256,7 +256,7 @@ def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders
             runner.follow(Change((), (), (((0,), "x"),)))
             runner.close("x") if length == 10 else None
             found.append(logits_of(runner, 0, text(length), 1))
-            runner.cache.exchange(ended=[0])
+            runner.cache.swap_rows(ended=[0])
             if length != 10:  # some stay, so that there is less and less place
                 runner._prompts[str(len(runner._prompts))] = runner._prompts.pop("x")
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
@@ -358,7 +358,7 @@ def test_a_larger_graph_serves_until_padding_has_cost_a_capture(decoders, monkey
             one.follow(Change((), (), (((0,), "x"),)))
             one.close("x")
             found.append(logits_of(one, 0, text(length), 1))
-            one.cache.exchange(ended=[0])
+            one.cache.swap_rows(ended=[0])
         torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
         seen.append((captures(runner), len(taken)))
     # 64 after two passes; then it serves 32 three times, until four halves make two

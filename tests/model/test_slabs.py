@@ -65,7 +65,7 @@ def test_rows_that_come_grow_move_and_go(power, more, data):
                 assert (slabs.runs[:, same] == before[:, same]).all()
         assert (slabs.runs == twin.runs).all()
         check(slabs)
-    slabs.exchange(range(live), (), ())
+    slabs.swap_rows(range(live), (), ())
     check(slabs)
     assert len(slabs._free[most]) == slabs.pieces.total // most
 
@@ -80,7 +80,7 @@ def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
     for row in range(data.draw(st.integers(1, ROWS))):
         if not slabs.free:
             break
-        slabs.exchange((), (), [row])
+        slabs.swap_rows((), (), [row])
         for _ in range(data.draw(st.integers(0, power))):
             size = 2 * int(slabs.runs[1, row])
             if size <= most:
@@ -105,7 +105,7 @@ def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
     }
     every = [worth[[r for r in inside if r != row]].sum() for inside in runs.values()]
     assert worth[gone].sum() == min(every)
-    slabs.exchange(gone, (), ())
+    slabs.swap_rows(gone, (), ())
     assert slabs.grow(row, size) is not None
     check(slabs)
 
@@ -113,8 +113,8 @@ def test_when_those_of_least_worth_have_gone_a_row_can_grow(power, more, data):
 @pytest.mark.parametrize("most", [1, 4])
 def test_the_lowest_places_come_first_and_a_row_alone_reaches_the_most(most):
     slabs = Slabs(3, Pieces(most + 2, most))
-    slabs.exchange((), (), [0, 1])
-    slabs.exchange([0], [(1, 0)], ())
+    slabs.swap_rows((), (), [0, 1])
+    slabs.swap_rows([0], [(1, 0)], ())
     size = 1
     while size < most:
         size *= 2

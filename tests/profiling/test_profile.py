@@ -396,8 +396,8 @@ def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
     surface = store.load_surface(kept[0], pytest.fail)
     assert surface is not None
     assert not surface.measured
-    assert Goodput(limit=8).needs(0), "costs are learnt from every round at first"
-    assert not Goodput(limit=8, surface=surface).needs(0), "no opening: costs are known"
+    assert Goodput(limit=8).needs_result(0), "costs are learnt from every round at first"
+    assert not Goodput(limit=8, surface=surface).needs_result(0), "no opening: costs are known"
     refused = bass("generate", "p.txt", "--draft-length", "table")
     assert refused.exit_code == 2, "what was learnt on the side is no profile"
     assert "bass profile" in refused.stderr

@@ -19,10 +19,10 @@ from triton.backends.nvidia import compiler
 import bass_kernels as ops
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
 from bass_cli.engine.cutting import Cut
-from bass_cli.engine.deadline import Clock
 from bass_cli.engine.graphs import Graphs
-from bass_cli.engine.step import Loop
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.chain_head import make_head
 from bass_cli.model.decoder import Decoder

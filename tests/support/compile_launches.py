@@ -182,7 +182,7 @@ def elementwise(dtype):
     )
 
 
-def laws(dtype):
+def params(dtype):
     """The choice of tokens under both couplings, of 152 thousand."""
     logits, floats = empty(8, 152064, dtype=dtype), empty(8, dtype=torch.float32)
     whole, keys = empty(8, dtype=torch.int64), empty(8, 2, dtype=torch.int64)
@@ -216,7 +216,7 @@ LAUNCHES = {
     "attend-256-in-teams": functools.partial(attend, size=256, rows=16, width=1, team=8),
     "choose": choose,
     "elementwise": elementwise,
-    "laws": laws,
+    "laws": params,
 }
 
 

@@ -5,7 +5,7 @@ import math
 import random
 import statistics
 
-from bass_cli.engine.contracts import Outlook, Round
+from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.lengths.round_cost import make_surface
 
 STEPS = {"qwen2.5-0.5b": 0.77e-3, "wide-310m": 0.40e-3}  # seconds of a draft step
@@ -51,29 +51,38 @@ class Outcome:
 
 
 def run_batch(
-    controller, cost, rates, *, tokens=128, seed=0, waiting=0, noise=0.01, entry=0.0, feeding=0.0
+    controller,
+    cost,
+    rates,
+    *,
+    tokens=128,
+    seed=0,
+    waiting=0,
+    noise=0.01,
+    one_time_cost=0.0,
+    feeding=0.0,
 ):
     """Rows whose drafts each stand with their own rate (a function of the row's tokens so far,
-    or a number), each to get `tokens`; `waiting` samples follow where one ends. `entry`: seconds
+    or a number), each to get `tokens`; `waiting` samples follow where one ends. `one_time_cost`: seconds
     that a length's second round takes besides, and a sixth of it its first one, unless a length
     near it has a graph. `feeding`: seconds of each pass in which the draft model takes in up to
     128 tokens that it missed in plain rounds."""
     chance, now, ends, widths = random.Random(seed), 0.0, [], []
     live = [[i, tokens, rate] for i, rate in enumerate(rates)]
     following = [[len(rates) + i, tokens, rates[i % len(rates)]] for i in range(waiting)]
-    graphs, idle = _Graphs(entry), 0
+    graphs, idle = _Graphs(one_time_cost), 0
     while live:
-        backlog = sum(row[1] for row in following)
+        pending_work = sum(row[1] for row in following)
         catch_up = feeding * -(-idle // 128)
-        outlook = Outlook(
-            (sum(row[1] for row in live) + backlog) / len(live),
+        inputs = ControllerInput(
+            (sum(row[1] for row in live) + pending_work) / len(live),
             graphs.costs(),
             catch_up,
-            colds=graphs.colds(),
+            warmup_costs=graphs.warmup_costs(),
             samples=tuple(row[0] for row in live),
             rooms=tuple(row[1] for row in live),
         )
-        width = max(0, min(controller.next(len(live), outlook), max(row[1] for row in live) - 1))
+        width = max(0, min(controller.next(len(live), inputs), max(row[1] for row in live) - 1))
         controller.reflect()
         took = cost(len(live), width) * chance.uniform(1 - noise, 1 + noise)
         now += took + graphs.use(width)
@@ -87,7 +96,7 @@ def run_batch(
         widths.append(width)
         for row, count in zip(live, kept, strict=True):
             row[1] -= count + 1
-        controller.observe(Round(width, tuple(kept), took))
+        controller.observe(RoundResult(width, tuple(kept), took))
         ends += [now for row in live if row[1] <= 0]
         live = [row for row in live if row[1] > 0]
         while following and len(live) < len(rates):
@@ -106,8 +115,8 @@ def _kept(width, rate, chance):
 class _Graphs:
     """What captures cost: the first use of a length runs uncaptured, the second one captures."""
 
-    def __init__(self, entry):
-        self._entry, self._uses = entry, {}
+    def __init__(self, one_time_cost):
+        self._entry, self._uses = one_time_cost, {}
         self._said = None  # costs and colds until a length is used that is not captured yet
 
     def _left(self, width):
@@ -122,17 +131,17 @@ class _Graphs:
         return (self._entry, self._entry) if uses else (self._entry / 6, self._entry * 7 / 6)
 
     def costs(self):
-        """entries, as an Outlook has them."""
+        """entries, as an ControllerInput has them."""
         return self._both()[0]
 
-    def colds(self):
+    def warmup_costs(self):
         return self._both()[1]
 
     def _both(self):
         if self._said is None:
             left = [self._left(k) for k in range(33)] if self._entry else []
-            colds = (0.0 if self._uses.get(k) else one for k, (one, _) in enumerate(left))
-            self._said = tuple(whole for _, whole in left), tuple(colds)
+            warmup_costs = (0.0 if self._uses.get(k) else one for k, (one, _) in enumerate(left))
+            self._said = tuple(whole for _, whole in left), tuple(warmup_costs)
         return self._said
 
     def use(self, width):

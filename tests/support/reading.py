@@ -10,8 +10,8 @@ from toys import drive
 
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.runner import Runner
 

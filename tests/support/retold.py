@@ -10,7 +10,7 @@ from simulated import Simulated
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.drafting.ngram import LookupDrafter
 from bass_cli.engine.batch import Row
-from bass_cli.engine.contracts import Backlog
+from bass_cli.engine.contracts import PendingWork
 from bass_cli.engine.forecast import Forecast
 from bass_cli.lengths.controllers import Fixed
 
@@ -107,7 +107,7 @@ class Retold(Simulated):
         self._texts, self._told = texts.texts, {}
 
     def _result(self, width):
-        drafts = self._next.offers.placed(self.batch.rows, width).tokens.tolist()
+        drafts = self._next.host_drafts.placed(self.batch.rows, width).tokens.tolist()
         table = torch.zeros(self.batch.rows, 2 * width + 3, dtype=torch.int64)
         for place, row in enumerate(self.batch.hosts):
             at, text = self._told.get(row, 0), self._texts[row.key, row.sample]
@@ -131,12 +131,12 @@ def seconds_of_texts(loop, texts):
                 loop.open(key, texts.prompts[key])
             rows.append(Row(key, sample, 0, texts.prompts[key], LIMIT))
         if rows or over:
-            loop.exchange(over, rows)
+            loop.swap_rows(over, rows)
         typical = forecast.length(float(loop.batch.generated().mean()))
-        backlog = Backlog(len(waiting) * min(typical, LIMIT), typical)
-        loop.launch(backlog=backlog)
+        pending_work = PendingWork(len(waiting) * min(typical, LIMIT), typical)
+        loop.launch(pending_work=pending_work)
         loop.clock.now.seconds += WRITING
-        loop.round(backlog=backlog, ahead=True)
+        loop.round(pending_work=pending_work, ahead=True)
         loop.clock.now.seconds += COLLECTING
         over = [
             place
@@ -147,7 +147,7 @@ def seconds_of_texts(loop, texts):
             row = loop.batch.hosts[place]
             row.cut(texts.ends[row.key, row.sample])
             forecast.end(row.generated)
-    loop.exchange(over, [])
+    loop.swap_rows(over, [])
     for key in texts.prompts:
         loop.close(key)
     return loop.clock.now() - began

@@ -9,16 +9,16 @@ from fakes import FakeGraphs, Ticks
 
 from bass_cli.drafting.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import Backlog, Proposal
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import PendingWork, Proposal
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 
 
 class Forgetful(NoDrafter):
     """A draft model as the loop sees it: after plain rounds it lacks a token for each."""
 
-    longest = 1000
+    longest, catches_up = 1000, True
 
     def __init__(self):
         self._lacks = 0
@@ -41,20 +41,22 @@ class Finder(NoDrafter):
 
     on_device, longest = False, 1000
 
-    def __init__(self, found, *, asking, ticks):
-        self.counts, self._found, self._asking, self._ticks = (), found, asking, ticks
+    def __init__(self, found, *, lookup_seconds, ticks):
+        self.num_drafts, self._found, self._asking, self._ticks = (), found, lookup_seconds, ticks
         self._chance, self.looks = random.Random(1), 0
 
     def propose(self, batch, length):
         self._ticks.seconds += self._asking
         self.looks += 1
-        self.counts = tuple(
+        self.num_drafts = tuple(
             min(self._chance.randint(1, 6), length, max(row.room - 1, 0))
             if self._chance.random() < self._found
             else 0
             for row in batch.hosts
         )
-        return Proposal(batch.tokens.new_zeros(len(batch), max(self.counts)), None, self.counts)
+        return Proposal(
+            batch.tokens.new_zeros(len(batch), max(self.num_drafts)), None, self.num_drafts
+        )
 
 
 class Simulated(Loop):
@@ -81,7 +83,9 @@ class Simulated(Loop):
     def _result(self, width):
         width, places = min(width, self._verifier.most), width
         most = (
-            self.drafter.counts if isinstance(self.drafter, Finder) else (width,) * self.batch.rows
+            self.drafter.num_drafts
+            if isinstance(self.drafter, Finder)
+            else (width,) * self.batch.rows
         )
         most = (*most, *(0,) * self.batch.rows)[: self.batch.rows]  # dummy rows have none
         kept = [
@@ -106,7 +110,7 @@ def seconds_of(loop, *, prompts=16, n=8, limit=128):
     while waiting or len(loop.batch):
         while waiting and len(loop.batch) < loop.batch.capacity:
             loop.admit(waiting.pop(0))
-        loop.round(backlog=Backlog(len(waiting) * limit))
+        loop.round(pending_work=PendingWork(len(waiting) * limit))
         for index in reversed(range(len(loop.batch))):
             if loop.batch.hosts[index].room <= 0:
                 loop.retire(index)

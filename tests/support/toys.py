@@ -8,9 +8,9 @@ import torch
 
 from bass_cli.drafting.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
-from bass_cli.engine.contracts import Proposal
-from bass_cli.engine.deadline import Clock
-from bass_cli.engine.step import Loop
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
+from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.model.decoder import Decoder
 from bass_cli.model.runner import Runner
@@ -56,20 +56,18 @@ class Markov:
     def feed(self, tokens, positions, ends):
         pass
 
+    def prepare_prompts(self):
+        pass
 
-class Guess:
+
+class Guess(Drafter):
     """A point-mass drafter without memory: always proposes (last token + 1) modulo `vocab`, and
     so on from there."""
 
-    on_device, longest, version = True, 1000, 0
+    longest = 1000
 
     def __init__(self, vocab):
         self._vocab = vocab
-
-    def open(self, *_):
-        return True
-
-    close = follow = open
 
     def propose(self, batch, length):
         last, _ = batch.last(1)
@@ -83,16 +81,14 @@ class AtOnce(NamedTuple):
     mask: int
 
 
-class Reactive:
+class Reactive(DraftLength):
     """A controller that reacts strongly to acceptance, plain rounds included: what a law must
     survive."""
-
-    exact = False
 
     def __init__(self):
         self._length, self._rounds = 2, 0
 
-    def next(self, rows, outlook=None):
+    def next(self, rows, inputs=None):
         self._rounds += 1
         return 0 if self._rounds % 4 == 0 else self._length
 
@@ -111,7 +107,7 @@ def drive(loop, rows, *, on_round=None, ahead=False):
             if row.key not in opened:
                 opened.add(row.key)
                 loop.open(row.key, row.tokens)
-        loop.exchange(ended, new)
+        loop.swap_rows(ended, new)
         for key in {row.key for row in new} - {row.key for row in waiting}:
             loop.close(key)
         done = loop.round(ahead=ahead)
@@ -121,7 +117,7 @@ def drive(loop, rows, *, on_round=None, ahead=False):
         ended = [place for place, row in enumerate(hosts) if row.room <= 0]
         for row in (hosts[place] for place in ended):
             out[row.key, row.sample] = row.tokens[row.prompt_length :][: row.limit]
-    loop.exchange(ended, [])
+    loop.swap_rows(ended, [])
     return out
 
 

@@ -27,7 +27,7 @@ class News(NamedTuple):
     counts: Integers
 
 
-class Ledger:
+class HostState:
     """For up to `rows` rows. `numbers` [rows, 7] int64; `tokens` [rows, span] int32 and `scores`
     [rows, span] float32: what was generated, and the log-probabilities. `news`: see News."""
 
@@ -53,7 +53,7 @@ class Ledger:
         self.scores[targets, :used] = self.scores[sources, :used]
 
     def take(
-        self, table: Integers, places: Integers, *, width: int, meant: Integers | int
+        self, table: Integers, places: Integers, *, width: int, num_drafts: Integers | int
     ) -> Integers:
         """A round with places for `width` drafts has brought `table` (packed.pack) to the rows
         at `places` [B]; returns accepted [B]. meant [B]: how many drafts each row had; what only
@@ -69,7 +69,7 @@ class Ledger:
         self._note_broken(places, scores, generated, counts)
         self.numbers[places, LENGTH] += counts
         self.numbers[places, ROUNDS] += 1
-        self.numbers[places, DRAFTED] += numpy.maximum(meant, accepted)
+        self.numbers[places, DRAFTED] += numpy.maximum(num_drafts, accepted)
         self.numbers[places, ACCEPTED] += accepted
         self.news = News(places, block, counts)
         return accepted
@@ -105,7 +105,7 @@ class Row:
 
     __slots__ = (
         "_generated",
-        "_ledger",
+        "_host_state",
         "_numbers",
         "_scores",
         "_tokens",
@@ -136,22 +136,22 @@ class Row:
         self._tokens: list[int] | None = None  # nobody has asked for them
         self._generated, self._scores = list[int](), list[float]()
         self._numbers = [len(tokens), len(tokens), limit, 0, 0, 0, -1]  # where it is not live
-        self._ledger: Ledger | None = None
+        self._host_state: HostState | None = None
         self.place = -1
 
-    def write_to(self, ledger: Ledger, place: int) -> None:
+    def write_to(self, host_state: HostState, place: int) -> None:
         """From now on it lives at this place of a ledger, which has its line already if it was
         moved there."""
         if self.place < 0:
-            ledger.numbers[place] = self._numbers
-        self.place, self._ledger = place, ledger
+            host_state.numbers[place] = self._numbers
+        self.place, self._host_state = place, host_state
 
     def leave(self) -> None:
         """It lives no more, and is as complete as it ever will be."""
-        assert self._ledger is not None
+        assert self._host_state is not None
         self._update()
         self._numbers = self.numbers()
-        self._ledger, self.place = None, -1
+        self._host_state, self.place = None, -1
 
     def cut(self, generated: int) -> None:
         """Drop the tokens beyond the first `generated` that it generated, all from its last
@@ -168,16 +168,16 @@ class Row:
 
     def since(self, seen: int) -> list[int]:
         """What it generated after its first `seen` tokens."""
-        if self._ledger is None:
+        if self._host_state is None:
             return self._generated[seen:]
-        new: list[int] = self._ledger.tokens[self.place, seen : self.generated].tolist()
+        new: list[int] = self._host_state.tokens[self.place, seen : self.generated].tolist()
         return new
 
     def numbers(self) -> list[int]:
         """The columns of a ledger, all at once."""
-        if self._ledger is None:
+        if self._host_state is None:
             return self._numbers
-        found: list[int] = self._ledger.numbers[self.place].tolist()
+        found: list[int] = self._host_state.numbers[self.place].tolist()
         return found
 
     @property
@@ -242,20 +242,20 @@ class Row:
         return self.limit - self.generated
 
     def _number(self, column: int) -> int:
-        if self._ledger is None:
+        if self._host_state is None:
             return self._numbers[column]
-        return int(self._ledger.numbers[self.place, column])
+        return int(self._host_state.numbers[self.place, column])
 
     def _set(self, column: int, value: int) -> None:
-        if self._ledger is None:
+        if self._host_state is None:
             self._numbers[column] = value
         else:
-            self._ledger.numbers[self.place, column] = value
+            self._host_state.numbers[self.place, column] = value
 
     def _update(self) -> None:
-        if self._ledger is None:
+        if self._host_state is None:
             return
         first, end, place = len(self._scores), self.generated, self.place
         if first < end:
-            self._generated += self._ledger.tokens[place, first:end].tolist()
-            self._scores += self._ledger.scores[place, first:end].tolist()
+            self._generated += self._host_state.tokens[place, first:end].tolist()
+            self._scores += self._host_state.scores[place, first:end].tolist()

@@ -20,7 +20,7 @@ def noise_key(seed: int, prompt: str, sample: int) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-class Laws:
+class SamplingParams:
     """The sampling parameters of B rows as tensors: temperature, top_p [B] float32, top_k [B],
     keys [B, 2] int64."""
 
@@ -29,26 +29,30 @@ class Laws:
     def __init__(self, temperature: Tensor, top_k: Tensor, top_p: Tensor, keys: Tensor):
         self.temperature, self.top_k, self.top_p, self.keys = temperature, top_k, top_p, keys
 
-    def repeat(self, times: int) -> Laws:
+    def repeat(self, times: int) -> SamplingParams:
         """Each row's parameters `times` times in a row."""
         if times == 1:
             return self
-        return Laws(
+        return SamplingParams(
             *(
                 t.repeat_interleave(times, 0)
                 for t in (self.temperature, self.top_k, self.top_p, self.keys)
             )
         )
 
-    def of(self, rows: Tensor) -> Laws:
+    def of(self, rows: Tensor) -> SamplingParams:
         """Those of rows [N] int64, which may come several times."""
-        return Laws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.keys[rows])
+        return SamplingParams(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.keys[rows]
+        )
 
-    def first(self, rows: int) -> Laws:
+    def first(self, rows: int) -> SamplingParams:
         """Those of the first rows."""
-        return Laws(self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.keys[:rows])
+        return SamplingParams(
+            self.temperature[:rows], self.top_k[:rows], self.top_p[:rows], self.keys[:rows]
+        )
 
-    def at(self, temperature: float | None, factor: float = 1.0) -> Laws:
+    def at(self, temperature: float | None, factor: float = 1.0) -> SamplingParams:
         """The same at another temperature, where it is not 0; None: at `factor` times its own."""
         if temperature is not None:
             changed = torch.where(self.temperature > 0, min(temperature, ops.HOTTEST), 0.0)
@@ -56,14 +60,14 @@ class Laws:
             changed = self.temperature * factor
         else:
             return self
-        return Laws(changed, self.top_k, self.top_p, self.keys)
+        return SamplingParams(changed, self.top_k, self.top_p, self.keys)
 
 
-def laws_of(whole: Tensor, rows: int) -> tuple[Tensor, Laws]:
-    """What `Columns.whole` says on the device: alive [rows] int64, and the Laws. Views."""
+def params_of(whole: Tensor, rows: int) -> tuple[Tensor, SamplingParams]:
+    """Return views of `Columns.whole` on the device: alive [rows] int64, and the parameters."""
     alive, top_k, keys, floats = whole.split([rows, rows, 2 * rows, rows])
     temperature, top_p = floats.view(torch.float32).view(2, rows)
-    return alive, Laws(temperature, top_k, top_p, keys.view(rows, 2))
+    return alive, SamplingParams(temperature, top_k, top_p, keys.view(rows, 2))
 
 
 class Columns:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from bass_cli.engine.batch import Batch, Change
-from bass_cli.engine.graphs import LONGEST
-from bass_cli.engine.laws import noise_key
+from bass_cli.engine.sampling_params import noise_key
+from bass_cli.engine.sizes import LONGEST
 
 # the chance of each draft of a row, or by its place in the draft, the last one for all behind it
 Rate = float | tuple[float, ...]
 
 
-class Imposed:
+class SimulatedAcceptance:
     """A draft stands with its row's chance, those before it having stood. Rows take the `rates`
     in turn, beginning with the first row of an empty batch; other `rates` hold for rows that
     come from then on. `version` changes whenever the table moves to another address."""

@@ -1,0 +1,34 @@
+"""The batch sizes and draft lengths that CUDA graphs are captured for.
+
+Not here: capturing (graphs.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+WIDTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
+LONGEST = 64  # the longest draft length that a job may ask for
+
+
+def bucket(rows: int, capacity: int) -> int:
+    """The number of rows, dummies included, that a graph for `rows` live ones takes."""
+    at = bisect.bisect_left(ROWS, rows)
+    return min(ROWS[at] if at < len(ROWS) else capacity, capacity)
+
+
+def step_down(width: int) -> int:
+    """The longest draft length that graphs are made for, up to `width`."""
+    return WIDTHS[bisect.bisect_right(WIDTHS, width) - 1]
+
+
+def step_up(width: int) -> int:
+    """The shortest draft length that graphs are made for, from `width` up; the longest there is
+    beyond that."""
+    return WIDTHS[min(bisect.bisect_left(WIDTHS, width), len(WIDTHS) - 1)]
+
+
+def cover(width: int) -> int:
+    """The same, but beyond the longest there is, `width` itself."""
+    return max(step_up(width), width)
