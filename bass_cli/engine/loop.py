@@ -245,7 +245,8 @@ class Loop:
     With `graphs`, rounds are captured and replayed by shape (graphs.py decides which).
     `acceptance` is for benchmarks of random weights: each draft is accepted with that
     probability, of several each row's own, or by its place (simulated_acceptance.py).
-    `cut`: where rows' drafts are cut by the draft's confidence, under shared coupling (cutting.py); None: nowhere.
+    `cut`: where rows' drafts are cut by the draft's confidence, under shared coupling
+    (cutting.py). None: nowhere.
     """
 
     def __init__(
