@@ -35,7 +35,7 @@ test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
 # what needs a GPU's memory or several GPUs for itself comes after the rest
-GPU := $(addprefix tests/kernels/test_,triton.py rounds.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
+GPU := $(addprefix tests/kernels/test_,triton.py round.py ragged.py packed_attention.py causal.py rejection.py truncation.py block_verification.py \
 	selection.py distances.py trained.py gated.py shared_memory.py fetching.py) tests/model/test_fused_decode.py tests/model/test_prefill.py \
 	tests/model/test_weights.py tests/engine/test_unsound.py tests/engine/test_gpu.py tests/engine/test_cutting.py tests/distill/test_training.py \
 	tests/distill/test_exchange.py tests/drafting/test_feature_heads.py tests/drafting/test_chain_heads.py

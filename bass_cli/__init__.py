@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
     from bass_cli.errors import MachineError, UserError
     from bass_cli.io.completion import Completion
-    from bass_cli.library import generate
+    from bass_cli.run.generate import generate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "load_pair",
 ]
 _PLACES = {
-    "generate": "bass_cli.library",
+    "generate": "bass_cli.run.generate",
     "Completion": "bass_cli.io.completion",
     "MachineError": "bass_cli.errors",
     "UserError": "bass_cli.errors",

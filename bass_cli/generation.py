@@ -1,8 +1,6 @@
-"""What `bass generate` and `bass eval` share: flags to a Job, the manifest, samples to the file as
-they come.
+"""A command's samples to its file: drawn by this process, or by Ray actors.
 
-Not here: how samples are drawn (scheduler.py), files (io/results.py), what an evaluation asks
-(eval/).
+Not here: how samples are drawn (run/), what a result line holds (io/).
 """
 
 from __future__ import annotations
@@ -16,13 +14,14 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from bass_cli.cluster.rays import read_request
+from bass_cli.cluster.rays import Request, cluster_of, crew_on_ray, read_request
 from bass_cli.config.args import GenerateArgs, JobArgs, SampleArgs
 from bass_cli.config.job import Job, chosen_pair, make_job
-from bass_cli.drawing import Drawing, drawing_of
 from bass_cli.errors import UserError
+from bass_cli.formats.sources import files_of
+from bass_cli.formats.tokenizer import begin
 from bass_cli.io import terminal
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
@@ -32,8 +31,118 @@ from bass_cli.io.reading import whole
 from bass_cli.io.results import STANDARD_OUTPUT, Writer, open_output
 from bass_cli.io.resume import check_output_place, manifest_path, read_manifest
 from bass_cli.io.shards import Shard, held_by, parse_shard
-from bass_cli.manifest import Facts
-from bass_cli.model.sources import files_of
+from bass_cli.run.generate import generate
+from bass_cli.run.manifest import Facts, facts_of
+from bass_cli.system.threads import CoreMonitor, configure_threads
+
+if TYPE_CHECKING:
+    from bass_cli.cluster.worker_pool import WorkerPool
+    from bass_cli.engine.contracts import RoundResult
+    from bass_cli.engine.loop import Loop
+    from bass_cli.run.plan import Plan
+
+
+class Drawing(Protocol):
+    """Models that were checked, and samples when they are wanted."""
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def line(self) -> Callable[[], str] | None:
+        """A line of progress of its own."""
+
+    def draw(
+        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
+    ) -> Iterator[Completion]:
+        """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in
+        `done`, as they end; the screen is told what is going on."""
+
+    def usage(self) -> dict[str, Any] | None:
+        """Where seconds went, if that is not what the screen was told."""
+
+
+class LocalBackend:
+    """This process draws. `loop`: what to draw with instead of a new one, made when it is
+    needed."""
+
+    line = None
+
+    def __init__(
+        self, plan: Plan, facts: Facts, screen: Screen, loop: Callable[[], Loop] | None = None
+    ):
+        self.facts, self._plan, self._screen, self._loop = facts, plan, screen, loop
+
+    def draw(
+        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
+    ) -> Iterator[Completion]:
+        company, screen = CoreMonitor(self._plan.job.threads), self._screen
+
+        def on_round(done: RoundResult) -> None:
+            company.look()
+            kept, rows = sum(done.accepted), len(done.accepted)
+            capacity = done.capacity or self.facts.rows
+            screen.round(done.width, kept, rows, done.seconds, done.capturing, capacity)
+
+        return generate(
+            prompts,
+            self._plan,
+            done=set(done),
+            count=count,
+            on_round=on_round,
+            on_phase=screen.phase,
+            on_bytes=screen.bytes_read,
+            on_note=screen.note,
+            loop=None if self._loop is None else self._loop(),
+        )
+
+    def usage(self) -> None:
+        return None
+
+
+class RemoteBackend:
+    """A crew draws."""
+
+    def __init__(self, crew: WorkerPool):
+        self._crew, self.facts = crew, crew.gather()
+        self.line, self.usage = crew.line, crew.usage
+
+    def draw(
+        self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
+    ) -> Iterator[Completion]:
+        return self._crew.draw(prompts, done, count)
+
+
+@contextlib.contextmanager
+def drawing_of(
+    job: Job,
+    screen: Screen,
+    request: Request | None,
+    *,
+    source: Mapping[str, Any],
+    longest: str,
+    prompts: int | None,
+    shard: Shard | None = None,
+) -> Iterator[Drawing]:
+    """Whoever the request asks to draw, this process where there is none, with the job's models
+    checked. `source`: what identifies the prompts; `longest`: the text of the longest;
+    `prompts`: how many there are, None where nobody knows."""
+    if request is not None:
+        with (
+            cluster_of(request, job, screen) as cluster,
+            crew_on_ray(
+                cluster, screen, source=source, prompts=prompts, longest=longest, shard=shard
+            ) as crew,
+        ):
+            yield RemoteBackend(crew)
+        return
+    tokenizer = begin(job.pair)  # while torch is loaded
+    configure_threads(job.threads, screen.note)
+    from bass_cli.run.plan import make_plan
+
+    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
+    plan = make_plan(job, longest_prompt=longest, prompts=prompts, tokenizer=tokenizer)
+    yield LocalBackend(plan, facts_of(plan, source, shard=shard), screen)
 
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
-from bass_cli.library import generate as draw
-from bass_cli.library import own_terms, told_in_own_terms
+from bass_cli.run.generate import generate as draw
+from bass_cli.run.generate import own_terms, told_in_own_terms
 
 if TYPE_CHECKING:
     from ray.data import Dataset
@@ -83,12 +83,12 @@ class Drawer:
     """One process with the job's models, which are loaded when it begins."""
 
     def __init__(self, job: Job):
-        from bass_cli.build import build
-        from bass_cli.plan import make_plan
-        from bass_cli.system.threads import settle
+        from bass_cli.run.build import build
+        from bass_cli.run.plan import make_plan
+        from bass_cli.system.threads import configure_threads
 
         with own_terms():
-            settle(job.threads, lambda note: None)
+            configure_threads(job.threads, lambda note: None)
             self._plan = make_plan(job)
         self._loop = build(self._plan)
 

@@ -18,11 +18,11 @@ from importlib.metadata import version
 
 import torch
 
-from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row
-from bass_cli.plan import make_plan
+from bass_cli.run.build import build
+from bass_cli.run.plan import make_plan
 
 ORDINARY = [
     "Explain how a bicycle stays upright when it is moving.",

@@ -21,12 +21,12 @@ import statistics
 from lookup import STOPS, options, prompts_for, run, show
 from stopping import chat
 
-from bass_cli.build import Models, build, load_models
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.lengths.controllers import make_lengths
-from bass_cli.plan import make_plan
+from bass_cli.run.build import Models, build, load_models
+from bass_cli.run.plan import make_plan
 
 
 def plan_for(args, draft, rows, stop):

@@ -26,10 +26,10 @@ from bass_cli.bench.shapes import SHAPES
 from bass_cli.bench.weights import random_weights
 from bass_cli.distill import trainer as training
 from bass_cli.distill.corpus import Batches, Corpus, Text
-from bass_cli.distill.exchange import Alone, Seat, Store
+from bass_cli.distill.exchange import Alone, RankInfo, Store
 from bass_cli.distill.layout import thinned
 from bass_cli.distill.settings import weights_of
-from bass_cli.model.spec import Spec
+from bass_cli.models.spec import Spec
 
 RATE = 790e12  # dense bfloat16 operations that an H200 does in a second
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,7 +116,7 @@ def group_of(ranks, rank, port):
             env=os.environ | {"CUDA_VISIBLE_DEVICES": seen},
             stdout=subprocess.DEVNULL,
         )
-    return store.join(Seat(rank, ranks, "127.0.0.1", port or store.port, ranks), DEVICE)
+    return store.join(RankInfo(rank, ranks, "127.0.0.1", port or store.port, ranks), DEVICE)
 
 
 def show_exchange(trainer, peers):

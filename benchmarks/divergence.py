@@ -18,14 +18,14 @@ import time
 import torch
 
 import bass_kernels as ops
-from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.sampling_params import noise_key
 from bass_cli.io.prompts import check_prompts, open_source, read_prompts
-from bass_cli.model.runner import Runner
-from bass_cli.plan import make_plan
+from bass_cli.models.runner import Runner
+from bass_cli.run.build import build
+from bass_cli.run.plan import make_plan
 from bass_kernels.noise import bits_all
 
 

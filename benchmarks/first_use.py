@@ -18,14 +18,14 @@ import time
 from lookup import STOPS, human_eval, options, run, show
 from stopping import chat
 
-from bass_cli.build import build, load_models
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.lengths.controllers import make_lengths
-from bass_cli.lengths.store import Remembers
-from bass_cli.plan import make_plan
-from bass_cli.profiling.measure import measure as profile
-from bass_cli.profiling.texts import joined
+from bass_cli.lengths.profiles import Remembers
+from bass_cli.run.build import build, load_models
+from bass_cli.run.plan import make_plan
+from bass_cli.run.profile import joined
+from bass_cli.run.profile import measure as profile
 
 WAYS = ("plain", "nothing known", "learnt before", "profile")
 # tokens of a profile's prompts, seconds of its measuring

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from bass_cli import Job, Sampling, generate, load_pair
 from bass_cli.bench.ceilings import ceilings_of
-from bass_cli.model.spec import parameters
-from bass_cli.plan import make_plan
-from bass_cli.profiling.texts import joined
+from bass_cli.models.spec import parameters
+from bass_cli.run.plan import make_plan
+from bass_cli.run.profile import joined
 
 BASE = {"n": 8, "prompts": 8, "prompt_tokens": 256}
 

@@ -24,20 +24,20 @@ import numpy
 import torch
 from torch import Tensor
 
-from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Sampling, Speculation, load_pair
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.graphs import Graphs, Running
 from bass_cli.engine.loop import AheadPolicy, Loop
+from bass_cli.formats.sources import locate
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.kv_cache import Layers
-from bass_cli.model.runner import Runner
-from bass_cli.model.sources import locate
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.kv_cache import Layers
+from bass_cli.models.runner import Runner
+from bass_cli.run.scheduler import Conductor
 
 PROMPT = "def add(a, b):\n    " + '"""Adds two numbers, a and b, and gives their sum."""\n' * 8
 TABLES = 64  # that are drawn before; they are used in turn

@@ -18,7 +18,7 @@ import tracemalloc
 import torch
 from lookup import show
 
-from bass_cli.drafting.ngram import LookupDrafter
+from bass_cli.drafts.ngram import LookupDrafter
 from bass_cli.engine.batch import Batch, Row
 
 _VOCABULARY, _PROMPT, _NEW = 50_000, 1000, 2

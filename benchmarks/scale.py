@@ -1,5 +1,5 @@
-"""What limits many GPUs: a job's driver with its own code (cluster/crew.py, cluster/pool.py) on a
-fake clock, actors that only take time.
+"""What limits many GPUs: a job's driver with its own code (cluster/worker_pool.py,
+cluster/pool.py) on a fake clock, actors that only take time.
 
     python benchmarks/scale.py [--gpus 1,8,100,1000] [--turns 8] [--measure] [--json]
 
@@ -24,13 +24,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bass_cli.cluster.crew import Crew, Lost, Place
 from bass_cli.cluster.worker import Ready, Report
+from bass_cli.cluster.worker_pool import Lost, Place, WorkerPool
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import open_output
-from bass_cli.manifest import Facts
+from bass_cli.run.manifest import Facts
 
 # seconds of a core, by --measure on two cores of a server of 2026: a line that is written; an
 # exchange, its messages of some samples both ways; a sample's way through messages and pool
@@ -57,7 +57,7 @@ class Actor:
 
 
 class Fleet:
-    """Actors on a fake clock, as a Crew sees them."""
+    """Actors on a fake clock, as a WorkerPool sees them."""
 
     def __init__(self, options, gpus, *, slow=0.0, lifetime=math.inf, costs=COSTS):
         self.now, self.driver, self.vain, self.work, self.last = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -147,7 +147,7 @@ def simulate(options, gpus, n, **given):
     keys = ((f"{i}", s) for i in range(count) for s in range(n))
     work = sum(map(length, keys)) * options.token  # seconds of a row at full speed
     prompts = (Prompt(f"{i}", "x", None, {}, None, "x:1") for i in range(count))
-    crew = Crew(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now)
+    crew = WorkerPool(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now)
     crew.gather()
     began, found = fleet.now, sum(1 for _ in crew.draw(prompts, (), count))
     assert found == count * n

@@ -187,13 +187,7 @@ def import_everything(folder):
     }
     import transformers  # noqa: F401
 
-    import bass_cli.cli.commands
-    import bass_cli.eval.evaluation
-    import bass_cli.generation
-    import bass_cli.plan
-    import bass_cli.sandbox.programs
-    import bass_cli.scheduler  # noqa: F401 - these imports are what this is for
-    from bass_cli.model.tokenizer import Tokenizer
+    from bass_cli.formats.tokenizer import Tokenizer
 
     write_inputs(folder)
     Tokenizer.load(folder / "target")

@@ -26,12 +26,15 @@ from typing import Any
 
 # What is timed: functions by module, and their names here.
 STEPS = {
-    "bass_cli.plan": {"make_plan": "plan"},
-    "bass_cli.model.checkpoint": {"open_checkpoint": "headers"},
-    "bass_cli.model.tokenizer": {"Tokenizer.load": "tokenizer", "Tokenizer.encode": "text encoded"},
-    "bass_cli.manifest": {"describe": "manifest, fingerprints"},
-    "bass_cli.build": {"load_models": "weights", "build": "loop", "warm_up": "warming up"},
-    "bass_cli.model.weights": {"load": "weights of a model"},
+    "bass_cli.run.plan": {"make_plan": "plan"},
+    "bass_cli.formats.checkpoint": {"open_checkpoint": "headers"},
+    "bass_cli.formats.tokenizer": {
+        "Tokenizer.load": "tokenizer",
+        "Tokenizer.encode": "text encoded",
+    },
+    "bass_cli.run.manifest": {"describe": "manifest, fingerprints"},
+    "bass_cli.run.build": {"load_models": "weights", "build": "loop", "warm_up": "warming up"},
+    "bass_cli.formats.weights": {"load": "weights of a model"},
     "bass_cli.engine.loop": {"Loop.open": "prompt read by the models", "Loop.round": "round"},
     "bass_cli.engine.graphs": {"Graphs.capture": "graph captured"},
     "torch.cuda": {"_lazy_init": "CUDA's context"},

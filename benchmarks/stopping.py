@@ -16,13 +16,13 @@ import statistics
 
 from lookup import STOPS, human_eval, options, run, show
 
-from bass_cli.build import build
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.contracts import DEFAULT_INPUT, DraftLength
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
-from bass_cli.plan import make_plan
+from bass_cli.run.build import build
+from bass_cli.run.plan import make_plan
 
 QUESTIONS = (
     "Why is the sky blue, and why is it red in the evening?",

@@ -19,7 +19,7 @@ from pathlib import Path
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.io.prompts import open_source, read_prompts
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 WAYS = {"plain decoding": {"draft": "none"}, "with lookup": {}}
 
@@ -31,7 +31,7 @@ def say(text):
 def draw(plan, loop, prompt):
     """A prompt's samples by (prompt, number), and the seconds they took, reading the prompt
     included."""
-    from bass_cli.conductor import Conductor
+    from bass_cli.run.scheduler import Conductor
 
     conductor = Conductor(
         plan.job,
@@ -94,10 +94,10 @@ def main(arguments=None):
     parser.add_argument("--temperature", type=float, default=0.2)
     parser.add_argument("--threads", type=int)
     args = parser.parse_args(arguments)
-    settle(args.threads, say)
+    configure_threads(args.threads, say)
 
-    from bass_cli.build import build, load_models
-    from bass_cli.plan import make_plan
+    from bass_cli.run.build import build, load_models
+    from bass_cli.run.plan import make_plan
 
     prompts = list(read_prompts(open_source(args.prompts)))
     flags = {

@@ -96,7 +96,7 @@ def profiles(tmp_path_factory):
 def no_profiles(profiles, monkeypatch):
     """Profiles of this machine reach no test, and those that tests leave reach nothing else."""
     place = next(profiles)
-    monkeypatch.setattr("bass_cli.lengths.store.folder", lambda: place)
+    monkeypatch.setattr("bass_cli.lengths.profiles.folder", lambda: place)
 
 
 @pytest.fixture(scope="session", autouse=True)

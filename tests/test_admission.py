@@ -6,14 +6,14 @@ from fakes import FakeGraphs
 from test_scheduler import EOS, TEXTS, Letters, by_key, job, prompts, run, table
 from toys import Markov, loop_for
 
-from bass_cli.conductor import Conductor
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.kv_cache import KVCache, Layers
-from bass_cli.model.slabs import Sender
+from bass_cli.models.block_allocator import Sender
+from bass_cli.models.kv_cache import KVCache, Layers
+from bass_cli.run.scheduler import Conductor
 
 
 def captured(*, rows):

@@ -10,7 +10,7 @@ import torch
 from toys import Markov, drive, loop_for, plain, rows_for
 
 from bass_cli.engine.contracts import Drafter, DraftLength, RoundResult
-from bass_cli.model import families
+from bass_cli.models import families
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

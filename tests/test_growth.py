@@ -11,12 +11,12 @@ from fakes import FakeGraphs
 from heads import write_head
 from test_parallel import bass, lines
 
-from bass_cli.build import build
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.loop import Loop, Members, Worth
 from bass_cli.errors import MachineError
-from bass_cli.library import generate
-from bass_cli.plan import make_plan
+from bass_cli.run.build import build
+from bass_cli.run.generate import generate
+from bass_cli.run.plan import make_plan
 
 TOKENS, MASK = 64, 300
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
@@ -24,7 +24,7 @@ PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 
 @pytest.fixture(autouse=True)
 def place(pair_folder, monkeypatch):
-    monkeypatch.setattr("bass_cli.plan._PIECE", 14)
+    monkeypatch.setattr("bass_cli.run.plan._PIECE", 14)
     folder = pair_folder(prompts=3, max_position_embeddings=256, num_hidden_layers=3)
     write_mask(folder / "draft", MASK)
     write_head(folder / "head", "dspark")
@@ -132,7 +132,7 @@ def test_samples_do_not_depend_on_what_their_rows_have_of_the_cache(
 @pytest.fixture
 def ahead(monkeypatch):
     """Every round that may is launched before the last one is over."""
-    monkeypatch.setattr("bass_cli.build.Graphs", lambda device: FakeGraphs())
+    monkeypatch.setattr("bass_cli.run.build.Graphs", lambda device: FakeGraphs())
     monkeypatch.setattr(Worth, "pays", lambda worth, waiting: True)
 
 

@@ -11,9 +11,9 @@ import transformers
 from checkpoints import write_checkpoint, write_tokenizer
 
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.plan import make_plan
-from bass_cli.profiling import texts
+from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.run import profile as texts
+from bass_cli.run.plan import make_plan
 
 LATE = (
     "token '<late>' has id 300, but the model's embedding has 300 rows, and its tokenizer 301 ids"

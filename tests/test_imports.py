@@ -13,14 +13,15 @@ LAYERS = """
 errors | sandbox.jail | bass_kernels
 sandbox | system
 io config
-model
+models
+formats
+tensor_parallel
 engine
-drafting | lengths
-profiling
-footprint pair_files plan
-build intake endings unfinished conductor scheduler library manifest
+drafts
+lengths
+run
 cluster
-drawing generation ray
+generation ray
 bench | eval | distill
 cli __main__
 """

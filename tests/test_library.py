@@ -21,7 +21,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 import bass_cli
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "generate.py"
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +251,7 @@ def test_importing_it_costs_nothing() -> None:
 def test_a_run_imports_no_compiler_and_no_transformers() -> None:
     """Each takes seconds, which every command would wait for; Triton's kernels included."""
     code = (
-        "import sys, pathlib, importlib, bass_kernels, bass_cli.scheduler\n"
+        "import sys, pathlib, importlib, bass_kernels, bass_cli.run.engine\n"
         "for file in pathlib.Path(bass_kernels.__file__).parent.glob('*.py'):\n"
         "    importlib.import_module(f'bass_kernels.{file.stem}')\n"
         "print({'torch._dynamo', 'sympy', 'transformers', 'triton'} & set(sys.modules))"

@@ -17,22 +17,22 @@ from checkpoints import write_mask
 from test_kv_cache import store
 from typer.testing import CliRunner
 
-from bass_cli.build import build
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import beyond
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import MachineError
-from bass_cli.footprint import Each, Footprint, Need, footprint
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
-from bass_cli.library import generate
-from bass_cli.manifest import describe
-from bass_cli.model.runner import Runner
-from bass_cli.model.spec import Norm, Rope, Spec
-from bass_cli.plan import make_plan
+from bass_cli.models.runner import Runner
+from bass_cli.models.spec import Norm, Rope, Spec
+from bass_cli.run.build import build
+from bass_cli.run.generate import generate
+from bass_cli.run.manifest import describe
+from bass_cli.run.memory import Each, Footprint, Need, footprint
+from bass_cli.run.plan import make_plan
+from bass_cli.run.scheduler import Unfinished
 from bass_cli.system.host import HostMemory, host_memory, is_refused_memory
-from bass_cli.unfinished import Unfinished
 
 CPU = torch.device("cpu")
 CONTEXT = 256
@@ -225,7 +225,7 @@ def test_spans_end_with_the_context(place: Path) -> None:
 def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_does(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     longest = "the cat number 0 sat"
     found = make_plan(job(batch_size=6, max_new_tokens=100), longest_prompt=longest).footprint
     free(monkeypatch, int(found.bytes(6, 100) / 0.95) + 1000)
@@ -442,7 +442,7 @@ def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(
         raise RuntimeError("CUDA error: out of memory")
 
     need = make_plan(job(batch_size=4, max_new_tokens=40)).need
-    monkeypatch.setattr("bass_cli.footprint.free_memory", refuse)
+    monkeypatch.setattr("bass_cli.run.memory.free_memory", refuse)
     with (
         pytest.raises(MachineError, match=r"--batch-size 2, or --max-new-tokens 20$"),
         need.explained(),
@@ -465,10 +465,10 @@ def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(
     # bytes of a position, keys and values of two layers
     each = cache.prompt_keys[0][:, :1].numel() * 4 * 4
     have = cache.positions
-    monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * have)
+    monkeypatch.setattr("bass_cli.models.kv_cache.free_memory", lambda device: each * have)
     cache.reserve(500)
     assert cache.positions == 1408, "by whole units of what is needed, where twice is not there"
-    monkeypatch.setattr("bass_cli.model.kv_cache.free_memory", lambda device: each * 100)
+    monkeypatch.setattr("bass_cli.models.kv_cache.free_memory", lambda device: each * 100)
     before = cache.bytes()
     with pytest.raises(MemoryError, match="prompts need 2400 positions"):
         cache.reserve(1000)

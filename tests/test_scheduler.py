@@ -9,11 +9,10 @@ import pytest
 import torch
 from toys import Markov, loop_for
 
-from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Sampling
 from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.unfinished import Unfinished
+from bass_cli.run.scheduler import Conductor, Unfinished
 
 VOCAB, EOS = 12, 11
 

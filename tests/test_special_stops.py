@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from bass_cli import Job, Pair, Sampling, Speculation, UserError, generate
 from bass_cli.cli.commands import app
-from bass_cli.model.continuation import special_stops
-from bass_cli.model.tokenizer import Tokenizer as BassTokenizer
+from bass_cli.formats.continuation import special_stops
+from bass_cli.formats.tokenizer import Tokenizer as BassTokenizer
 
 END, CALL, VOCAB = "<|im_end|>", "<call>", 301  # a special token, an added one that is ordinary
 
@@ -158,7 +158,7 @@ def test_wherever_a_stop_is_given_it_is_refused_before_the_weights_are_read(
     command += ["--stop", bad] * (place == "flag")
     if place == "environment":
         monkeypatch.setenv("BASS_STOP", json.dumps([bad]))
-    monkeypatch.setattr("bass_cli.scheduler.load_models", None)  # its call would fail
+    monkeypatch.setattr("bass_cli.run.engine.load_models", None)  # its call would fail
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "<|im_end|>" in done.output
@@ -166,8 +166,8 @@ def test_wherever_a_stop_is_given_it_is_refused_before_the_weights_are_read(
 
 def test_ordinary_tokens_that_spell_a_special_one_stop_too(model: Path) -> None:
     """Such text is a sample's own: models that were not trained on a template write it."""
-    from bass_cli.endings import Watch
-    from bass_cli.model.continuation import Continuation
+    from bass_cli.formats.continuation import Continuation
+    from bass_cli.run.scheduler import Watch
 
     tokenizer = BassTokenizer.load(model)
     spelled = [tokenizer.encode_part(letter)[0] for letter in f"hi{END}"]
@@ -219,7 +219,7 @@ def test_a_special_token_beyond_the_models_vocabulary_is_refused(
 def test_rivals_are_given_the_same_ends(model: Path) -> None:
     """They get token ids, so a stop that is a special token is one of their ends too."""
     from bass_cli.bench.jobs import _order
-    from bass_cli.plan import make_plan
+    from bass_cli.run.plan import make_plan
 
     sampling = Sampling(stop=[END, "x"], max_new_tokens=4)
     pair = Pair(name="tiny", target=str(model), draft="none")

@@ -22,19 +22,18 @@ from killed import follower_of, is_alive, kill_in_two_parts, stop_in_two_parts
 from torch import Tensor
 from typer.testing import CliRunner
 
-from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.cli.commands import app
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
 from bass_cli.engine.batch import Change, Row
 from bass_cli.engine.loop import Loop, Members
 from bass_cli.errors import MachineError, UserError
-from bass_cli.library import generate
-from bass_cli.model import led_graphs
-from bass_cli.model.leader import Followers
-from bass_cli.model.partition import Share
-from bass_cli.model.ranks import _store
-from bass_cli.model.weights import size_of
-from bass_cli.plan import Plan, make_plan
+from bass_cli.formats.weights import size_of
+from bass_cli.models.ranks import Share, _store
+from bass_cli.run.build import Models, build, load_draft, load_models
+from bass_cli.run.generate import generate
+from bass_cli.run.plan import Plan, make_plan
+from bass_cli.tensor_parallel import led_graphs
+from bass_cli.tensor_parallel.leader import Followers
 
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]
 OPTIONS = ["--pair", "pair.yaml", "--n", "2", "--max-new-tokens", "20", "--temperature", "1.5",
@@ -208,7 +207,7 @@ def test_halves_that_are_told_graphs_draw_the_tokens_of_the_whole(
     expected = drawn(plan_of(draft, coupling, length, tokens=40))
     assert models.followers is not None
     graphs = LedFakes(models.followers, monkeypatch)
-    monkeypatch.setattr("bass_cli.build.Graphs", lambda device, **given: graphs)
+    monkeypatch.setattr("bass_cli.run.build.Graphs", lambda device, **given: graphs)
     found = drawn(plan, models)
     assert {key: one.token_ids for key, one in found.items()} == {
         key: one.token_ids for key, one in expected.items()
@@ -222,7 +221,7 @@ def test_rows_grow_and_are_put_back_alike(
     halves: tuple[Models, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each process copies its part of the keys, of the same rows at the same time."""
-    monkeypatch.setattr("bass_cli.plan._PIECE", 14)
+    monkeypatch.setattr("bass_cli.run.plan._PIECE", 14)
     copied, put_back, grow, follow = [0], [0], Loop.grow, Members._follow
 
     def watched_grow(loop: Loop) -> list[Row]:
@@ -403,8 +402,8 @@ def test_too_few_devices_are_said_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("bass_cli.plan.device_of", lambda wanted: torch.device("cuda"))
-    monkeypatch.setattr("bass_cli.plan.wake", lambda device: None)
+    monkeypatch.setattr("bass_cli.run.plan.device_of", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr("bass_cli.run.plan.wake", lambda device: None)
     with pytest.raises(MachineError, match="--tensor-parallel 2: this process sees 1 GPUs"):
         plan_of(ranks=2)
 

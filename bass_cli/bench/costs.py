@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.figures import Run
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.head_config import HeadSpec, head_parameters
-from bass_cli.model.spec import parameters
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.spec import HeadSpec, head_parameters, parameters
 
 _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 
@@ -60,12 +59,12 @@ def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
     spec = decoder.spec
     of_layer = parameters(spec) if head is None else head_parameters(head)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
-    taps = 0 if head is None else len(head.taps)
+    aux_layers = 0 if head is None else len(head.aux_layers)
     known = min(decoder.vocab, spec.vocab)  # of a split one a part
     if head is not None and head.ids is not None:
         known = len(head.ids)
     return Cost(
-        body + taps * spec.width**2,
+        body + aux_layers * spec.width**2,
         known * spec.width,
         decoder.dtype.itemsize,
         2 * spec.kv_heads * spec.head_size,

@@ -34,7 +34,7 @@ from bass_cli.engine.simulated_acceptance import Rate
 from bass_cli.errors import MachineError
 from bass_cli.io.progress import clock
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.plan import Plan, device_of
+from bass_cli.run.plan import Plan, device_of
 
 _ROUNDS = 4  # before parts are timed
 

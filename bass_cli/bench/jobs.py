@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from bass_cli.errors import MachineError, UserError
-from bass_cli.intake import Intake, Task
 from bass_cli.io.prompts import Prompt
-from bass_cli.plan import Plan
+from bass_cli.run.plan import Plan
+from bass_cli.run.scheduler import RequestReader, Task
 
 _POLL = 0.2  # seconds between two looks at a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
@@ -63,7 +63,7 @@ def measure(
     to be drawn by actors, none if it is not to be; `rivals`: those installed. Each repeat runs
     every engine once. UserError for a prompt that cannot be run, MachineError where a process
     fails, with its last words."""
-    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     tasks = [_taken(intake, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -176,7 +176,7 @@ def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
     }
 
 
-def _taken(intake: Intake, prompt: Prompt) -> Task:
+def _taken(intake: RequestReader, prompt: Prompt) -> Task:
     """The prompt's task; UserError with its place where it cannot be run."""
     try:
         return intake.take(prompt, (), now=0.0)

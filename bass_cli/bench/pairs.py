@@ -19,24 +19,23 @@ import torch
 from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import AT_ONCE, HEADS, count_parameters, head_of, spec_of
 from bass_cli.bench.weights import random_part, random_weights
-from bass_cli.build import graphs_for, load_models, runner_for
-from bass_cli.drafting.factory import SHARPER, NoDrafter, make_drafter
+from bass_cli.drafts.factory import SHARPER, NoDrafter, make_drafter
 from bass_cli.engine.batch import Batch, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.simulated_acceptance import Rate
-from bass_cli.footprint import Need, footprint
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.chain_head import Head, make_head
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.follower import Source
-from bass_cli.model.head_config import HeadSpec, head_parameters
-from bass_cli.model.leader import Followers, Part
-from bass_cli.model.partition import Share
-from bass_cli.model.spec import Spec
-from bass_cli.pair_files import check_split
-from bass_cli.plan import DTYPES, Plan, device_of, make_plan
+from bass_cli.models.chain_head import Head, make_head
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.ranks import Share
+from bass_cli.models.spec import HeadSpec, Spec, head_parameters
+from bass_cli.run.build import graphs_for, load_models, runner_for
+from bass_cli.run.memory import Need, footprint
+from bass_cli.run.pair import check_split
+from bass_cli.run.plan import DTYPES, Plan, device_of, make_plan
+from bass_cli.tensor_parallel.follower import Source
+from bass_cli.tensor_parallel.leader import Followers, Part
 
 _OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
 KINDS = {

@@ -22,7 +22,7 @@ from bass_cli.engine.graphs import Shape, synchronise
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sizes import bucket
 from bass_cli.engine.verify import judge
-from bass_cli.model.capture import Capture, capture
+from bass_cli.models.capture import Capture, capture
 
 _CALLS, _REPLAYS = 5, 50
 

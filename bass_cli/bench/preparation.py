@@ -23,10 +23,10 @@ from bass_cli.config.job import CONTROLLERS
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.lengths.controllers import Fixed, make_lengths
-from bass_cli.lengths.round_cost import Surface
-from bass_cli.plan import Plan
-from bass_cli.profiling.measure import LIMITS
-from bass_cli.profiling.measure import measure as profile
+from bass_cli.lengths.costs import Surface
+from bass_cli.run.plan import Plan
+from bass_cli.run.profile import LIMITS
+from bass_cli.run.profile import measure as profile
 
 _WARM_TOKENS, _GATE_TOKENS, _GATE_ROWS = 8, 16, 4
 Note = Callable[[str], None]

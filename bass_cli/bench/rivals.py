@@ -21,7 +21,7 @@ from bass_cli.bench.figures import Latency
 from bass_cli.bench.settings import Settings
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import synchronise
-from bass_cli.plan import Plan
+from bass_cli.run.plan import Plan
 
 Generate = Callable[[Sequence[Row], int], None]  # generate this many tokens for each of these rows
 

@@ -15,9 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from bass_cli.errors import UserError, nearest
-from bass_cli.model.head_config import HeadSpec
-from bass_cli.model.hf_config import llama3_factors
-from bass_cli.model.spec import Norm, Rope, Spec, parameters
+from bass_cli.formats.hf_config import llama3_factors
+from bass_cli.models.spec import HeadSpec, Norm, Rope, Spec, parameters
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 
@@ -146,21 +145,21 @@ def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -
 
 
 def _head(
-    target: Spec, *, layers: int, taps: tuple[int, ...], block: int, first: int, rank: int = 0
+    target: Spec, *, layers: int, aux_layers: tuple[int, ...], block: int, first: int, rank: int = 0
 ) -> HeadSpec:
     """Layers like the target's, with norms of queries and keys; its last id is the mask."""
     norm = target.norm._replace(qk=True)
     body = replace(target, layers=layers, windows=(0,) * layers, norm=norm, tied=False)
     kind = "dspark" if rank else "dflash"
-    return HeadSpec(kind, body, taps, block, first, target.vocab - 1, rank)
+    return HeadSpec(kind, body, aux_layers, block, first, target.vocab - 1, rank)
 
 
-def _chain(target: Spec, *, taps: tuple[int, ...], vocab: int) -> HeadSpec:
+def _chain(target: Spec, *, aux_layers: tuple[int, ...], vocab: int) -> HeadSpec:
     """A layer like the target's without norms of queries and keys, over every other token of it
     as far as `vocab` goes."""
     norm = target.norm._replace(qk=False)
     body = replace(target, layers=1, windows=(0,), norm=norm, tied=False)
-    return HeadSpec("eagle3", body, taps, heads=True, ids=tuple(range(0, 2 * vocab, 2)))
+    return HeadSpec("eagle3", body, aux_layers, heads=True, ids=tuple(range(0, 2 * vocab, 2)))
 
 
 # those that draft all in one pass; the last id stands for their mask token
@@ -234,9 +233,12 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
 _TAPS = (1, 9, 17, 25, 33)
 # drafters that read hidden states: of which shape, and how they are made for it
 HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
-    "dspark-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=7, first=0, rank=256)),
-    "dflash-8b": ("qwen3-8b", partial(_head, layers=5, taps=_TAPS, block=16, first=1)),
-    "eagle3-8b": ("qwen3-8b", partial(_chain, taps=(1, 17, 32), vocab=32000)),
-    "eagle3-tiny": ("tiny", partial(_chain, taps=(0, 1, 2), vocab=150)),
-    "dspark-tiny": ("tiny", partial(_head, layers=2, taps=(0, 2), block=7, first=0, rank=8)),
+    "dspark-8b": (
+        "qwen3-8b",
+        partial(_head, layers=5, aux_layers=_TAPS, block=7, first=0, rank=256),
+    ),
+    "dflash-8b": ("qwen3-8b", partial(_head, layers=5, aux_layers=_TAPS, block=16, first=1)),
+    "eagle3-8b": ("qwen3-8b", partial(_chain, aux_layers=(1, 17, 32), vocab=32000)),
+    "eagle3-tiny": ("tiny", partial(_chain, aux_layers=(0, 1, 2), vocab=150)),
+    "dspark-tiny": ("tiny", partial(_head, layers=2, aux_layers=(0, 2), block=7, first=0, rank=8)),
 }

@@ -1,5 +1,5 @@
 """What the rows of a bench begin with: prompts of unequal length, as token ids. Random ids for
-random weights, a file's prompts as they are, or the passages of profiling/texts.py: joined, or as
+random weights, a file's prompts as they are, or the passages of run/profile.py: joined, or as
 questions (chat) and as texts to give back with small changes (editing).
 """
 
@@ -11,10 +11,10 @@ from bass_cli.bench.settings import Settings
 from bass_cli.bench.shapes import spec_of
 from bass_cli.engine.batch import Row
 from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.prompts import Prompt, open_source, read_prompts
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.plan import Plan
-from bass_cli.profiling.texts import PASSAGES, joined
+from bass_cli.run.plan import Plan
+from bass_cli.run.profile import PASSAGES, joined
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
 _QUESTIONS = (

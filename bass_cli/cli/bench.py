@@ -16,7 +16,7 @@ from bass_cli.io import charts, terminal
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
 from bass_cli.io.prompts import check_prompts, open_prompts, open_source, read_prompts
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 _OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_document", "quiet"}
 
@@ -30,7 +30,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     for name in OF_A_JOB:
         if getattr(args, name) not in (None, []):
             raise UserError(f"{_flag(name)}: it needs --job FILE too")
-    settle(args.threads, screen.note)  # before the shapes of models load torch
+    configure_threads(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings
 
@@ -102,7 +102,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
 
     rivals, repeats = chosen_rivals(args.rivals), count(args.repeats, "repeats", 3)
 
-    from bass_cli.plan import make_plan
+    from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)
     plan = make_plan(job, longest_prompt=checked.longest, prompts=checked.count)

@@ -33,12 +33,12 @@ from bass_cli.system.host import (
     is_writable,
     temporary_folder,
 )
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
     import torch
 
-    from bass_cli.plan import Plan
+    from bass_cli.run.plan import Plan
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "gguf", "datasets")
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -97,7 +97,7 @@ def _describe_pair(
     reasons += [f"{roles}: {place}" for place, roles in missing.items()]
     plan = None
     if not reasons:
-        from bass_cli.plan import make_plan
+        from bass_cli.run.plan import make_plan
 
         try:
             plan = make_plan(make_job(pair, JobArgs(tensor_parallel=ranks)))
@@ -178,7 +178,7 @@ def available_memory() -> dict[str, Any]:
 def describe_machine(args: DoctorArgs) -> dict[str, Any]:
     """What `bass doctor` shows, ready for JSON."""
     chosen = _chosen(args)
-    settled = settle(args.threads, lambda note: None)
+    settled = configure_threads(args.threads, lambda note: None)
     import torch
 
     memory, pairs = available_memory(), describe_pairs()

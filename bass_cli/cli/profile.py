@@ -1,6 +1,6 @@
 """`bass profile`: measure what rounds of a pair cost on this device and keep it.
 
-Nothing heavy is imported before the command runs. Not here: the measuring (measure.py).
+Nothing heavy is imported before the command runs. Not here: the measuring (profile.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bass_cli.io.console import Screen
 
 if TYPE_CHECKING:
     from bass_cli.config.job import Job
-    from bass_cli.lengths.round_cost import Surface
-    from bass_cli.plan import Plan
+    from bass_cli.lengths.costs import Surface
+    from bass_cli.run.plan import Plan
 
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
 RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
@@ -47,12 +47,12 @@ def profile(args: ProfileArgs) -> None:
 
 def _run(args: ProfileArgs, screen: Screen) -> None:
     from bass_cli.errors import UserError
-    from bass_cli.system.threads import settle
+    from bass_cli.system.threads import configure_threads
 
     job = make_profile_job(args)
-    settle(job.threads, screen.note)
+    configure_threads(job.threads, screen.note)
 
-    from bass_cli.plan import make_plan
+    from bass_cli.run.plan import make_plan
 
     screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
     plan = make_plan(job, options=("--batch-sizes", None), grows=False)
@@ -99,11 +99,10 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     import time
     from dataclasses import replace
 
-    from bass_cli.build import build
     from bass_cli.errors import MachineError
-    from bass_cli.lengths.store import save_surface
-    from bass_cli.profiling.measure import LIMITS, measure
-    from bass_cli.profiling.texts import joined
+    from bass_cli.lengths.profiles import save_surface
+    from bass_cli.run.build import build
+    from bass_cli.run.profile import LIMITS, joined, measure
 
     kind = plan.device.type
     rows = (
@@ -142,7 +141,7 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
 
 def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[str, Any]:
     """The table of best lengths; returns the document."""
-    from bass_cli.lengths.table import best_length
+    from bass_cli.lengths.controllers import best_length
 
     rates = sorted(
         {*RATES, *([round(surface.acceptance, 2)] if surface.acceptance is not None else [])}

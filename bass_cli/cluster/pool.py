@@ -2,7 +2,7 @@
 given out again where a worker is lost.
 
 Pure bookkeeping on one thread: it knows no process, no clock and no file. Not here: what a worker
-is (worker.py), who asks it (crew.py).
+is (worker.py), who asks it (worker_pool.py).
 """
 
 from __future__ import annotations

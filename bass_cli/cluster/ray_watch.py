@@ -2,7 +2,7 @@
 (GCS) or the driver's own node (raylet).
 
 Ray itself tries for a minute to reach the control store, inside calls that nothing interrupts, and
-then ends the process with a dump. Not here: actors that die (crew.py).
+then ends the process with a dump. Not here: actors that die (worker_pool.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A crew on Ray: actors on this machine or on a cluster, one a GPU, or on CPUs where there is none;
 and whatever else is to run in actors so.
 
-What is Ray's own stands here and in bass_cli/ray.py only, and nothing of it is imported before
-somebody asks for it. Not here: what actors are given and what becomes of their samples (crew.py,
-pool.py), what runs in them (worker.py).
+Only this file and bass_cli/ray.py use Ray, and they import it when it is needed. Not here: what
+actors are given and what becomes of their samples (worker_pool.py, pool.py), what runs in them
+(worker.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bass_cli.cluster.crew import Crew, Lost, Place
 from bass_cli.cluster.ray_watch import RayWatch
-from bass_cli.cluster.worker import Fault, Order, Worker
+from bass_cli.cluster.worker import Fault, JobSpec, Worker
+from bass_cli.cluster.worker_pool import Lost, Place, WorkerPool
 from bass_cli.config.args import DistillArgs, SampleArgs
 from bass_cli.config.job import Job
 from bass_cli.errors import MachineError, UserError
@@ -122,16 +122,16 @@ def crew_on_ray(
     prompts: int | None = None,
     longest: str = "",
     shard: Shard | None = None,
-) -> Iterator[Crew]:
-    """A crew for the cluster's job while it lasts; `source` to `shard`: see Order. At its end all
+) -> Iterator[WorkerPool]:
+    """A crew for the cluster's job while it lasts; `source` to `shard`: see JobSpec. At its end all
     actors are gone."""
     rooms, share = cluster.rooms, None
     if prompts is not None:
         share = math.ceil(prompts / max(len(rooms.places()), 1))
     screen.phase("starting the actors, checking the models")
-    order = Order(rooms.job, dict(source), share, longest, shard)
+    order = JobSpec(rooms.job, dict(source), share, longest, shard)
     with cluster.fleet(Worker, order) as fleet:
-        yield Crew(fleet, screen, n=rooms.job.n, alike=rooms.job.draws_one)
+        yield WorkerPool(fleet, screen, n=rooms.job.n, alike=rooms.job.draws_one)
 
 
 @contextlib.contextmanager

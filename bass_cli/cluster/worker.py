@@ -1,9 +1,8 @@
 """One process that draws: the whole engine with a batch of its own, fed with parts of a job, its
 samples fetched in bundles.
 
-It is a thin shell around the library's iterator of completions, and knows nothing of what carries
-its messages (rays.py), nor of the other workers (pool.py, crew.py). Nothing heavy is imported
-before it is told to prepare.
+A thin shell around the library's iterator of completions. Heavy imports come with the first
+message. Not here: how messages travel (rays.py), the other workers (pool.py, worker_pool.py).
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.shards import Shard
 from bass_cli.io.usage import Usage
-from bass_cli.manifest import Facts
-from bass_cli.system.threads import Company, settle
+from bass_cli.run.manifest import Facts
+from bass_cli.system.threads import CoreMonitor, configure_threads
 
 if TYPE_CHECKING:
     from bass_cli.engine.contracts import RoundResult
-    from bass_cli.plan import Plan
+    from bass_cli.run.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobSpec:
     """What every worker is told: the job, what identifies its prompts, how many of them it will
     have if all take the same share (None: nobody knows), the text of the longest, and which part
     of a larger job this one is."""
@@ -129,7 +128,7 @@ class Worker:
     """Draws parts of the job that the order is about, in a thread of its own. Its methods are
     called one after the other, and what they give back is data."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: JobSpec):
         self._order, self._feed = order, Feed()
         self._due: list[Completion] = []
         self._notes: list[str] = []
@@ -146,9 +145,9 @@ class Worker:
         try:
             import os
 
-            settle(self._order.job.threads, self._notes.append)
-            from bass_cli.manifest import facts_of
-            from bass_cli.plan import make_plan
+            configure_threads(self._order.job.threads, self._notes.append)
+            from bass_cli.run.manifest import facts_of
+            from bass_cli.run.plan import make_plan
 
             self._plan = make_plan(
                 self._order.job, longest_prompt=self._order.longest, prompts=self._order.prompts
@@ -189,14 +188,14 @@ class Worker:
     def _draw(self) -> None:
         assert self._plan is not None
         try:
-            from bass_cli.scheduler import generate
+            from bass_cli.run.engine import generate
 
             self._usage = Usage(self._rows, None, now=time.monotonic)
             for completion in generate(
                 self._plan,
                 self._feed,
                 done=self._feed,
-                on_round=self._on_round(Company(self._order.job.threads)),
+                on_round=self._on_round(CoreMonitor(self._order.job.threads)),
                 on_phase=self._on_phase,
                 on_note=self._notes.append,
             ):
@@ -210,7 +209,7 @@ class Worker:
                 self._fault = fault_of(error)
                 self._news.notify_all()
 
-    def _on_round(self, company: Company) -> Callable[[RoundResult], None]:
+    def _on_round(self, company: CoreMonitor) -> Callable[[RoundResult], None]:
         def on_round(done: RoundResult) -> None:
             company.look()
             with self._news:

@@ -20,7 +20,7 @@ from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.distill.corpus import FEWEST
 from bass_cli.distill.folder import config_of
-from bass_cli.distill.makers import Makers, makers_of
+from bass_cli.distill.makers import SampleBackend, makers_of
 from bass_cli.distill.prompts import Supply, own_beginnings
 from bass_cli.distill.report import table
 from bass_cli.distill.sampling import is_complete, usable
@@ -38,6 +38,7 @@ from bass_cli.distill.student import Source
 from bass_cli.distill.work import Places
 from bass_cli.engine.forecast import expected
 from bass_cli.errors import UserError
+from bass_cli.formats.weights import locate
 from bass_cli.generation import files_read
 from bass_cli.io.console import Screen
 from bass_cli.io.places import refuse_shared_files
@@ -45,9 +46,8 @@ from bass_cli.io.prompts import Prompt, open_prompts, read_prompts
 from bass_cli.io.reading import parse_object, read_bytes
 from bass_cli.io.resume import write_json
 from bass_cli.io.saving import remove_drafts, write_file
-from bass_cli.manifest import describe
-from bass_cli.model.weights import locate
-from bass_cli.plan import Plan
+from bass_cli.run.manifest import describe
+from bass_cli.run.plan import Plan
 
 _MOST_BYTES = 1 << 24  # of a settings file
 
@@ -70,7 +70,7 @@ def _make(
     pair: Pair,
     training: Training,
     places: Places,
-    makers: Makers,
+    makers: SampleBackend,
     screen: Screen,
 ) -> dict[str, Any]:
     """The folder with all that belongs there; returns the report."""

@@ -83,7 +83,7 @@ class _Own:
             weight.grad = None
 
 
-class Seat(NamedTuple):
+class RankInfo(NamedTuple):
     """Of a process in a group: its number, of how many, and where the first one waits for all.
     `beside`: how many of them its node has, itself included."""
 
@@ -103,7 +103,7 @@ class Store:
         )
         self.port: int = self._store.port
 
-    def join(self, seat: Seat, device: torch.device) -> Joined:
+    def join(self, seat: RankInfo, device: torch.device) -> Joined:
         """Be one of a group; all must come. Nothing leaves the host where all are on one."""
         host = "127.0.0.1" if seat.ranks == seat.beside else seat.host
         store = self._store

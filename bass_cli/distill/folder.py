@@ -1,6 +1,6 @@
 """A decoder's weights as a folder that transformers and everybody else reads: config.json,
-model.safetensors, the tokenizer's files. The way back from model/hf_config.py and
-model/weights.py, by the same tables.
+model.safetensors, the tokenizer's files. The way back from formats/hf_config.py and
+formats/weights.py, by the same tables.
 
 Not here: which weights these are (student.py).
 """
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from bass_cli.errors import UserError
+from bass_cli.formats.backends import saved
+from bass_cli.formats.hf_config import ACTIVATIONS, spec_of_config
+from bass_cli.formats.tokenizer_files import Settled
+from bass_cli.formats.weights import order_of
 from bass_cli.io.saving import write_file
-from bass_cli.model.backends import saved
-from bass_cli.model.families import FAMILIES, Slot, slots
-from bass_cli.model.hf_config import ACTIVATIONS, spec_of_config
-from bass_cli.model.spec import Rope, Spec, parameters
-from bass_cli.model.tokenizer_files import Settled
-from bass_cli.model.weights import order_of
+from bass_cli.models.families import FAMILIES, Slot, slots
+from bass_cli.models.spec import Rope, Spec, parameters
 
 WEIGHTS = "model.safetensors"
 _LLAMA3 = (8192, 1.0, 4.0)  # original context, low and high factor of all published Llama 3.x
@@ -159,7 +159,7 @@ def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 
 
 def _back(spec: Spec, slot: Slot, part: Tensor) -> Tensor:
-    """The transform of model/weights.py undone."""
+    """The transform of formats/weights.py undone."""
     if (order := order_of(spec, slot)) is not None:
         return part[order.to(part.device)].contiguous()
     if slot.how == "transpose" and part.dim() == 2:

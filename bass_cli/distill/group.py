@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from bass_cli.cluster.crew import LOOK, Lost, Place
 from bass_cli.cluster.worker import Fault
-from bass_cli.distill.exchange import Seat
+from bass_cli.cluster.worker_pool import LOOK, Lost, Place
+from bass_cli.distill.exchange import RankInfo
 from bass_cli.distill.rank import LOST, News, Present
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
@@ -40,7 +40,7 @@ class Fleet(Protocol):
     def start(self, place: Place) -> None:
         """Begin one there, as soon as there is room, and have it prepare."""
 
-    def ask(self, place: Place, seat: Seat | None, beat: float) -> None:
+    def ask(self, place: Place, seat: RankInfo | None, beat: float) -> None:
         """Have it exchange; what it answers is an event to come."""
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
@@ -173,13 +173,13 @@ class Group:
         return self._checkpoint.stat().st_mtime_ns if self._checkpoint.exists() else None
 
 
-def seats_of(ready: Mapping[Place, Present]) -> dict[Place, Seat]:
+def seats_of(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
     """Numbers for all: those of one node one after the other, this node's first, since what the
     first one writes is read here."""
     order = sorted(ready, key=lambda place: (ready[place].node != platform.node(),
                                              ready[place].host, str(place)))  # fmt: skip
     beside, first = Counter(one.host for one in ready.values()), ready[order[0]]
     return {
-        place: Seat(rank, len(order), first.host, first.port, beside[ready[place].host])
+        place: RankInfo(rank, len(order), first.host, first.port, beside[ready[place].host])
         for rank, place in enumerate(order)
     }

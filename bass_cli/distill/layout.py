@@ -1,4 +1,4 @@
-"""Where masks stand in a training window, and what they see: what a pass of drafting/parallel.py
+"""Where masks stand in a training window, and what they see: what a pass of drafts/parallel.py
 shows its model, for many anchors at once.
 
 An anchor is a token of a text behind which a draft is tried: masks follow it, see the text up to

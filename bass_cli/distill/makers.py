@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bass_cli.cluster.crew import Crew
 from bass_cli.cluster.rays import Cluster, Request, address_here, cluster_of, crew_on_ray
+from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.distill.group import Group
 from bass_cli.distill.prompts import Supply
-from bass_cli.distill.rank import Order, Rank
+from bass_cli.distill.rank import JobSpec, Rank
 from bass_cli.distill.sampling import OwnHand, draw
 from bass_cli.distill.settings import Training, check_memory
 from bass_cli.distill.student import Source
@@ -28,12 +28,12 @@ from bass_cli.distill.work import Places, Work
 from bass_cli.errors import UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
-from bass_cli.plan import Plan, make_plan, plan_of_others
+from bass_cli.run.plan import Plan, make_plan, plan_of_others
 from bass_cli.system.host import give_back_memory
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 
-class Makers(Protocol):
+class SampleBackend(Protocol):
     """Whoever makes a draft. `plan`: of the job that draws the samples."""
 
     plan: Plan
@@ -48,12 +48,12 @@ class Makers(Protocol):
         """What is left to do from samples to the draft's folder; returns the report."""
 
 
-class Here:
+class LocalBackend:
     """This process."""
 
     def __init__(self, job: Job, screen: Screen):
         self._screen = screen
-        settle(job.threads, screen.note)
+        configure_threads(job.threads, screen.note)
         screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
         self.plan = make_plan(job)
 
@@ -73,7 +73,7 @@ class Here:
         return document
 
 
-class Elsewhere:
+class RemoteBackend:
     """Actors; this process looks at files alone."""
 
     def __init__(self, args: DistillArgs, pair: Pair, cluster: Cluster, screen: Screen):
@@ -103,7 +103,7 @@ class Elsewhere:
                  results=results, screen=screen)  # fmt: skip
 
     def train(self, source: Source, training: Training, places: Places) -> dict[str, Any]:
-        order = Order(
+        order = JobSpec(
             replace(self._args, out=os.path.abspath(places.folder)),
             self._pair,
             self._cluster.rooms.job,
@@ -117,7 +117,7 @@ class Elsewhere:
 
 
 class _CrewsHand:
-    def __init__(self, crew: Crew):
+    def __init__(self, crew: WorkerPool):
         self._crew, self.line = crew, crew.line
 
     def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
@@ -127,10 +127,10 @@ class _CrewsHand:
 @contextlib.contextmanager
 def makers_of(
     args: DistillArgs, pair: Pair, job: Job, request: Request | None, screen: Screen
-) -> Iterator[Makers]:
+) -> Iterator[SampleBackend]:
     """Whoever the request asks; this process where there is none."""
     if request is None:
-        yield Here(job, screen)
+        yield LocalBackend(job, screen)
         return
     with cluster_of(request, job, screen) as cluster:
-        yield Elsewhere(args, pair, cluster, screen)
+        yield RemoteBackend(args, pair, cluster, screen)

@@ -1,7 +1,7 @@
-"""The decoder of model/decoder.py once more, in plain torch that gradients flow through: over
+"""The decoder of models/decoder.py once more, in plain torch that gradients flow through: over
 training windows, without a cache.
 
-Target and student run the same code, on the same weights as everywhere (model/weights.py). Not
+Target and student run the same code, on the same weights as everywhere (formats/weights.py). Not
 here: what sees what (layout.py), the head (loss.py).
 """
 
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import bass_kernels as ops
 from bass_cli.distill.layout import Windows
-from bass_cli.model.spec import Rope, Spec
+from bass_cli.models.spec import Rope, Spec
 
 Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
-from bass_cli.model.tokenizer import Tokenizer
 
 _MARK = "THE USER SAYS THIS"  # where a template puts what a user says
 TURN, ANSWER, TEXT, FILE = "turn", "answer", "text", "file"  # kinds of prompts; ids begin so

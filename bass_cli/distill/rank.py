@@ -24,18 +24,18 @@ from bass_cli.config.args import DistillArgs
 from bass_cli.config.job import Job, Pair
 from bass_cli.errors import UserError
 from bass_cli.io.progress import clock
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
-    from bass_cli.distill.exchange import Seat, Store
+    from bass_cli.distill.exchange import RankInfo, Store
     from bass_cli.distill.student import Source
-    from bass_cli.plan import Plan
+    from bass_cli.run.plan import Plan
 
 LOST = "peers"  # the kind of a Fault whose cause is another's end
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class JobSpec:
     """What all of them are told: the command's options, its pair and job, where it was given,
     `samples`: bytes of the file to learn from; `every`: seconds between checkpoints; `address`:
     asks for that of a process's node."""
@@ -71,7 +71,7 @@ class News(NamedTuple):
 class Rank:
     """Its methods are called one after the other, and what they give back is data."""
 
-    def __init__(self, order: Order):
+    def __init__(self, order: JobSpec):
         self._order, self._relay = order, Relay()
         self._news = threading.Condition()
         self._found: tuple[Plan, Source, Store] | None = None
@@ -84,10 +84,10 @@ class Rank:
         try:
             with contextlib.suppress(OSError):  # paths of the command may be relative to it
                 os.chdir(order.folder)
-            settle(order.job.threads, self._relay.note)
+            configure_threads(order.job.threads, self._relay.note)
             from bass_cli.distill.exchange import Store
             from bass_cli.distill.settings import check_memory, find_source, training_of
-            from bass_cli.plan import make_plan
+            from bass_cli.run.plan import make_plan
 
             self._check_folder()
             plan = make_plan(order.job)
@@ -98,7 +98,7 @@ class Rank:
         except Exception as error:
             return fault_of(error)
 
-    def exchange(self, seat: Seat | None, beat: float) -> News:
+    def exchange(self, seat: RankInfo | None, beat: float) -> News:
         """Begin, with a seat; how it is after `beat` seconds, or as soon as it is over."""
         if seat is not None:
             thread = threading.Thread(target=self._work, args=(seat,), daemon=True, name="training")
@@ -118,7 +118,7 @@ class Rank:
                 "on several nodes need a folder that all of them share"
             )
 
-    def _work(self, seat: Seat) -> None:
+    def _work(self, seat: RankInfo) -> None:
         from bass_cli.distill.exchange import PeerLostError
 
         try:
@@ -131,7 +131,7 @@ class Rank:
             self._document, self._fault = document, fault
             self._news.notify_all()
 
-    def _train(self, seat: Seat) -> dict[str, Any]:
+    def _train(self, seat: RankInfo) -> dict[str, Any]:
         from bass_cli.distill.settings import training_of
         from bass_cli.distill.work import Places, Work
 

@@ -16,15 +16,15 @@ from typing import Any, Protocol
 from bass_cli.distill.corpus import Text
 from bass_cli.distill.prompts import ANSWER, FILE, TURN, Supply
 from bass_cli.errors import MachineError, UserError
-from bass_cli.intake import Intake
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.reading import parse_object
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import read_manifest
-from bass_cli.library import generate
-from bass_cli.plan import Plan
+from bass_cli.run.generate import generate
+from bass_cli.run.plan import Plan
+from bass_cli.run.scheduler import RequestReader
 
 ENOUGH = 0.98  # of the tokens that were asked for: how long samples get is only expected
 _TRIES = 4  # passes over the prompts until there are enough, where samples got shorter on the way
@@ -147,7 +147,7 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
     """Those of a file that the target can run; UserError if it can run none."""
-    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     found, faults = list[Prompt](), list[str]()
     for prompt in prompts:
         try:
@@ -164,7 +164,7 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
     """Every sample with its prompt before it, as the target saw them."""
-    intake = Intake(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
+    intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     prompts: dict[str, list[int]] = {}
     found = []
     for one in lines_of(path):

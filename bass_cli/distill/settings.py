@@ -21,10 +21,10 @@ from bass_cli.distill.layout import Layout, thinned
 from bass_cli.distill.loss import ELEMENTS
 from bass_cli.distill.student import Source, source_of
 from bass_cli.errors import MachineError, UserError
-from bass_cli.model.spec import Spec, parameters
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.pair_files import open_files
-from bass_cli.plan import Plan
+from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.models.spec import Spec, parameters
+from bass_cli.run.pair import open_files
+from bass_cli.run.plan import Plan
 from bass_cli.system.host import free_memory, gigabytes
 
 _TOKENS = {"cpu": 50_000, "cuda": 10_000_000}

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from bass_cli.distill.loss import Head
 from bass_cli.errors import UserError
-from bass_cli.model.checkpoint import Checkpoint
-from bass_cli.model.spec import Spec, parameters
-from bass_cli.model.weights import load
+from bass_cli.formats.checkpoint import Checkpoint
+from bass_cli.formats.weights import load
+from bass_cli.models.spec import Spec, parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from bass_cli.distill.network import cast, run
 from bass_cli.distill.student import head_of, trainable
 from bass_cli.errors import MachineError
 from bass_cli.io.saving import replace_file
-from bass_cli.model.spec import Spec
+from bass_cli.models.spec import Spec
 
 WARM_UP = 0.04  # of the training, in which the rate rises
 _LEAST = 0.05  # of the rate, at the end

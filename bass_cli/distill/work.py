@@ -26,10 +26,10 @@ from bass_cli.distill.settings import PASSES, Training, windows_at_once
 from bass_cli.distill.student import Source, student_weights
 from bass_cli.distill.trainer import SECONDS, Goal, Model, Progress, Trainer
 from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.formats.weights import load
 from bass_cli.io.progress import Estimate, clock
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.model.weights import load
-from bass_cli.plan import Plan
+from bass_cli.run.plan import Plan
 from bass_cli.system.host import free_memory
 
 _LOOK = 60.0  # seconds of training between two looks at held-out texts

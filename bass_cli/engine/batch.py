@@ -2,7 +2,7 @@
 the host knows.
 
 Rows are dense: 0 to len(batch) - 1 are live; those that end are replaced by new ones or by the
-last ones. Not here: keys and values (model/kv_cache.py), when a row ends (conductor.py).
+last ones. Not here: keys and values (models/kv_cache.py), when a row ends (scheduler.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import bass_kernels as ops
 from bass_cli.engine.host_state import LENGTH, LIMIT, PROMPT, HostState, Row
 from bass_cli.engine.sampling_params import Columns, SamplingParams, noise_key, params_of
 from bass_cli.engine.sizes import WIDTHS, cover
-from bass_cli.model.slabs import Change, Copied, Pieces, Sender, Slabs
+from bass_cli.models.block_allocator import Change, Copied, Pieces, Sender, Slabs
 
 __all__ = ["Batch", "Change", "Row", "beyond"]
 

@@ -171,7 +171,7 @@ class FollowsRows(Protocol):
 
 
 class Target(FollowsRows, Protocol):
-    """The model that is sampled (model/runner.py), or a known distribution in a test. It keeps a
+    """The model that is sampled (models/runner.py), or a known distribution in a test. It keeps a
     cache per row."""
 
     def open(self, key: str, tokens: Sequence[int], in_time: InTime | None = None) -> bool:

@@ -3,7 +3,7 @@ padded batch.
 
 `Graphs` holds captured functions by key, `GraphPolicy` decides what is captured and what serves
 instead, `Captured` runs the rounds of one loop by both. Off CUDA everything is simply called.
-Not here: what is in a round (round.py), CUDA itself (model/capture.py).
+Not here: what is in a round (round.py), CUDA itself (models/capture.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter
 from bass_cli.engine.sizes import WIDTHS, bucket, cover, step_down
-from bass_cli.model.capture import Capture, Graph, capture
+from bass_cli.models.capture import Capture, Graph, capture
 from bass_kernels import has_triton
 
 
@@ -139,7 +139,7 @@ class Graphs:
 # an H200, 18 of the 1.5B and 7 of the 7B.
 _CAPTURE = 15.0
 _FEW = 3  # rounds left for which it is not worth capturing anything
-# What a round costs where nobody measured, in plain passes on the device; lengths/round_cost.py too
+# What a round costs where nobody measured, in plain passes on the device; lengths/costs.py too
 # begins from this.
 STEP = 0.2  # of a draft step
 ARITHMETIC = 300.0  # tokens of a pass whose arithmetic takes as long as reading the weights

@@ -1,7 +1,7 @@
 """What the host knows of rows: columns by place, so that a round is taken in by a few operations
 on all of them, and nothing is done for a single row until somebody asks for it.
 
-Not here: which rows are live, and the device (batch.py); what ends one (conductor.py).
+Not here: which rows are live, and the device (batch.py); what ends one (scheduler.py).
 """
 
 from __future__ import annotations

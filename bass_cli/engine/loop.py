@@ -3,7 +3,7 @@
 `Members` keeps batch, target and drafter in step as rows come and go. `InFlightRound` is a round
 that was launched, `AheadPolicy` decides whether launching before the last result pays
 (asynchronous scheduling), and `Loop` ties them together. Not here: what a round does (round.py),
-which samples get rows and when they end (conductor.py).
+which samples get rows and when they end (scheduler.py).
 """
 
 from __future__ import annotations

@@ -18,13 +18,15 @@ from bass_cli.cluster.rays import read_request
 from bass_cli.config.args import EvaluateArgs, job_args
 from bass_cli.config.fields import parse_duration
 from bass_cli.config.job import Job
-from bass_cli.drawing import Drawing, Here, drawing_of
 from bass_cli.errors import UserError
 from bass_cli.eval import scoring
 from bass_cli.eval.judging import check_verdicts, verdicts_path
 from bass_cli.eval.tasks import Problem, PromptFormat, Task, load_task, prompt_format, shape_prompt
 from bass_cli.generation import (
+    Drawing,
+    LocalBackend,
     check_name,
+    drawing_of,
     files_read,
     files_written,
     read_job,
@@ -38,11 +40,11 @@ from bass_cli.io.console import Screen
 from bass_cli.io.places import Named, is_stream, refuse_shared_files
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.results import open_output
-from bass_cli.manifest import Facts, facts_of
+from bass_cli.run.manifest import Facts, facts_of
 
 if TYPE_CHECKING:
     from bass_cli.engine.loop import Loop
-    from bass_cli.plan import Plan
+    from bass_cli.run.plan import Plan
 
 
 class Scoring(NamedTuple):
@@ -134,7 +136,7 @@ class Evaluation:
         """The plan of the job, for every file that is to come of it; says once what may
         surprise. `options`: see Plan. MachineError where its programs could not be run
         afterwards."""
-        from bass_cli.plan import make_plan
+        from bass_cli.run.plan import make_plan
 
         self._check_sandbox()
         self._screen.phase(
@@ -173,7 +175,7 @@ class Evaluation:
 
     def drawing(self, plan: Plan, loop: Callable[[], Loop]) -> Drawing:
         """This process draws the plan's job, with what `loop` gives."""
-        return Here(plan, self.facts(plan), self._screen, loop)
+        return LocalBackend(plan, self.facts(plan), self._screen, loop)
 
     def generate(self, drawing: Drawing, out: str, n: int) -> None:
         """Samples 0 to n - 1 of all prompts to `out`."""

@@ -13,7 +13,7 @@ from bass_cli.eval.data import Fields, read_problems
 from bass_cli.eval.naming import names_of, whole, with_imports
 from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text
-from bass_cli.sandbox.jail.order import Checked
+from bass_cli.sandbox.jail.job_spec import Checked
 
 _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), text)
 

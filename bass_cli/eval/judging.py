@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, Protocol, cast
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.places import check_place, refuse_foreign
 from bass_cli.io.reading import finite, parse_object, text, whole
-from bass_cli.sandbox.jail.order import Program
+from bass_cli.sandbox.jail.job_spec import Program
 
 _BEGINNING = b'{"task_id": '  # of every verdict
 DETAIL = 300  # characters kept of what a program said: enough for the last line of a traceback

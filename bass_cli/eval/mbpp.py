@@ -14,7 +14,7 @@ from bass_cli.eval.data import Fields, identity, read_problems
 from bass_cli.eval.naming import modules_of, names_of, with_imports
 from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text, texts
-from bass_cli.sandbox.jail.order import Checked
+from bass_cli.sandbox.jail.job_spec import Checked
 
 _DATA = "hf:google-research-datasets/mbpp:full:test"
 _FIELDS: Fields = {"task_id": identity, "test_list": texts}

@@ -37,7 +37,7 @@ from bass_cli.io.resume import write_json
 
 if TYPE_CHECKING:
     from bass_cli.eval.tasks import Task
-    from bass_cli.sandbox.jail.order import Program
+    from bass_cli.sandbox.jail.job_spec import Program
     from bass_cli.sandbox.programs import Isolation, Limits
 
 _REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by

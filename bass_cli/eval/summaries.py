@@ -13,7 +13,7 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.eval.data import Fields, identity, read_problems
 from bass_cli.eval.tasks import Answer, Defaults, Problem
 from bass_cli.io.reading import text
-from bass_cli.sandbox.jail.order import Program
+from bass_cli.sandbox.jail.job_spec import Program
 
 _DATA = "hf:EdinburghNLP/xsum:test"
 _FIELDS: Fields = {"document": text, "summary": text, "id": identity}

@@ -22,12 +22,12 @@ from bass_cli.eval.scoring import check_report
 from bass_cli.io import charts
 from bass_cli.io.console import Screen
 from bass_cli.io.resume import write_json
-from bass_cli.system.threads import settle
+from bass_cli.system.threads import configure_threads
 
 if TYPE_CHECKING:
-    from bass_cli.build import Models
     from bass_cli.engine.loop import Loop
-    from bass_cli.plan import Plan
+    from bass_cli.run.build import Models
+    from bass_cli.run.plan import Plan
 
 METHODS = ("plain", "single", "batched")
 
@@ -55,7 +55,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
     check_report(document_path, evaluation.out, overwrite=args.overwrite, sweep=True)
     for out in samples:
         evaluation.check_places(out)
-    settle(evaluation.job.threads, screen.note)
+    configure_threads(evaluation.job.threads, screen.note)
 
     # the methods say how many of them are drawn at once
     plan = evaluation.plan(options=("--n", "--max-new-tokens"))
@@ -116,7 +116,7 @@ def _generate(
 ) -> dict[tuple[str, float], str]:
     """The file of every method and budget. Which samples there are is the same for all of them,
     but for rounding: the seed fixes them."""
-    from bass_cli.build import load_models
+    from bass_cli.run.build import load_models
 
     @functools.cache  # not before something is missing in a file
     def models() -> Models:
@@ -144,7 +144,7 @@ def _generate(
 
 def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method: str) -> Loop:
     """A loop for all budgets of a method, as fast from the first prompt on as later."""
-    from bass_cli.build import WARMING, build, warm_up
+    from bass_cli.run.build import WARMING, build, warm_up
 
     loop = build(plan, models())
     screen.phase(f"{method}: {WARMING[plan.device.type]}")
@@ -155,7 +155,7 @@ def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method:
 def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
     """The loop, with a controller that has seen nothing of other budgets. MachineError where
     memory runs out."""
-    from bass_cli.build import lengths_for
+    from bass_cli.run.build import lengths_for
 
     with plan.need.explained():
         found = loop()

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.eval.answers import code_in as code_in
-from bass_cli.sandbox.jail.order import Program
+from bass_cli.sandbox.jail.job_spec import Program
 
 TASKS = ("humaneval", "mbpp", "xsum")
 PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]

@@ -1,7 +1,7 @@
 """Entries of the user's cache: read only if nobody else can have written them.
 
-Not here: which folder that is (system/host.py), what is in an entry (model/tokenizer_files.py,
-lengths/store.py).
+Not here: which folder that is (system/host.py), what is in an entry (formats/tokenizer_files.py,
+lengths/profiles.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What it means when the Hugging Face hub does not give something: one sentence on the cause, one
 on the remedy.
 
-Not here: asking it, for models (model/sources.py) and for data sets (io/readers.py).
+Not here: asking it, for models (formats/sources.py) and for data sets (io/readers.py).
 """
 
 from __future__ import annotations

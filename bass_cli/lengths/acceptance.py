@@ -1,6 +1,6 @@
 """What rows keep of their drafts: one rate, what rows and places differ by, rounds a token.
 
-Not here: what a round costs (round_cost.py), what is decided (goodput.py).
+Not here: what a round costs (costs.py), what is decided (goodput.py).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox.cell import Report
 from bass_cli.sandbox.jail import landlock
+from bass_cli.sandbox.process import Report
 
 LAYERS = ("user", "pid", "mount", "network", "ipc", "uid", "landlock", "seccomp")
 SYSTEM = (

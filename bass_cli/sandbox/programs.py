@@ -17,12 +17,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, TypeVar, cast
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox.cell import Crew, Report
 from bass_cli.sandbox.folder import work_folder
 from bass_cli.sandbox.isolation import Isolation as Isolation
 from bass_cli.sandbox.isolation import choose_users, describe, find_layers, interpreter_paths
-from bass_cli.sandbox.jail.order import Checked as Checked
-from bass_cli.sandbox.jail.order import Order, Program
+from bass_cli.sandbox.jail.job_spec import Checked as Checked
+from bass_cli.sandbox.jail.job_spec import JobSpec, Program
+from bass_cli.sandbox.process import Report, WorkerPool
 
 K = TypeVar("K")
 ATTEMPTS = 3  # for a warden that could not start, which says nothing about the program
@@ -128,7 +128,7 @@ class Sandbox:
         self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
         for user in users:
             self._users.put(user)
-        self._crews: set[Crew] = set()
+        self._crews: set[WorkerPool] = set()
         self._turns = _Turns()
         self.layers = find_layers(self._attempt, layers)
         self.isolation: Isolation = describe(self.layers)
@@ -150,7 +150,7 @@ class Sandbox:
         """
         waiting: dict[Future[Ending], K] = {}
         source = iter(programs)
-        self._crews.add(crew := Crew())
+        self._crews.add(crew := WorkerPool())
         pool = ThreadPoolExecutor(self._workers, "sandbox")
         try:
             while True:
@@ -173,7 +173,7 @@ class Sandbox:
             pool.shutdown(wait=True)
             self._crews.discard(crew)
 
-    def _judge(self, crew: Crew, program: Program) -> Ending:
+    def _judge(self, crew: WorkerPool, program: Program) -> Ending:
         """A warden that could not start, or was lost, is followed by another while no other
         program runs: whatever a program has done to it, or to another's, then costs that program
         alone its verdict. A program that the wall clock ended while it waited for a processor
@@ -203,9 +203,9 @@ class Sandbox:
         )
 
     def _attempt(self, layers: tuple[str, ...]) -> Report:
-        return self._try(Crew(), "", layers)
+        return self._try(WorkerPool(), "", layers)
 
-    def _try(self, crew: Crew, program: Program, layers: tuple[str, ...]) -> Report:
+    def _try(self, crew: WorkerPool, program: Program, layers: tuple[str, ...]) -> Report:
         user = self._users.get()
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
@@ -218,7 +218,7 @@ class Sandbox:
 
     def _order(
         self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None
-    ) -> Order:
+    ) -> JobSpec:
         text, checks = program, None
         if isinstance(program, Checked):
             text, checks = program.text, (program.tests, program.setup, tuple(program.names))
@@ -231,7 +231,7 @@ class Sandbox:
             "folder": folder,
         }
         limits = self._limits._asdict() | {"cpu_seconds": math.ceil(self._limits.cpu_seconds)}
-        return cast(Order, about | {"owner": owner} | limits)
+        return cast(JobSpec, about | {"owner": owner} | limits)
 
 
 def available_cores() -> int:

@@ -1,7 +1,7 @@
 """What the operating system gives a process: whether it is one that bass runs on, memory, a place
 for caches.
 
-Nothing heavy is imported before a function needs it. Not here: what a job takes (footprint.py),
+Nothing heavy is imported before a function needs it. Not here: what a job takes (memory.py),
 what `bass doctor` shows (cli/doctor.py).
 """
 

@@ -266,7 +266,7 @@ def _load_libraries() -> None:
             ctypes.CDLL(str(folder / "libtorch.so"))
 
 
-def settle(wanted: int | None, note: Note) -> Threads:
+def configure_threads(wanted: int | None, note: Note) -> Threads:
     """Choose, before torch is loaded, and load it so. UserError for a bad number; a line to
     `note` if others leave fewer cores than there are."""
     if wanted is not None and not 1 <= wanted <= _MOST:
@@ -296,7 +296,7 @@ def settle(wanted: int | None, note: Note) -> Threads:
     return chosen
 
 
-class Company:
+class CoreMonitor:
     """Follows, while a job runs, how many cores others leave to it, unless the number of threads
     was asked for: more of them when others go, and fewer when they come to threads that wait
     awake."""

@@ -3,7 +3,7 @@ Definition: acceptance.py.
 
 The masses of the residuals after each kept draft but the last are one launch, spread over the
 vocabulary; the test of a row's drafts and the draw after them another: every program of a row
-repeats the test, and looks for the best noisy token of its chunk (drawing.py).
+repeats the test, and looks for the best noisy token of its chunk (generation.py).
 """
 
 import torch

@@ -1,5 +1,5 @@
 """Triton: what a round does to its rows' tokens and counts, in one launch each of a program a row
-(rounds.py, acceptance.py): some operations of torch take a launch each, and every round waits for
+(round.py, acceptance.py): some operations of torch take a launch each, and every round waits for
 all of them."""
 
 import triton

@@ -1,5 +1,5 @@
 """Triton: passes of one program over a part of a row's vocabulary, for choice.py, truncation.py,
-drawing.py and rejection.py."""
+generation.py and rejection.py."""
 
 import triton
 import triton.language as tl

@@ -47,12 +47,12 @@ from bass_cli.cli.commands import app
 from bass_cli.config.args import BenchArgs
 from bass_cli.engine.contracts import Proposal
 from bass_cli.errors import UserError
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io import charts
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.partition import Share
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.profiling.texts import PASSAGES
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.ranks import Share
+from bass_cli.run.profile import PASSAGES
 from bass_kernels.dispatch import schedule
 
 SET = {"shape": "tiny", "draft_shape": "tiny", "acceptance": ["0.7"]}
@@ -647,7 +647,7 @@ def test_bad_input_is_found_before_anything_is_made(
 
 
 def test_what_the_machine_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bass_cli.footprint.free_memory", lambda device: 10_000)
+    monkeypatch.setattr("bass_cli.run.memory.free_memory", lambda device: 10_000)
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
     assert "0.0 GB can be had here; the weights take 0.0 GB: use a smaller model" in result.stderr

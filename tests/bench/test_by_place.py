@@ -16,12 +16,12 @@ from bass_cli.bench.costs import Cost, cost_of, needs
 from bass_cli.bench.figures import Run, Step
 from bass_cli.bench.pairs import build_loops, build_models, need_of
 from bass_cli.bench.shapes import count_parameters, head_of, spec_of
-from bass_cli.drafting.feature_heads import HeadDrafter
-from bass_cli.drafting.parallel import ParallelDrafter
+from bass_cli.drafts.heads import HeadDrafter
+from bass_cli.drafts.parallel import ParallelDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.simulated_acceptance import SimulatedAcceptance
 from bass_cli.errors import UserError
-from bass_cli.model.head_config import head_parameters
+from bass_cli.models.spec import head_parameters
 
 
 def test_a_profile_says_each_places_own_chance() -> None:
@@ -185,8 +185,8 @@ def test_shapes_that_read_qwen3_are_as_published() -> None:
     assert round(count_parameters(spec) / 1e9, 1) == 8.2
     for name, drafts, numbers in (("dspark-8b", 7, 1.1), ("dflash-8b", 15, 1.0)):
         head = head_of(name, spec, option="--draft-shape")
-        assert (head.drafts, head.taps) == (drafts, (1, 9, 17, 25, 33))
+        assert (head.drafts, head.aux_layers) == (drafts, (1, 9, 17, 25, 33))
         assert round(sum(map(math.prod, head_parameters(head).values())) / 1e9, 1) == numbers
     chain = head_of("eagle3-8b", spec, option="--draft-shape")
-    assert (chain.taps, chain.mask, len(chain.ids or ())) == ((1, 17, 32), None, 32000)
+    assert (chain.aux_layers, chain.mask, len(chain.ids or ())) == ((1, 17, 32), None, 32000)
     assert round(sum(map(math.prod, head_parameters(chain).values())) / 1e6) == 400

@@ -399,7 +399,7 @@ def test_version_and_wrong_commands(cli: Any) -> None:
 def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
     cli: Any, tmp_path: Path, after: int
 ) -> None:
-    drawn = sys.modules["bass_cli.scheduler"].generate
+    drawn = sys.modules["bass_cli.run.engine"].generate
 
     def generate(*arguments: Any, **named: Any) -> Any:
         for number, completion in enumerate(drawn(*arguments, **named)):
@@ -409,7 +409,7 @@ def test_samples_are_never_said_to_be_in_a_file_that_is_gone(
         if after == 4:
             (tmp_path / "o.jsonl").unlink()
 
-    sys.modules["bass_cli.scheduler"].generate = generate  # type: ignore[attr-defined]
+    sys.modules["bass_cli.run.engine"].generate = generate  # type: ignore[attr-defined]
     result = cli("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
     assert result.exit_code == 3
     assert "samples (" not in result.stderr
@@ -435,7 +435,7 @@ def test_a_tilde_is_the_home_folder_in_options_variables_and_pair_files(
     assert sorted(path.name for path in home.glob("*.jsonl")) == ["b.jsonl", "o.jsonl", "p.jsonl"]
     for name in ("t.gguf", "d.gguf"):
         (home / "models" / name).write_text("")
-    from bass_cli.model.sources import files_of
+    from bass_cli.formats.sources import files_of
 
     assert [str(path) for path in files_of(loaded[-1].pair)] == [
         str(home / "models" / name) for name in ("t.gguf", "d.gguf")

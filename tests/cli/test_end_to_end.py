@@ -212,9 +212,11 @@ def test_wrong_models_are_refused_before_any_weights_are_read(
     place: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str
 ) -> None:
     spoil(place)
-    import bass_cli.build
+    import bass_cli.run.build
 
-    monkeypatch.setattr(bass_cli.build, "load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        bass_cli.run.build, "load", lambda *a, **k: pytest.fail("weights were read")
+    )
     result = bass("p.txt", *FLAGS, "--out", "o.jsonl")
     assert result.exit_code == 2, result.stderr
     assert says in " ".join(result.stderr.split())

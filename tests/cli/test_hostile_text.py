@@ -125,9 +125,9 @@ print("\\ttabs and\\nline ends stay")
 def test_a_fault_of_the_program_is_shown_without_forged_lines(place: Path) -> None:
     program = f"""
 import stand_in; stand_in.install()
-import bass_cli.plan
+import bass_cli.run.plan
 def fail(*_, **__): raise KeyError({TEXT!r}) from ValueError({TEXT!r})
-bass_cli.plan.make_plan = fail
+bass_cli.run.plan.make_plan = fail
 from bass_cli.__main__ import main; main()
 """
     code, piped, shown = both_outputs(program, "generate", "p.jsonl", cwd=place)
@@ -190,7 +190,7 @@ def test_errors_are_lines_without_controls_also_for_a_library() -> None:
 
 
 def test_log_messages_of_the_library_are_spelled_out(caplog: pytest.LogCaptureFixture) -> None:
-    import bass_cli.library  # noqa: F401 - sets its logger up
+    import bass_cli.run.generate  # noqa: F401 - sets its logger up
 
     with caplog.at_level(logging.WARNING, logger="bass"):
         logging.getLogger("bass").warning(TEXT)

@@ -158,7 +158,7 @@ def spoil(model: str, token: int | None) -> None:
 
 
 def test_logits_of_the_target_that_are_not_finite_fail_where_they_are_met(place: Path) -> None:
-    from bass_cli.model.tokenizer import Tokenizer
+    from bass_cli.formats.tokenizer import Tokenizer
 
     texts = ["the cat", f"a {SPOILT} mat", "on the mat", f"{SPOILT}", "sat"]
     Path("p.txt").write_text("".join(f"{text}\n" for text in texts))

@@ -64,7 +64,9 @@ def test_a_file_goes_on_with_its_own_shard_only(place: Path) -> None:
 def test_bad_shards_are_refused_before_models_are_looked_at(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bass_cli.plan.make_plan", lambda *_, **__: pytest.fail("models were read"))
+    monkeypatch.setattr(
+        "bass_cli.run.plan.make_plan", lambda *_, **__: pytest.fail("models were read")
+    )
     for command in (("generate", *FLAGS), ("eval", "humaneval", "--pair", "pair.yaml")):
         for shard in ("9/8", "0/8", "some"):
             said = bass(*command, "--shard", shard, code=2)

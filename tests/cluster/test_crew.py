@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from bass_cli.cluster.crew import Crew, Event, Lost, Place
 from bass_cli.cluster.pool import Part
 from bass_cli.cluster.worker import Fault, Ready, Report
+from bass_cli.cluster.worker_pool import Event, Lost, Place, WorkerPool
 from bass_cli.errors import MachineError, UserError
 from bass_cli.io.completion import Completion
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
 from bass_cli.io.usage import Usage
-from bass_cli.manifest import Facts
+from bass_cli.run.manifest import Facts
 
 FACTS = Facts({"results": {"target": "m", "dtype": "fp32"}}, 4, (), False)
 
@@ -78,8 +78,8 @@ def completion(id_: str, number: int) -> Completion:
     return Completion(id_, number, f"{id_}:{number}", "eos", 3, None, None, 0.0, 1, 0, 0, 0, 2)
 
 
-def crew_of(fleet: Fleet, n: int = 3, **given: Any) -> Crew:
-    return Crew(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now, **given)
+def crew_of(fleet: Fleet, n: int = 3, **given: Any) -> WorkerPool:
+    return WorkerPool(fleet, Screen(quiet=True), n=n, alike=False, now=lambda: fleet.now, **given)
 
 
 def prompts(count: int) -> Iterator[Prompt]:

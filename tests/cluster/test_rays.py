@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from bass_cli import Job, MachineError, Pair
 from bass_cli.cli.commands import app
-from bass_cli.cluster.crew import Place
 from bass_cli.cluster.rays import Request, Rooms
+from bass_cli.cluster.worker_pool import Place
 
 FLAGS = ("p.txt", "--pair", "pair.yaml", "--n", "3", "--token-ids", "--device", "cpu")
 STORE = 80 * 2**20  # bytes, about the least that Ray takes
@@ -231,7 +231,9 @@ def test_what_makes_no_sense_is_said_before_models_are_looked_at(
     pair_folder: Any, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], fault: str
 ) -> None:
     pair_folder(prompts=2)
-    monkeypatch.setattr("bass_cli.plan.make_plan", lambda *_, **__: pytest.fail("models were read"))
+    monkeypatch.setattr(
+        "bass_cli.run.plan.make_plan", lambda *_, **__: pytest.fail("models were read")
+    )
     code, said = bass("generate", *FLAGS, "--out", "o.jsonl", *flags)
     assert (code, fault in said) == (3 if "cuda" in flags else 2, True), said
 
@@ -246,7 +248,7 @@ def test_without_ray_its_installation_is_named(
 
 
 def test_nothing_of_ray_is_imported_unless_asked_for() -> None:
-    code = "import sys, bass_cli.drawing, bass_cli.ray; print('ray' in sys.modules)"
+    code = "import sys, bass_cli.generation, bass_cli.ray; print('ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

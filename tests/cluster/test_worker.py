@@ -12,7 +12,7 @@ from test_library import model, one_thread  # noqa: F401 (fixtures)
 
 from bass_cli import Completion, Job, Pair, Sampling, generate
 from bass_cli.cluster.pool import Part
-from bass_cli.cluster.worker import Fault, Order, Ready, Report, Worker
+from bass_cli.cluster.worker import Fault, JobSpec, Ready, Report, Worker
 from bass_cli.io.prompts import Prompt
 
 PROMPTS = [Prompt(f"p{i}", f"the cat {i}", None, {"k": i}, None, f"x:{i}") for i in range(4)]
@@ -53,7 +53,7 @@ def test_parts_in_any_order_are_the_samples_of_one_process(model: Path, temperat
     """Also a prompt that comes again for its other samples, after a time of having nothing."""
     settings = job(model, temperature)
     due = fixed(generate(PROMPTS, settings))
-    worker = Worker(Order(settings, {"prompts": "x"}, 4, PROMPTS[0].text or ""))
+    worker = Worker(JobSpec(settings, {"prompts": "x"}, 4, PROMPTS[0].text or ""))
     ready = worker.prepare()
     assert isinstance(ready, Ready)
     assert ready.facts.manifest["results"]["prompts"] == "x"
@@ -69,7 +69,7 @@ def test_parts_in_any_order_are_the_samples_of_one_process(model: Path, temperat
 
 
 def test_a_prompt_that_cannot_be_run_is_one_line_and_others_go_on(model: Path) -> None:
-    worker = Worker(Order(job(model), {}, None, ""))
+    worker = Worker(JobSpec(job(model), {}, None, ""))
     assert isinstance(worker.prepare(), Ready)
     (failed,) = fetch(worker, [Part(LONG, (1,))])
     assert failed.is_of_prompt
@@ -78,12 +78,12 @@ def test_a_prompt_that_cannot_be_run_is_one_line_and_others_go_on(model: Path) -
 
 
 def test_faults_are_data(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nowhere = Worker(Order(job(tmp_path / "nowhere"), {}, None, "")).prepare()
+    nowhere = Worker(JobSpec(job(tmp_path / "nowhere"), {}, None, "")).prepare()
     assert isinstance(nowhere, Fault)
     assert (nowhere.kind, "nowhere" in nowhere.text) == ("user", True)
-    worker = Worker(Order(job(model), {}, None, ""))
+    worker = Worker(JobSpec(job(model), {}, None, ""))
     worker.prepare()
-    monkeypatch.setattr("bass_cli.scheduler.load_models", lambda *_: {}["weights"])
+    monkeypatch.setattr("bass_cli.run.engine.load_models", lambda *_: {}["weights"])
     report = worker.exchange([Part(PROMPTS[0], (0,))], 60.0)
     assert report.fault is not None
     assert report.fault.kind == "bug"

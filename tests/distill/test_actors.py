@@ -18,7 +18,7 @@ from test_command import FLAGS, bass, here, improved, killed  # noqa: F401 (a fi
 from test_crew import Fleet
 from test_rays import actors, cluster, until  # noqa: F401 (a fixture)
 
-from bass_cli.cluster.crew import Crew
+from bass_cli.cluster.worker_pool import WorkerPool
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill import makers
 from bass_cli.distill.prompts import Supply
@@ -27,7 +27,7 @@ from bass_cli.distill.sampling import draw, lines_of
 from bass_cli.distill.settings import sampling_job
 from bass_cli.io.console import Screen
 from bass_cli.io.prompts import Prompt
-from bass_cli.plan import make_plan, plan_of_others
+from bass_cli.run.plan import make_plan, plan_of_others
 
 TRAINED = (*FLAGS, "--steps", "16")
 WEIGHTS = "draft/model.safetensors"
@@ -107,7 +107,7 @@ def test_a_crew_draws_until_there_are_enough_tokens(tmp_path):
     path = tmp_path / "samples.jsonl"
     for wanted, seed in ((90, 0), (90, 1), (400, 2)):
         fleet = Fleet(deaths=0.03, seed=seed)
-        crew = Crew(fleet, Screen(True), n=3, alike=False, now=lambda fleet=fleet: fleet.now)
+        crew = WorkerPool(fleet, Screen(True), n=3, alike=False, now=lambda fleet=fleet: fleet.now)
         crew.gather()
         supply = Supply(lambda: iter(prompts), n=3, wanted=wanted)
         kept = path.read_bytes() if path.exists() else b""

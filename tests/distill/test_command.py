@@ -14,12 +14,12 @@ from checkpoints import write_checkpoint, write_tokenizer
 from forked import BASS, Forked
 from typer.testing import CliRunner
 
-from bass_cli import library
 from bass_cli.cli.commands import app
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill.sampling import lines_of
 from bass_cli.distill.settings import asked_tokens, sampling_job, training_of
-from bass_cli.model.weights import open_checkpoint
+from bass_cli.formats.weights import open_checkpoint
+from bass_cli.run import generate as library
 
 FLAGS = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--tokens", "700", "--max-new-tokens", "20",
          "--window-tokens", "48", "--train-batch", "6", "--draft-length", "4", "--learning-rate", "0.02")  # fmt: skip
@@ -219,7 +219,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
 )
 def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
     for place in (
-        "bass_cli.build.load",
+        "bass_cli.run.build.load",
         "bass_cli.distill.work.load",
         "bass_cli.distill.student.load",
     ):
@@ -260,7 +260,7 @@ def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
     ("bass_cli.distill.settings.free_memory", "training a draft of 0 million weights takes more"),
 ])  # fmt: skip
 def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name, reason):
-    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     room = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
     refused = bass("distill", *TRAINED, "--out", "out")

@@ -8,9 +8,9 @@ import platform
 
 import pytest
 
-from bass_cli.cluster.crew import Lost, Place
 from bass_cli.cluster.worker import Fault
-from bass_cli.distill.exchange import Seat
+from bass_cli.cluster.worker_pool import Lost, Place
+from bass_cli.distill.exchange import RankInfo
 from bass_cli.distill.group import HOPELESS, PATIENCE, Group, seats_of
 from bass_cli.distill.rank import LOST, News, Present
 from bass_cli.errors import MachineError, UserError
@@ -81,8 +81,8 @@ def train(fleet, tmp_path):
 def test_all_take_part_and_the_first_one_s_report_is_it(tmp_path, capsys):
     fleet = Fleet(3)
     assert train(fleet, tmp_path) == {"done": 1}
-    assert fleet.made == [{0: Seat(0, 3, "10.0.0.0", 1000, 2), 1: Seat(1, 3, "10.0.0.0", 1000, 2),
-                           2: Seat(2, 3, "10.0.0.0", 1000, 1)}]  # fmt: skip
+    assert fleet.made == [{0: RankInfo(0, 3, "10.0.0.0", 1000, 2), 1: RankInfo(1, 3, "10.0.0.0", 1000, 2),
+                           2: RankInfo(2, 3, "10.0.0.0", 1000, 1)}]  # fmt: skip
     assert not fleet.there
     said = capsys.readouterr().err
     assert "3 actors train together" in said

@@ -1,5 +1,5 @@
 """Training windows show a model what drafting shows it: logits at anchors and masks are those of
-drafting/parallel.py's own pass; how many anchors have how many masks; which guesses count."""
+drafts/parallel.py's own pass; how many anchors have how many masks; which guesses count."""
 
 import functools
 
@@ -11,9 +11,9 @@ from toys import AtOnce, drive, loop_for, rows_for
 
 from bass_cli.distill.layout import FLOOR, RATE, Layout, lay_out, thinned, whole
 from bass_cli.distill.network import run
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models.decoder import Decoder
 
 MASK = 300
 

@@ -17,7 +17,7 @@ from bass_cli.distill.network import run
 from bass_cli.distill.student import source_of, student_weights
 from bass_cli.distill.trainer import Goal, Model, Trainer
 from bass_cli.errors import MachineError
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.formats.weights import load, open_checkpoint
 
 CPU, WINDOW, VOCAB = torch.device("cpu"), 48, 299
 

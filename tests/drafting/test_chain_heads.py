@@ -20,15 +20,15 @@ import bass_kernels as ops
 from bass_cli.engine.batch import Row
 from bass_cli.engine.graphs import Graphs
 from bass_cli.errors import UserError
-from bass_cli.footprint import footprint
+from bass_cli.formats.head_config import head_of_config
+from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.model.chain_head import make_head
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.head_config import head_of_config
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Change
-from bass_cli.model.weights import load, open_checkpoint, open_head
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.chain_head import make_head
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
+from bass_cli.run.memory import footprint
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels
@@ -140,7 +140,7 @@ def test_the_layers_that_the_paper_reads(tmp_path):
     theirs = write_checkpoint("qwen3", tmp_path / "target", num_hidden_layers=8)
     reading = write_chain(tmp_path / "head", "authors", eagle_config={})
     target, head = opened(tmp_path, CPU)
-    assert head.taps == (1, 3, 4)
+    assert head.aux_layers == (1, 3, 4)
     loop = loop_of(target, head, rows=5, lengths=Tour())
     compared = Compared(loop, theirs, reading)
     drive(loop, rows(12))

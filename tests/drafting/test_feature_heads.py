@@ -21,26 +21,26 @@ from toys import SPAN, Reactive, drive, loop_for, plain
 import bass_kernels as ops
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.cutting import CHEAP, Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.errors import UserError
-from bass_cli.footprint import footprint
+from bass_cli.formats.head_config import head_of_config
+from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.model import decoder, fused_decode
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.feature_head import FeatureHead
-from bass_cli.model.head_config import head_of_config
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Change
-from bass_cli.model.weights import load, open_checkpoint, open_head
-from bass_cli.pair_files import cut_of
-from bass_cli.plan import make_plan
-from bass_cli.profiling.measure import measure
+from bass_cli.models import decoder, fused_decode
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.feature_head import FeatureHead
+from bass_cli.models.runner import Runner
+from bass_cli.run.memory import footprint
+from bass_cli.run.pair import cut_of
+from bass_cli.run.plan import make_plan
+from bass_cli.run.profile import measure
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # of Triton's kernels
@@ -227,7 +227,7 @@ def test_maximal_coupling_has_the_targets_law(tmp_path, kind):
     """Over a vocabulary of twelve."""
     theirs = write_checkpoint("qwen3", tmp_path / "target", vocab_size=12, num_hidden_layers=2)
     mask = {"mask_token_id": 11, "dflash_config": {"mask_token_id": 11, "target_layer_ids": [0]}}
-    write_head(tmp_path / "head", kind, vocab=12, taps=(0,), **mask)
+    write_head(tmp_path / "head", kind, vocab=12, aux_layers=(0,), **mask)
     checkpoint = open_checkpoint(tmp_path / "target")
     target = Decoder(checkpoint.spec, load(checkpoint, dtype=torch.float32, device=CPU))
     opened = open_head(tmp_path / "head", checkpoint.spec)
@@ -239,8 +239,8 @@ def test_a_target_that_nobody_reads_has_no_taps(models, monkeypatch):
     """No tensor, no layer in its store, no operation: with a drafter beside it, too."""
     _, _, target, head = models("qwen3", "dflash")
     due, tapped = plain(target, rows()), []
-    taps = decoder.Taps
-    monkeypatch.setattr(decoder, "Taps", lambda *given: tapped.append(1) or taps(*given))
+    aux_layers = decoder.AuxHiddenLayers
+    monkeypatch.setattr(decoder, "Taps", lambda *given: tapped.append(1) or aux_layers(*given))
     for lengths in (Fixed(0), Tour()):
         loop = loop_for(target, target, rows=3, lengths=lengths)
         assert drive(loop, rows()) == due
@@ -357,7 +357,7 @@ def test_another_drafter_is_another_run_under_maximal_coupling(here):
 )  # fmt: skip
 def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason):
     _, _, target, _ = models("qwen3", "dflash")
-    config = config_of(kind, width=48, vocab=301, taps=(0, 1), **keys)
+    config = config_of(kind, width=48, vocab=301, aux_layers=(0, 1), **keys)
     with pytest.raises(UserError) as refused:
         head_of_config(config, target.spec, place="head/config.json")
     assert reason in str(refused.value)
@@ -365,8 +365,8 @@ def test_what_is_not_known_or_does_not_fit_is_refused(models, kind, keys, reason
 
 
 def test_that_is_before_weights_are_read(here, monkeypatch):
-    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
-    config = config_of("dspark", width=48, vocab=301, taps=(0, 3))
+    monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    config = config_of("dspark", width=48, vocab=301, aux_layers=(0, 3))
     (here / "head" / "config.json").write_text(json.dumps(config))
     refused = bass(*FLAGS, "--out", "o.jsonl")
     assert refused.exit_code == 2, refused.stderr
@@ -381,7 +381,7 @@ def test_tensors_are_held_against_the_config(here):
         ({"num_hidden_layers": 3}, '"layers.2.self_attn.q_proj.weight"'),
         ({"target_layer_ids": [0, 1, 2]}, 'tensor "fc.weight" has shape [48, 96], not [48, 144]'),
     ):  # fmt: skip
-        config = config_of("dspark", width=48, vocab=301, taps=(0, 1), **keys)
+        config = config_of("dspark", width=48, vocab=301, aux_layers=(0, 1), **keys)
         (here / "head" / "config.json").write_text(json.dumps(config))
         with pytest.raises(UserError, match=re.escape(reason)):
             open_head(here / "head", open_checkpoint(here / "target").spec)

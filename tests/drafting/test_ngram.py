@@ -9,9 +9,7 @@ import torch
 from toys import Markov, Reactive, drive, loop_for, plain, rows_for
 
 from bass_cli.config.draft_spec import SOURCES
-from bass_cli.drafting.ngram import LookupDrafter
-from bass_cli.drafting.ngram_index import SIZES, Index, follow
-from bass_cli.drafting.ngram_trust import Trust
+from bass_cli.drafts.ngram import SIZES, Index, LookupDrafter, Trust, follow
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput

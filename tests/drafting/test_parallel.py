@@ -21,11 +21,11 @@ from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.engine.batch import Row, beyond
 from bass_cli.engine.cutting import CHEAP, Cut
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model import fused_decode
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.weights import load, open_checkpoint
-from bass_cli.plan import make_plan
+from bass_cli.models import fused_decode
+from bass_cli.models.decoder import Decoder
+from bass_cli.run.plan import make_plan
 
 MASK = 300  # no token of the tokenizer's
 
@@ -358,7 +358,7 @@ def test_another_mask_is_another_run_under_maximal_coupling(here):
     ],
 )  # fmt: skip
 def test_a_model_without_a_mask_is_refused_before_weights_are_read(here, monkeypatch, keys, reason):
-    monkeypatch.setattr("bass_cli.build.load", lambda *a, **k: pytest.fail("weights were read"))
+    monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     place_with(here)
     config = json.loads((here / "draft" / CONFIG).read_text())
     (here / "draft" / CONFIG).write_text(json.dumps(config | keys))

@@ -8,13 +8,13 @@ from simulated import Finder, Simulated
 from test_captured import Tour, captured, pair, plainly, rows  # noqa: F401 (a fixture)
 from toys import Guess, drive, plain
 
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PendingWork, RoundResult
 from bass_cli.engine.loop import AheadPolicy
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.costs import make_surface
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.lengths.round_cost import make_surface
 
 
 class Settled(Tour):

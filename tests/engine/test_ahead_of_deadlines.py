@@ -9,10 +9,10 @@ from test_captured import captured, pair  # noqa: F401 (a fixture)
 from test_scheduler import Letters, job, prompts
 from toys import plain
 
-from bass_cli.conductor import Conductor
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.lengths.controllers import Fixed
+from bass_cli.run.scheduler import Conductor
 
 ROUND = 0.0021  # of plain decoding, on these graphs
 

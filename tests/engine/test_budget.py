@@ -9,13 +9,13 @@ import pytest
 from test_scheduler import EOS, Letters, job, prompts, table
 from toys import Guess, Markov, loop_for
 
-from bass_cli.conductor import Conductor
 from bass_cli.config.job import Speculation
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine import loop as members
 from bass_cli.engine.clock import Passes, Prefill
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
-from bass_cli.lengths.round_cost import make_surface
+from bass_cli.lengths.costs import make_surface
+from bass_cli.run.scheduler import Conductor
 
 
 class Work:

@@ -15,11 +15,11 @@ from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import DraftLength
 from bass_cli.engine.loop import Loop
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
 
 PROMPTS = ([7], [3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 0, 4, 5, 2])
 

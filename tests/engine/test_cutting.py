@@ -13,8 +13,8 @@ from bass_cli.engine.graphs import Shape
 from bass_cli.engine.sizes import LONGEST
 from bass_cli.lengths.acceptance import Acceptance
 from bass_cli.lengths.controllers import Bass, Fixed
+from bass_cli.lengths.costs import make_surface
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.lengths.round_cost import make_surface
 
 CPU = torch.device("cpu")
 MASK = 1

@@ -9,18 +9,18 @@ from checkpoints import FAMILIES, shallow, write_checkpoint
 from fakes import FakeGraphs, Ticks
 from toys import Markov, drive, loop_for
 
-from bass_cli.build import warm_up
 from bass_cli.config.job import Job, Pair, Speculation
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sizes import WIDTHS, cover
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, make_lengths
-from bass_cli.lengths.round_cost import make_surface
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.lengths.costs import make_surface
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
+from bass_cli.run.build import warm_up
 
 VOCAB = 16
 # while some row keeps everything

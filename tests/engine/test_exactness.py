@@ -15,9 +15,9 @@ from devices import device, surface_of
 from toys import AtOnce, Reactive, drive, loop_for, plain
 
 from bass_cli.engine.batch import Row
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models.decoder import Decoder
 
 SURFACE = surface_of(device("wide-310m"), acceptance=0.7)
 

@@ -16,7 +16,7 @@ from toys import SPAN, AtOnce, Reactive, drafter_for, drive
 
 import bass_kernels as ops
 from bass_cli.config.job import Job, Sampling, load_pair
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Proposal
@@ -24,12 +24,12 @@ from bass_cli.engine.cutting import Cut
 from bass_cli.engine.graphs import Graphs
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.round import HostDrafts
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.library import generate
-from bass_cli.model import prefill as prompts
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models import prefill as prompts
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
+from bass_cli.run.generate import generate
 from bass_kernels import (
     choice,
     drawing,
@@ -238,7 +238,7 @@ def test_captured_rounds_of_teams_give_plain_decodings_tokens(decoders, family, 
     schedules, on the same rows."""
     target, draft = decoders(family)
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 1)
+    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 1)
     for schedule, batch in (("ragged", 3), ("ragged", 5), ("pad", 5), ("split", 5)):
         ops.attention_schedule(schedule)
         try:
@@ -511,7 +511,7 @@ def test_launches_that_overlap_give_plain_decodings_tokens(decoders, monkeypatch
     that reads them early."""
     target, draft = decoders("qwen2")
     due = drive(loop_for(target, "none", batch=1, lengths=Fixed(0), graphs=False), rows())
-    monkeypatch.setattr("bass_cli.model.fused_decode._large", lambda spec, layers: True)
+    monkeypatch.setattr("bass_cli.models.fused_decode._large", lambda spec, layers: True)
     for _ in range(3):
         for drafter, batch, length in (
             (draft, 3, 3),

@@ -13,10 +13,10 @@ import torch
 from checkpoints import write_mask, write_pair
 from killed import kill_in_two_parts
 
-from bass_cli.build import Models, build, load_draft, load_models
 from bass_cli.config.job import Job, Sampling, Speculation, load_pair
-from bass_cli.library import generate
-from bass_cli.plan import Plan, make_plan
+from bass_cli.run.build import Models, build, load_draft, load_models
+from bass_cli.run.generate import generate
+from bass_cli.run.plan import Plan, make_plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
 PROMPTS = [f"the cat number {i} sat" for i in range(3)]

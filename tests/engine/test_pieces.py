@@ -15,16 +15,16 @@ from test_captured import Tour, pair  # noqa: F401 (a fixture)
 from toys import AtOnce, drafter_for, plain
 
 import bass_kernels as ops
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row, beyond
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
+from bass_cli.formats.weights import load, open_checkpoint, open_head
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.model.chain_head import Head, make_head
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Pieces
-from bass_cli.model.weights import load, open_checkpoint, open_head
+from bass_cli.models.block_allocator import Pieces
+from bass_cli.models.chain_head import Head, make_head
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
 from bass_kernels import ragged
 
 LIMIT, LONGEST = 60, 7
@@ -249,7 +249,7 @@ def test_rows_that_read_their_prompt_together_grow(pair, monkeypatch):
         for s in range(4)
     ]
     due = plain(target, [again(row) for row in few])
-    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 30)
+    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 30)
     monkeypatch.setattr(ragged, "_members", lambda lines, rows: 4)
     plainly = ops.attention
     monkeypatch.setattr(

@@ -12,12 +12,12 @@ from test_scheduler import EOS, Letters, by_key, job, prompts, table
 from toys import Markov, loop_for
 
 import bass_kernels as ops
-from bass_cli.conductor import Conductor
 from bass_cli.engine.batch import Row
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Bass, Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models.decoder import Decoder
+from bass_cli.run.scheduler import Conductor
 
 # NaN in numpy: the interpreter's arithmetic
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

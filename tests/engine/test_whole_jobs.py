@@ -7,12 +7,11 @@ import pytest
 from fakes import FakeGraphs, Ticks
 from simulated import Finder, Simulated, plain_seconds, seconds_of
 
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.contracts import ControllerInput, RoundResult
 from bass_cli.engine.forecast import Forecast
-from bass_cli.lengths.backoff import Looks
 from bass_cli.lengths.controllers import Bass, Fixed
-from bass_cli.lengths.goodput import Goodput
+from bass_cli.lengths.goodput import Goodput, Looks
 
 
 def auto_seconds(rate, **job):

@@ -269,7 +269,9 @@ def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.Monke
     sweep = (ALLOW, "--budgets", "60s", "--limit", "1", "--json")
     first = bass(*sweep)
     assert first.exit_code == 0, first.stderr
-    monkeypatch.setattr("bass_cli.build.load", lambda *_, **__: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(
+        "bass_cli.run.build.load", lambda *_, **__: pytest.fail("weights are loaded")
+    )
     again = bass(*sweep)
     assert again.exit_code == 0, again.stderr
     assert [one["samples"] for one in json.loads(again.stdout)["reports"]] == [3, 3, 3]
@@ -299,7 +301,7 @@ def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(
                 ),
             )
         else:
-            patch.setattr("bass_cli.build.warm_up", refuse)
+            patch.setattr("bass_cli.run.build.warm_up", refuse)
         result = bass(ALLOW, *sweep)
         assert (result.exit_code, result.stdout) == (3, "")
         assert result.stderr.rstrip().endswith(

@@ -13,7 +13,7 @@ import pytest
 from bass_cli.errors import UserError
 from bass_cli.eval.naming import names_of
 from bass_cli.eval.tasks import Answer, code_in, load_task, prompt_format, shape_prompt
-from bass_cli.sandbox.jail.order import Checked, Program
+from bass_cli.sandbox.jail.job_spec import Checked, Program
 
 MBPP = {
     "task_id": 11,

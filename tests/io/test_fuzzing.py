@@ -31,15 +31,15 @@ from bass_cli.eval.judging import Ruling, VerdictStore, isolation_of
 from bass_cli.eval.report import Outcome
 from bass_cli.eval.samples import by_problem, guess_task, read_generations
 from bass_cli.eval.tasks import Answer, load_task
+from bass_cli.formats.checkpoint import open_checkpoint
+from bass_cli.formats.gguf_config import spec_of_gguf
+from bass_cli.formats.hf_config import spec_of_config
+from bass_cli.formats.tensor_files import read_torch
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.results import open_output
 from bass_cli.io.resume import manifest_path
-from bass_cli.lengths.store import load_surface
-from bass_cli.model.checkpoint import open_checkpoint
-from bass_cli.model.gguf_config import spec_of_gguf
-from bass_cli.model.hf_config import spec_of_config
-from bass_cli.model.spec import parameters
-from bass_cli.model.tensor_files import read_torch
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.lengths.profiles import load_surface
+from bass_cli.models.spec import parameters
 
 # The same examples on every machine and in every run; a test's own folder is used again by all
 # of them.

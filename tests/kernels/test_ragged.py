@@ -14,8 +14,8 @@ from bounds import bounded
 from test_triton import DEVICE, DTYPES, close, randn
 
 import bass_kernels as ops
-from bass_cli.model.kv_cache import KVCache, Layers
-from bass_cli.model.prefix_groups import SIZES, TeamTable, most_tiles
+from bass_cli.models.kv_cache import KVCache, Layers
+from bass_cli.models.prefix_groups import SIZES, TeamTable, most_tiles
 from bass_kernels import reference
 
 pytest.importorskip("triton")
@@ -293,7 +293,7 @@ def test_a_long_row_may_be_cut_into_more_pieces_than_a_short_one():
 def test_a_pass_of_a_store_whose_rows_came_went_and_moved(monkeypatch):
     """What the store says to a captured pass, against what it says to one that the host takes
     part in."""
-    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 30)
+    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 30)
     cache = KVCache([Layers(1, 1, 16)], rows=6, span=20, dtype=torch.float32, device=DEVICE)
     for i, store in enumerate(
         (cache.own_keys, cache.own_values, cache.prompt_keys, cache.prompt_values)

@@ -309,16 +309,16 @@ def test_a_whole_decoder(family, padded, tmp_path, monkeypatch):
     """Prefill, then rows of unequal length and widths 1 and 3, with these kernels and without
     them. `padded`: these kernels read prompts as a graph would, at places that only the device
     knows."""
-    from bass_cli.model.decoder import Decoder
-    from bass_cli.model.runner import Runner
-    from bass_cli.model.slabs import Change
-    from bass_cli.model.weights import load, open_checkpoint
+    from bass_cli.formats.weights import load, open_checkpoint
+    from bass_cli.models.block_allocator import Change
+    from bass_cli.models.decoder import Decoder
+    from bass_cli.models.runner import Runner
 
     write_checkpoint(family, tmp_path, **shallow(family))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.spec.layers == 2
-    monkeypatch.setattr("bass_cli.model.prefill.PATIENCE", 0 if padded else 99)
-    monkeypatch.setattr("bass_cli.model.prefill.TILE", dict.fromkeys(("cpu", "cuda"), TILE))
+    monkeypatch.setattr("bass_cli.models.prefill.PATIENCE", 0 if padded else 99)
+    monkeypatch.setattr("bass_cli.models.prefill.TILE", dict.fromkeys(("cpu", "cuda"), TILE))
     logits = {}
     for kind in ("reference", "triton"):
         ops.use(kind)

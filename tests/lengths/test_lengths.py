@@ -7,15 +7,14 @@ import pytest
 import torch
 
 from bass_cli.config.fields import CONTROLLERS
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import ControllerInput, Proposal, RoundResult
 from bass_cli.engine.round import HostDrafts
-from bass_cli.lengths.backoff import Budget
 from bass_cli.lengths.controllers import Bass, Fixed, make_lengths
-from bass_cli.lengths.goodput import Goodput
-from bass_cli.lengths.round_cost import make_surface
+from bass_cli.lengths.costs import make_surface
+from bass_cli.lengths.goodput import Budget, Goodput
 
 
 def trace(controller, rounds, accept):

@@ -6,7 +6,7 @@ import json
 import pytest
 from devices import device, surface_of
 
-from bass_cli.lengths.round_cost import RoundCost, Surface, make_surface, read_surface
+from bass_cli.lengths.costs import RoundCost, Surface, make_surface, read_surface
 
 
 def surface(**changes):

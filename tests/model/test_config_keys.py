@@ -22,16 +22,16 @@ from transformers import AutoConfig
 
 from bass_cli.config.job import Job
 from bass_cli.errors import UserError
-from bass_cli.model.config_keys import HARMLESS, NEUTRAL, ROPE_TYPES
-from bass_cli.model.families import FAMILIES
-from bass_cli.model.gguf_config import ARCHITECTURES
-from bass_cli.model.gguf_config import HARMLESS as GGUF_HARMLESS
-from bass_cli.model.gguf_config import NEUTRAL as GGUF_NEUTRAL
-from bass_cli.model.gguf_config import reads as gguf_reads
-from bass_cli.model.head_config import head_of_config, notes_of_head
-from bass_cli.model.hf_config import notes_of_config, spec_of_config
-from bass_cli.model.weights import open_checkpoint
-from bass_cli.plan import make_plan
+from bass_cli.formats.config_keys import HARMLESS, NEUTRAL, ROPE_TYPES
+from bass_cli.formats.gguf_config import ARCHITECTURES
+from bass_cli.formats.gguf_config import HARMLESS as GGUF_HARMLESS
+from bass_cli.formats.gguf_config import NEUTRAL as GGUF_NEUTRAL
+from bass_cli.formats.gguf_config import reads as gguf_reads
+from bass_cli.formats.head_config import head_of_config, notes_of_head
+from bass_cli.formats.hf_config import notes_of_config, spec_of_config
+from bass_cli.formats.weights import open_checkpoint
+from bass_cli.models.families import FAMILIES
+from bass_cli.run.plan import make_plan
 
 PLAIN = [name for name in WRITTEN if name != "llama3"]
 # attributes of a config object that are no keys, and those of other models in the same module
@@ -283,7 +283,9 @@ KINDS = ("dflash", "dspark", "dflash-speculators", "dspark-speculators")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_drafters_that_are_not_read_are_named(kind: str) -> None:
-    plain = block_config(kind, width=48, vocab=301, taps=(0, 1), auto_map={"AutoModel": "x.Y"})
+    plain = block_config(
+        kind, width=48, vocab=301, aux_layers=(0, 1), auto_map={"AutoModel": "x.Y"}
+    )
     assert head_of({**plain, "is_causal": False, "use_swa": False, "num_target_layers": 9}) == ()
     (note,) = head_of({**plain, "new_gate": 2})
     assert "bass does not read these keys: new_gate (2)" in note
@@ -298,7 +300,7 @@ def test_keys_of_drafters_that_are_not_read_are_named(kind: str) -> None:
 def test_keys_of_a_drafters_layers_that_change_the_computation_are_refused(
     key: str, kind: str
 ) -> None:
-    config = block_config(kind, width=48, vocab=301, taps=(0, 1))
+    config = block_config(kind, width=48, vocab=301, aux_layers=(0, 1))
     layers = config.get("transformer_layer_config", config)
     layers[key] = REFUSED[key]
     with pytest.raises(UserError, match=f'^head/config.json: .*"{key}"'):

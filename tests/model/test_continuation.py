@@ -17,14 +17,13 @@ from test_scheduler import job, prompts
 from test_tokenizer import by_definition, in_blocks
 from toys import Guess, Markov, loop_for
 
-from bass_cli.conductor import Conductor
 from bass_cli.config.job import load_pair
-from bass_cli.endings import Watch
+from bass_cli.formats.continuation import Continuation, Stop, StopDetector, StopTokens
+from bass_cli.formats.sources import locate
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.completion import Completion
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.continuation import Continuation, Stop, StopDetector, StopTokens
-from bass_cli.model.sources import locate
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.run.scheduler import Conductor, Watch
 
 CODE = "def f(x):\n    return x\n"
 TEXTS = [CODE, "the cat  sat", "the\n\n\n  안녕 🙂é\n if", "é\né 안", "if    x"]

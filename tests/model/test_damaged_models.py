@@ -18,8 +18,8 @@ import torch
 from checkpoints import write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
-from bass_cli.model import tensor_files as files
-from bass_cli.model.weights import open_checkpoint
+from bass_cli.formats import tensor_files as files
+from bass_cli.formats.weights import open_checkpoint
 
 
 @pytest.fixture(scope="module")

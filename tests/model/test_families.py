@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from bass_cli.errors import UserError
-from bass_cli.model.families import FAMILIES, slots
-from bass_cli.model.gguf_config import ARCHITECTURES, spec_of_gguf
-from bass_cli.model.hf_config import notes_of_config, spec_of_config
-from bass_cli.model.spec import Norm, Rope, parameters
+from bass_cli.formats.gguf_config import ARCHITECTURES, spec_of_gguf
+from bass_cli.formats.hf_config import notes_of_config, spec_of_config
+from bass_cli.models.families import FAMILIES, slots
+from bass_cli.models.spec import Norm, Rope, parameters
 
 # As on the hub, from the days of transformers 4: flat rope keys, many values left to defaults.
 OLD: dict[str, dict[str, Any]] = {

@@ -177,8 +177,8 @@ def test_a_token_that_is_fed_twice_counts_once():
 
 def test_which_passes_take_them():
     from bass_cli.bench.shapes import spec_of
-    from bass_cli.model.fused_decode import serves
-    from bass_cli.model.spec import Norm
+    from bass_cli.models.fused_decode import serves
+    from bass_cli.models.spec import Norm
 
     spec, like = spec_of("tiny", option="--shape"), randn(1)
     step, prefill, block, packed = (

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from bass_cli.errors import UserError
-from bass_cli.model.gguf_file import Texts, read_gguf, read_texts
-from bass_cli.model.gguf_pretokenizers import PRE_TOKENIZERS
-from bass_cli.model.gguf_tokenizer import doubts_of, read_gguf_tokenizer
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
+from bass_cli.formats.gguf_pretokenizers import PRE_TOKENIZERS
+from bass_cli.formats.gguf_tokenizer import doubts_of, read_gguf_tokenizer
+from bass_cli.formats.tokenizer import Tokenizer
 
 STORED = json.loads((Path(__file__).parent / "data" / "llama_cpp.json").read_text())
 # The published tokenizer.json cuts digits otherwise than llama.cpp; see PUBLISHED.
@@ -488,7 +488,7 @@ def test_reading_a_gguf_tokenizer_needs_no_transformers(tmp_path: Path) -> None:
         f"tokenizer.ggml.{key}": value for key, value in byte_level(STORED, "qwen2").items()
     })  # fmt: skip
     code = (
-        "import sys, pathlib; from bass_cli.model.tokenizer import Tokenizer; "
+        "import sys, pathlib; from bass_cli.formats.tokenizer import Tokenizer; "
         f"Tokenizer.load(pathlib.Path({str(tmp_path / 'm.gguf')!r})).encode('x'); "
         "print('transformers' in sys.modules)"
     )

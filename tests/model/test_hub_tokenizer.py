@@ -15,8 +15,8 @@ from checkpoints import write_sentencepiece, write_tokenizer
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from bass_cli.errors import UserError
-from bass_cli.model.continuation import Continuation
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.formats.continuation import Continuation
+from bass_cli.formats.tokenizer import Tokenizer
 
 PIECES = ["the", " cat", "  ", "\n", "\t", " 12345", "é", "e\u0301", "🙂", "▁", "don't", "I'LL", "中文", "\u3000", "ﬁ", "X",
           "<s>", "</s>", "<pad>", " == ", "\u200b", "", "x" * 9, "\r\n", "१२"]  # fmt: skip
@@ -162,7 +162,7 @@ def test_importing_transformers_is_not_needed(tmp_path: Path) -> None:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from bass_cli.model.tokenizer import Tokenizer\n"
+        "import sys; from pathlib import Path; from bass_cli.formats.tokenizer import Tokenizer\n"
         "Tokenizer.load(Path(sys.argv[1])).encode('a')\n"
         "print({'transformers', 'torch', 'sentencepiece'} & set(sys.modules))"
     )

@@ -7,16 +7,16 @@ import torch
 from fakes import count_operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.engine.sampling_params import noise_key
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model import kv_cache
-from bass_cli.model.kv_cache import KVCache, Layers
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Pieces, Slabs
+from bass_cli.models import kv_cache
+from bass_cli.models.block_allocator import Pieces, Slabs
+from bass_cli.models.kv_cache import KVCache, Layers
+from bass_cli.models.runner import Runner
 
 
 class _NoLayers:
@@ -136,7 +136,7 @@ def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
 def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(moved, monkeypatch):
     """One row's new pieces are those that the one before it has left; and however little is
     copied at once, each is read before it is written."""
-    monkeypatch.setattr("bass_cli.model.kv_cache._MOVED", moved)
+    monkeypatch.setattr("bass_cli.models.kv_cache._MOVED", moved)
     slabs, whole = Slabs(4, Pieces(6, 4, 6, 5)), torch.Generator().manual_seed(0)
     cache = KVCache(
         [Layers(2, 2, 4), Layers(1, 1, 3)],
@@ -188,7 +188,7 @@ def teams_of(cache, rows, size=4):
 
 
 def test_teams_follow_rows_that_come_go_and_move(monkeypatch):
-    monkeypatch.setattr("bass_cli.model.kv_cache._TEAMED", 128)
+    monkeypatch.setattr("bass_cli.models.kv_cache._TEAMED", 128)
     cache = store(rows=8)
     long, other, short = cache.reserve(200), cache.reserve(300), cache.reserve(3)
     cache.swap_rows(begun=[([0], long)])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bass_cli.model import led_graphs
-from bass_cli.model.led_graphs import Call, FollowedGraphs
+from bass_cli.tensor_parallel import led_graphs
+from bass_cli.tensor_parallel.led_graphs import Call, FollowedGraphs
 
 FORWARD, FEED, END = (1, "forward", (2, 3)), (2, "feed", (2, 1)), (0, "captured")
 

@@ -20,12 +20,12 @@ from checkpoints import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.prefill import Part, Table, laid_out
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Change
-from bass_cli.model.tokenizer import Tokenizer
-from bass_cli.model.weights import load, locate, open_checkpoint
+from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.formats.weights import load, locate, open_checkpoint
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.prefill import Part, Table, laid_out
+from bass_cli.models.runner import Runner
 
 CPU = torch.device("cpu")
 PROMPTS = (4, 19, 11)  # tokens of each row before the first pass

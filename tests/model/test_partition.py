@@ -11,9 +11,10 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint, write_gguf
 
 from bass_cli.errors import UserError
-from bass_cli.model.partition import Share, check_divisible, kept, part_of
-from bass_cli.model.spec import parameters
-from bass_cli.model.weights import Checkpoint, load, open_checkpoint, size_of
+from bass_cli.formats.partition import check_divisible, kept, part_of
+from bass_cli.formats.weights import Checkpoint, load, open_checkpoint, size_of
+from bass_cli.models.ranks import Share
+from bass_cli.models.spec import parameters
 
 CPU = torch.device("cpu")
 FEWER = {"num_attention_heads": 4, "num_key_value_heads": 1}  # one key/value head for two processes

@@ -12,14 +12,14 @@ from fakes import count_operations, record
 from toys import SPAN, drive, loop_for
 
 from bass_cli.engine.batch import Row
+from bass_cli.formats.weights import load, open_checkpoint
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model import kv_cache as cache
-from bass_cli.model import prefill as prompts
-from bass_cli.model import runner as runner_module
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Change
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.models import kv_cache as cache
+from bass_cli.models import prefill as prompts
+from bass_cli.models import runner as runner_module
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
 
 LENGTHS = (1, 2, 3, 15, 16, 17, 18, 35)
 

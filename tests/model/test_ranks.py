@@ -12,13 +12,13 @@ import torch
 from checkpoints import FAMILIES, write_checkpoint
 from torch import Tensor
 
-from bass_cli.model import ranks as module
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.partition import Share, part_of
-from bass_cli.model.ranks import Ranks
-from bass_cli.model.runner import Runner
-from bass_cli.model.slabs import Change
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.formats.partition import part_of
+from bass_cli.formats.weights import load, open_checkpoint
+from bass_cli.models import ranks as module
+from bass_cli.models.block_allocator import Change
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.ranks import Ranks, Share
+from bass_cli.models.runner import Runner
 
 CPU = torch.device("cpu")
 PROMPTS = ([5, 9, 7, 8, 3, 2, 6, 4, 11], [9, 3, 7], [12, 250, 300, 17, 150, 151])

@@ -16,9 +16,9 @@ import sentencepiece
 from sentencepiece import SentencePieceProcessor
 
 from bass_cli.errors import UserError
-from bass_cli.model.backends import saved
-from bass_cli.model.continuation import Continuation, StopDetector
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.formats.backends import saved
+from bass_cli.formats.continuation import Continuation, StopDetector
+from bass_cli.formats.tokenizer import Tokenizer
 
 CORPUS = ["the cat sat on the mat, then the other cat sat there.", "def f(x): return x if x else y",
           "  a   b c naïve Ａｂｃ ㍿ ﬁ", "  \t tabs \t\t and    spaces"] * 20  # fmt: skip

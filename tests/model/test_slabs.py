@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bass_cli.model import slabs as module
-from bass_cli.model.slabs import Pieces, Sender, Slabs
+from bass_cli.models import block_allocator as module
+from bass_cli.models.block_allocator import Pieces, Sender, Slabs
 
 ROWS = 9
 

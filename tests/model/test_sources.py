@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
 from bass_cli.errors import MachineError, UserError
-from bass_cli.model.sources import locate
-from bass_cli.pair_files import open_files
+from bass_cli.formats.sources import locate
+from bass_cli.run.pair import open_files
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 

@@ -13,9 +13,9 @@ import pytest
 from checkpoints import write_tokenizer
 
 from bass_cli.errors import UserError
-from bass_cli.model import template
-from bass_cli.model.template import Template
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.formats import template
+from bass_cli.formats.template import Template
+from bass_cli.formats.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 HELLO = [{"role": "user", "content": "hello"}]

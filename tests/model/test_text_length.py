@@ -14,10 +14,10 @@ import pytest
 from checkpoints import write_sentencepiece, write_tokenizer
 from test_sentencepiece import train
 
-import bass_cli.model.tokenizer as tokenizer_module
+import bass_cli.formats.tokenizer as tokenizer_module
 from bass_cli.errors import UserError
-from bass_cli.model.text_length import spelling_of
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.formats.text_length import spelling_of
+from bass_cli.formats.tokenizer import Tokenizer
 
 PIECES = [
     "the cat sat",

@@ -22,9 +22,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from bass_cli.errors import UserError
-from bass_cli.model import tokenizer_files
-from bass_cli.model.continuation import Stop, StopDetector
-from bass_cli.model.tokenizer import Tokenizer, check_same_vocabulary
+from bass_cli.formats import tokenizer_files
+from bass_cli.formats.continuation import Stop, StopDetector
+from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
 
 TEXT = "the cat sat 🙂 – naïve,\n\n  x == 12;"
 
@@ -361,7 +361,7 @@ def test_a_folder_is_read_once_and_stays_as_transformers_reads_it(
 def run_apart(folder: Path) -> dict[str, Any]:
     """What another process has of the tokenizer."""
     code = (
-        "import json, sys; from pathlib import Path; from bass_cli.model.tokenizer import Tokenizer\n"
+        "import json, sys; from pathlib import Path; from bass_cli.formats.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(Path(sys.argv[1]))\n"
         "texts = [[t.encode(x), t.encode_part(x), t.decode(t.encode(x))] for x in json.loads(sys.argv[2])]\n"
         "t.fingerprint(), t.size, t.has_chat_template, t._spelling\n"
@@ -378,7 +378,7 @@ def test_one_that_was_kept_is_built_without_torch(tokenizer: Tokenizer) -> None:
     """So that it can be while torch is imported; one that was not kept, or is none, is left to
     Tokenizer.load."""
     code = (
-        "import sys; from bass_cli.config.job import Pair; from bass_cli.model.tokenizer import begin\n"
+        "import sys; from bass_cli.config.job import Pair; from bass_cli.formats.tokenizer import begin\n"
         "found = begin(Pair(name='p', target=sys.argv[1]))()\n"
         "print(found and found.encode(sys.argv[2]), {'torch', 'numpy', 'transformers'} & set(sys.modules))"
     )
@@ -434,7 +434,7 @@ def test_two_processes_convert_the_same_tokenizer_at_once(
 ) -> None:
     path = write_gguf_with(tokenizer, tmp_path / "model.gguf")
     code = (
-        "import sys; from pathlib import Path; from bass_cli.model.tokenizer import Tokenizer\n"
+        "import sys; from pathlib import Path; from bass_cli.formats.tokenizer import Tokenizer\n"
         "import transformers; print(flush=True); input()\n"
         "print(Tokenizer.load(Path(sys.argv[1])).encode(sys.argv[2]))"
     )

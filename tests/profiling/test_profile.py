@@ -15,11 +15,10 @@ from toys import AtOnce, Markov, loop_for
 from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
-from bass_cli.lengths import store
+from bass_cli.lengths import profiles as store
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
-from bass_cli.profiling.filling import drafting, filled
-from bass_cli.profiling.measure import WIDTHS, measure
+from bass_cli.run.profile import WIDTHS, drafting, filled, measure
 
 
 class Timed(Markov):

@@ -18,12 +18,12 @@ from hostile import MARK, MARK_VARIABLE, SLEEPER
 from test_sandbox import leftovers, survivors
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox import cell
-from bass_cli.sandbox.cell import Report
+from bass_cli.sandbox import process as cell
 from bass_cli.sandbox.folder import remove_tree, work_folder
 from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.sandbox.jail import seccomp
-from bass_cli.sandbox.jail.order import Checked, Order, Program
+from bass_cli.sandbox.jail.job_spec import Checked, JobSpec, Program
+from bass_cli.sandbox.process import Report
 from bass_cli.sandbox.programs import Ending, Limits, Sandbox
 
 ROOT = Path(__file__).parents[2]
@@ -248,7 +248,7 @@ def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
 ) -> None:
     refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
     reports = iter([cell.LOST, refused, good, refused, cell.LOST, refused])
-    monkeypatch.setattr(cell.Crew, "run", lambda *_: next(reports))
+    monkeypatch.setattr(cell.WorkerPool, "run", lambda *_: next(reports))
     assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
     with pytest.raises(MachineError, match="not the program's: pid: full"):
         list(sandbox.run([(0, "")]))
@@ -259,16 +259,16 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
 ) -> None:
     running: set[str] = set()
     company: list[tuple[str, str, int]] = []
-    real = cell.Crew.run
+    real = cell.WorkerPool.run
 
-    def run(crew: cell.Crew, order: Order) -> Report:
+    def run(crew: cell.WorkerPool, order: JobSpec) -> Report:
         running.add(order["text"])
         report = real(crew, order)
         company.append((order["text"], report.status, len(running)))
         running.remove(order["text"])
         return report
 
-    monkeypatch.setattr(cell.Crew, "run", run)
+    monkeypatch.setattr(cell.WorkerPool, "run", run)
     programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
     programs |= {
         f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)
@@ -330,7 +330,7 @@ def test_who_was_late_in_company_runs_once_more_alone(
     running: list[str] = []
     company: list[tuple[str, int]] = []
 
-    def run(_: cell.Crew, order: Order) -> Report:
+    def run(_: cell.WorkerPool, order: JobSpec) -> Report:
         name = order["text"]
         again = name in dict(company)
         running.append(name)
@@ -345,7 +345,7 @@ def test_who_was_late_in_company_runs_once_more_alone(
         }
         return Report(status[name], "", 8.0, b"")
 
-    monkeypatch.setattr(cell.Crew, "run", run)
+    monkeypatch.setattr(cell.WorkerPool, "run", run)
     names = ["late", "slow", "right", "asleep"]
     verdicts = {
         name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)
@@ -377,14 +377,14 @@ def test_who_waited_for_a_processor_is_starved(
 ) -> None:
     need_namespaces(sandbox)
     reports: list[str] = []
-    real = cell.Crew.run
+    real = cell.WorkerPool.run
 
-    def run(crew: cell.Crew, order: Order) -> Report:
+    def run(crew: cell.WorkerPool, order: JobSpec) -> Report:
         report = real(crew, order)
         reports.append(report.status)
         return report
 
-    monkeypatch.setattr(cell.Crew, "run", run)
+    monkeypatch.setattr(cell.WorkerPool, "run", run)
     with Sandbox(
         workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")
     ) as made:

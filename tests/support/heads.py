@@ -31,7 +31,9 @@ _LAYERS = {
 }
 
 
-def config_of(kind: str, *, width: int, vocab: int, taps: tuple[int, ...], **keys: Any) -> dict:
+def config_of(
+    kind: str, *, width: int, vocab: int, aux_layers: tuple[int, ...], **keys: Any
+) -> dict:
     """A config.json: "dflash" and "dspark" as their authors have it, "dflash-speculators" and
     "dspark-speculators" as speculators does. `keys` are put over it."""
     layers = _LAYERS | {"hidden_size": width, "vocab_size": vocab}
@@ -42,7 +44,7 @@ def config_of(kind: str, *, width: int, vocab: int, taps: tuple[int, ...], **key
             "speculators_model_type": name,
             "architectures": [f"{name.title()}DraftModel"],
             "transformer_layer_config": layers,
-            "aux_hidden_state_layer_ids": [tap + 1 for tap in taps],
+            "aux_hidden_state_layer_ids": [tap + 1 for tap in aux_layers],
             "draft_vocab_size": vocab,
             "block_size": block,
             "mask_token_id": MASK,
@@ -54,9 +56,9 @@ def config_of(kind: str, *, width: int, vocab: int, taps: tuple[int, ...], **key
         )
     if name == "dflash":
         own = {"architectures": ["DFlashDraftModel"], "num_target_layers": 3, "block_size": block,
-               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(taps)}}  # fmt: skip
+               "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(aux_layers)}}  # fmt: skip
     else:
-        own = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(taps), "block_size": block,
+        own = {"architectures": ["Qwen3DSparkModel"], "target_layer_ids": list(aux_layers), "block_size": block,
                "mask_token_id": MASK, "markov_rank": 6, "markov_head_type": "vanilla",
                "enable_confidence_head": True, "confidence_head_with_markov": True}  # fmt: skip
     return layers | own | keys
@@ -68,19 +70,19 @@ def write_head(
     *,
     width: int = 48,
     vocab: int = 301,
-    taps: tuple[int, ...] = (0, 1),
+    aux_layers: tuple[int, ...] = (0, 1),
     stored: bool | None = None,
     seed: int = 0,
     **keys: Any,
 ) -> Reading:
     """Save a drafter; returns it as `Reading` has it. `stored`: with an embedding and a head of
     its own (a DSpark has them)."""
-    config = config_of(kind, width=width, vocab=vocab, taps=taps, **keys)
+    config = config_of(kind, width=width, vocab=vocab, aux_layers=aux_layers, **keys)
     layers = config.get("transformer_layer_config", config)
     inner, size = layers["intermediate_size"], layers["head_dim"]
     query, key = (layers[f"num_{one}_heads"] * size for one in ("attention", "key_value"))
     shapes = {
-        "fc.weight": (width, len(taps) * width),
+        "fc.weight": (width, len(aux_layers) * width),
         "hidden_norm.weight": (width,),
         "norm.weight": (width,),
     }

@@ -12,7 +12,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from bass_cli.sandbox import cell
+from bass_cli.sandbox import process as cell
 from bass_cli.sandbox.programs import Limits, Sandbox
 
 # The seconds that a process sleeps which must not outlive its program. With the same words in

@@ -11,7 +11,7 @@ from pathlib import Path
 _CODE = """
 import os, signal, sys, threading, time
 from bass_cli.__main__ import main
-from bass_cli.model.leader import Followers
+from bass_cli.tensor_parallel.leader import Followers
 tell, calls = Followers.tell, 0
 def counted(self, *message):
     global calls

@@ -16,7 +16,7 @@ from bass_cli.distill.corpus import Batches, Corpus, Text
 from bass_cli.distill.layout import thinned
 from bass_cli.distill.student import source_of, student_weights
 from bass_cli.distill.trainer import Goal, Model, Trainer
-from bass_cli.model.weights import load, open_checkpoint
+from bass_cli.formats.weights import load, open_checkpoint
 
 WINDOW, VOCAB, WINDOWS, STEPS = 48, 299, 5, 6
 _CODE = "import sys, peers; peers.be(*sys.argv[1:])"
@@ -75,7 +75,7 @@ def be(folder: str, device: str, rank: str, ranks: str, *sizes: str) -> None:
         (place / "new").rename(port)
     while not port.exists():
         time.sleep(0.01)
-    seat = exchange.Seat(number, int(ranks), "127.0.0.1", int(port.read_text()), int(ranks))
+    seat = exchange.RankInfo(number, int(ranks), "127.0.0.1", int(port.read_text()), int(ranks))
     peers = store.join(seat, torch.device(device))
     cut = torch.nn.utils.clip_grad_norm_
     for size in sizes:

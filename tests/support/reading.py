@@ -8,12 +8,12 @@ from checkpoints import write_checkpoint, write_tokenizer
 from test_parallel import bass, lines
 from toys import drive
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.runner import Runner
+from bass_cli.models.runner import Runner
 
 FLAGS = ("--pair", "pair.yaml", "--n", "3", "--max-new-tokens", "20")
 _IDS = 12  # of the vocabulary whose law is enumerated

@@ -7,8 +7,8 @@ import torch
 from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 
-from bass_cli.drafting.factory import NoDrafter
-from bass_cli.drafting.ngram import LookupDrafter
+from bass_cli.drafts.factory import NoDrafter
+from bass_cli.drafts.ngram import LookupDrafter
 from bass_cli.engine.batch import Row
 from bass_cli.engine.contracts import PendingWork
 from bass_cli.engine.forecast import Forecast

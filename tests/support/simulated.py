@@ -7,7 +7,7 @@ import random
 import torch
 from fakes import FakeGraphs, Ticks
 
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import PendingWork, Proposal

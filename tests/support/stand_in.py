@@ -76,7 +76,7 @@ def run_stand_in(
 
 def install() -> None:
     """Put the stand-in where cli/commands.py looks for plan and run."""
-    plan, run = types.ModuleType("bass_cli.plan"), types.ModuleType("bass_cli.scheduler")
+    plan, run = types.ModuleType("bass_cli.run.plan"), types.ModuleType("bass_cli.run.engine")
     plan.make_plan, run.generate = make_plan, run_stand_in  # type: ignore[attr-defined]
-    sys.modules |= {"bass_cli.plan": plan, "bass_cli.scheduler": run}
-    bass_cli.plan, bass_cli.scheduler = plan, run  # type: ignore[attr-defined]
+    sys.modules |= {"bass_cli.run.plan": plan, "bass_cli.run.engine": run}
+    bass_cli.run.plan, bass_cli.run.engine = plan, run  # type: ignore[attr-defined]

@@ -10,12 +10,12 @@ from fakes import FakeGraphs, Ticks
 from simulated import Simulated
 from test_scheduler import Letters, job, prompts
 
-from bass_cli.build import warm_up
-from bass_cli.conductor import Conductor
 from bass_cli.config.job import Job, Pair, Speculation
-from bass_cli.drafting.factory import NoDrafter
+from bass_cli.drafts.factory import NoDrafter
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.lengths.goodput import Goodput
+from bass_cli.run.build import warm_up
+from bass_cli.run.scheduler import Conductor
 
 BLOCK = (0.85, 0.79, 0.81, 0.815, 0.83, 0.82, 0.85, 0.80)  # by place: drafts of one pass on code
 CHAIN = (0.93,) * 64  # token by token
@@ -24,7 +24,7 @@ END = 9  # the token that ends a sample
 
 class Drafter(NoDrafter):
     """Takes 4.5 ms for a prompt, the target's pass included. Knows each row's tokens
-    up to where it has drafted, as drafting/model_drafter.py does."""
+    up to where it has drafted, as drafts/model.py does."""
 
     catches_up = True
 
@@ -50,7 +50,7 @@ class Drafter(NoDrafter):
 
 
 class AtOnce(Drafter):
-    """The same in one pass, as drafting/parallel.py."""
+    """The same in one pass, as drafts/parallel.py."""
 
     at_once = True
 

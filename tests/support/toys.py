@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from bass_cli.drafting.factory import make_drafter
+from bass_cli.drafts.factory import make_drafter
 from bass_cli.engine.batch import Batch, Row
 from bass_cli.engine.clock import Clock
 from bass_cli.engine.contracts import Drafter, DraftLength, Proposal
 from bass_cli.engine.loop import Loop
 from bass_cli.lengths.controllers import Fixed
-from bass_cli.model.decoder import Decoder
-from bass_cli.model.runner import Runner
+from bass_cli.models.decoder import Decoder
+from bass_cli.models.runner import Runner
 
 SPAN = 80
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from checkpoints import write_tokenizer
 
+from bass_cli.formats import tokenizer_files
+from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.cached import read_cached, write_cached
-from bass_cli.lengths.store import load_surface
-from bass_cli.model import tokenizer_files
-from bass_cli.model.tokenizer import Tokenizer
+from bass_cli.lengths.profiles import load_surface
 from bass_cli.system import host, private
 
 OTHER = 65534

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from bass_cli.cli.commands import app
 from bass_cli.system import threads
-from bass_cli.system.threads import Company, choose, fitting, most_threads, usable_cores
+from bass_cli.system.threads import CoreMonitor, choose, fitting, most_threads, usable_cores
 
 WAITING = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "BASS_THREADS"}
 
@@ -212,7 +212,7 @@ def test_company_that_comes_and_goes(
     monkeypatch.setattr(torch, "get_num_threads", lambda: found[-1])
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     busy(root, 0, 0, 0, 0, at=0)
-    company = Company(None, now=lambda: clock["now"], used=lambda: clock["used"], root=root)
+    company = CoreMonitor(None, now=lambda: clock["now"], used=lambda: clock["used"], root=root)
 
     def after(now: float, used: float, idle: tuple[int, int]) -> list[int]:
         clock.update(now=now, used=used)
@@ -235,7 +235,7 @@ def test_company_that_comes_and_goes(
 def test_a_number_that_was_asked_for_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", pytest.fail)
     now = iter(range(0, 100, 10))
-    company = Company(2, now=lambda: float(next(now)), used=lambda: 0.0, root=root)
+    company = CoreMonitor(2, now=lambda: float(next(now)), used=lambda: 0.0, root=root)
     company.look()
 
 

@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from .order import Order
+    from .job_spec import JobSpec
 
 # until the warden has seen the program's end, and can say what it was
 PATIENCE = 0.1
@@ -26,7 +26,7 @@ SILENT = b"the program does not answer"
 
 
 def enter(
-    order: Order, checks: tuple[str, str, tuple[str, ...]], say: int, program: tuple[int, int]
+    order: JobSpec, checks: tuple[str, str, tuple[str, ...]], say: int, program: tuple[int, int]
 ) -> NoReturn:
     """Run the tests in this process, which is a fresh child of the warden's; never returns.
 

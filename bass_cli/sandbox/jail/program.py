@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any, NoReturn
 
-    from .order import Order
+    from .job_spec import JobSpec
 
 READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
 STACK_BYTES = 64 << 20
@@ -41,7 +41,7 @@ WORD = 16  # bytes of key and nonce
 
 
 def enter(
-    order: Order, say: int, hear: int, keys: list[bytes], tests: tuple[int, int] | None
+    order: JobSpec, say: int, hear: int, keys: list[bytes], tests: tuple[int, int] | None
 ) -> NoReturn:
     """Run an order's program in this process, which is a fresh child of the warden's; never
     returns.
@@ -65,7 +65,7 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def prepare(order: Order, say: int, *, name: str, hidden: bool = False) -> None:
+def prepare(order: JobSpec, say: int, *, name: str, hidden: bool = False) -> None:
     """Give up this process's rights and make it a fresh interpreter, whose module has that name.
     A layer that cannot be had is reported to `say` and ends the process. `hidden`: processes of
     the same user can neither read nor trace it."""
@@ -77,7 +77,7 @@ def prepare(order: Order, say: int, *, name: str, hidden: bool = False) -> None:
         os._exit(1)
 
 
-def _restrict(order: Order, hidden: bool) -> None:
+def _restrict(order: JobSpec, hidden: bool) -> None:
     layers = order["layers"]
     os.setsid()
     _limit(order)
@@ -87,7 +87,7 @@ def _restrict(order: Order, hidden: bool) -> None:
         _confine(order, layers, hidden)
 
 
-def _confine(order: Order, layers: tuple[str, ...], hidden: bool) -> None:
+def _confine(order: JobSpec, layers: tuple[str, ...], hidden: bool) -> None:
     # In a new user namespace, and as root, there are capabilities to lose; elsewhere this
     # changes nothing.
     drop_capabilities()
@@ -124,7 +124,7 @@ def _become(user: int, group: int) -> None:
         raise SetupError("uid", error) from None
 
 
-def _limit(order: Order) -> None:
+def _limit(order: JobSpec) -> None:
     cpu = order["cpu_seconds"]
     limits = {
         resource.RLIMIT_CPU: (
@@ -149,7 +149,7 @@ def _limit(order: Order) -> None:
                 raise SetupError("limits", error) from None
 
 
-def _tasks_besides(order: Order) -> int:
+def _tasks_besides(order: JobSpec) -> int:
     """How many processes and threads count against the limit beside the program's own: the system
     counts by user.
 
@@ -176,7 +176,7 @@ def _tasks(process: str, user: int) -> int:
         return 0
 
 
-def _refresh(order: Order, name: str) -> None:
+def _refresh(order: JobSpec, name: str) -> None:
     """What a fresh interpreter would offer: a module of its own, the installed packages, `exit` and
     `help`.
 

@@ -1,0 +1,145 @@
+"""Drafts by layers that read the target's hidden states: a whole block in one pass (DFlash), each
+place then with a bias by the token before it (DSpark); or token by token (EAGLE-3).
+
+What they read is written in every pass of the target (models/feature_head.py, chain_head.py):
+nothing is missing after plain rounds or before a row's first, and nothing here follows prompts and
+rows. A block always has all its places, however few drafts are asked for: its places see each
+other, so a draft would depend on how many others there are, and on what happens to be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+import bass_kernels as ops
+from bass_cli.drafts.sampling import (
+    propose_at_once,
+    propose_chain,
+    propose_maximal,
+    propose_scored,
+    stacked,
+)
+from bass_cli.engine.batch import Batch
+from bass_cli.engine.contracts import Drafter, Proposal
+from bass_cli.engine.sampling_params import SamplingParams
+from bass_cli.models.chain_head import ChainHead
+from bass_cli.models.feature_head import FeatureHead
+from bass_cli.tensor_parallel.leader import AnyRunner
+
+_Head = TypeVar("_Head", FeatureHead, ChainHead)
+
+
+class ReadingDrafter(Drafter, Generic[_Head]):
+    """What drafters with a `head` have in common, which reads the target of `runner`. `coupling`
+    is "shared" or "maximal"; `temperature` replaces the rows' own, unless theirs is 0."""
+
+    def __init__(
+        self, runner: AnyRunner, head: _Head, *, coupling: str, temperature: float | None = None
+    ):
+        assert runner.decoder.reader is head
+        self._runner = runner
+        self._head: _Head = head
+        self._coupling, self._temperature = coupling, temperature
+        self.longest = head.spec.drafts
+
+
+class HeadDrafter(ReadingDrafter[FeatureHead]):
+    """Drafts a block in one pass."""
+
+    at_once = True
+
+    def __init__(
+        self,
+        runner: AnyRunner,
+        head: FeatureHead,
+        *,
+        coupling: str,
+        temperature: float | None = None,
+    ):
+        super().__init__(runner, head, coupling=coupling, temperature=temperature)
+        self._masks = torch.tensor([head.spec.mask], device=runner.decoder.device)
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        length = min(length, self.longest)
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        spec, further = self._head.spec, self._head.spec.block - 1
+        # the rows' last tokens and the masks behind them, [B, block]
+        block, positions = batch.pending(self._masks.expand(batch.rows, further))
+        step = self._runner.cache.decode(positions, batch.ends(further))
+        logits = self._head.draft(block, step, length)
+        params = batch.params.at(self._temperature)
+        if not spec.rank:
+            logits = self._head.whole(logits)
+            return propose_at_once(logits, params, batch, coupling=self._coupling)
+        return self._one_by_one(logits, block[:, 0], params, batch)
+
+    def _one_by_one(
+        self, logits: Tensor, anchors: Tensor, params: SamplingParams, batch: Batch
+    ) -> Proposal:
+        """Drafts of logits [B, k, V] of which every place also goes by the token before it; by
+        `anchors` [B] the first."""
+        lengths = batch.lengths[: batch.rows]
+        places = lengths + batch.steps(0, logits.shape[1])[:, None]
+        chosen: list[Tensor] = [anchors]
+        drawn_from: list[ops.Distribution] = []
+        scores: list[Tensor] = []
+        for place, at in enumerate(places):
+            line = self._head.whole(self._head.after(chosen[-1], logits[:, place]))
+            if self._coupling == "shared":
+                token, score = propose_scored(line, params, at)
+                scores.append(score)
+            else:
+                token, law = propose_maximal(line, params, at, lengths)
+                drawn_from.append(law)
+            chosen.append(token)
+        tokens = torch.stack(chosen[1:], 1)
+        if scores:
+            return Proposal(tokens, None, scores=torch.stack(scores, 1))
+        return Proposal(tokens, stacked(drawn_from))
+
+
+class ChainDrafter(ReadingDrafter[ChainHead]):
+    """Drafts token by token: a round of k drafts takes k passes of one layer."""
+
+    stops_short = True
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return self._propose(batch, length, None)
+
+    def propose_while(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool]
+    ) -> Proposal:
+        """See Drafter.propose_while. Shared coupling only."""
+        assert self._coupling == "shared"
+        return self._propose(batch, length, goes_on)
+
+    def _propose(
+        self, batch: Batch, length: int, goes_on: Callable[[Tensor], bool] | None
+    ) -> Proposal:
+        if length == 0:
+            return Proposal(batch.tokens.new_zeros(batch.rows, 0), None)
+        params, lengths = batch.params.at(self._temperature), batch.lengths[: batch.rows]
+        # by step, so that each is contiguous
+        places = lengths + batch.steps(0, length)[:, None]
+        # A row's last token stands with the feature of the one before it: at its position.
+        positions, ends = places[:, :, None] - 2, batch.ends(length - 1)
+        features: Tensor | None = None
+
+        def logits_of(step: int, last: Tensor | None) -> Tensor:
+            nonlocal features
+            tokens = batch.last(1)[0] if last is None else last[:, None]
+            # A row of one token has none before it: its first draft knows zeros, and no key stays.
+            seen = self._runner.cache.decode(positions[step].clamp(min=0), ends)
+            if features is None:
+                features = self._head.found(seen, positions[step])
+            logits, features = self._head.draft(tokens, features, seen)
+            return self._head.whole(logits)
+
+        return propose_chain(
+            logits_of, places, params, lengths, coupling=self._coupling, goes_on=goes_on
+        )

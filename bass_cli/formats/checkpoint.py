@@ -1,0 +1,358 @@
+"""Checkpoint: a model on disk, opened and checked by its headers alone; everything that can be
+wrong is found here.
+
+Not here: finding it (sources.py), file formats (tensor_files.py), loading it (weights.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from bass_cli.errors import UserError
+from bass_cli.formats import gguf_config
+from bass_cli.formats.ends import END_ROLES
+from bass_cli.formats.gguf_config import ARCHITECTURES, ROPE_FACTORS, spec_of_gguf
+from bass_cli.formats.gguf_file import read_gguf
+from bass_cli.formats.head_config import head_of_config, notes_of_head, tokens_of
+from bass_cli.formats.hf_config import mask_of, notes_of_config, spec_of_config
+from bass_cli.formats.quantised import QUANTISED
+from bass_cli.formats.tensor_content import DTYPES, parts
+from bass_cli.formats.tensor_files import Entry, read_safetensors, read_torch
+from bass_cli.io.reading import parse_object, read_bytes, shown
+from bass_cli.models import families
+from bass_cli.models.families import FAMILIES, Family, Slot
+from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
+
+# the most that a config may have; the largest index of shards has a few megabytes
+_CONFIG_BYTES = 1 << 24
+_FACTORS = 1 << 16  # more rotary factors than any head has dimensions
+_NAMED = 5  # tensors that an error names
+# The single file of each format, else its index, else all that look like shards; the first
+# format there is wins.
+_FORMATS: tuple[tuple[str, str, Callable[[Path], dict[str, Entry]]], ...] = (
+    ("model.safetensors", "*.safetensors", read_safetensors),
+    ("pytorch_model.bin", "pytorch_model*.bin", read_torch),
+)
+_GGUF_MASKS = ("tokenizer.ggml.mask_token_id",)
+# of a drafter that reads hidden states: its tensors beside those of its layers, and those that are
+# not used here (a confidence in each draft, copies for training, ids of a whole vocabulary)
+_HEAD_TENSORS = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "markov_head.markov_w1.weight": "markov.before.weight",
+    "markov_head.markov_w2.weight": "markov.after.weight",
+}
+_CHAIN_TENSORS = {"fc.weight": "fc.weight", "layers.0.hidden_norm.weight": "context_norm.weight"}
+_HEAD_IGNORED = (r"^confidence_head\.", r"^verifier_(norm|lm_head)\.", r"^(d2t|t2d)$")
+_WHOLE = ("I64", "torch.int64")  # int64, as either format of files has it
+_OTHER_NAMES = "consolidated"  # Mistral's second copy, with names of its own
+
+
+class Piece(NamedTuple):
+    """A stored tensor and where it goes."""
+
+    entry: Entry
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk whose headers are in order.
+
+    eos_ids: ids that end a sample and that its files name; a tokenizer also has those that are
+        known by their text (ends.py).
+    metadata: that of a GGUF file, else empty.
+    vocabulary: a digest of what a GGUF file's tokenizer is made of.
+    head: what makes it a drafter that reads a target's hidden states, if it is one; then `spec`
+        is that of its layers.
+    notes: what the user should know of its configuration.
+    """
+
+    path: Path
+    spec: Spec
+    eos_ids: tuple[int, ...]
+    metadata: Mapping[str, Any]
+    pieces: tuple[Piece, ...]
+    vocabulary: str | None = None
+    head: HeadSpec | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of its tensors as they are loaded."""
+        return parameters(self.spec) if self.head is None else head_parameters(self.head)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the stored tensors that are read."""
+        return sum(piece.entry.size for piece in self.pieces)
+
+    def fingerprint(self, mask: int | None = None) -> str:
+        """A digest of the spec, the layout of the files and samples of their content; not of
+        their place on disk. `mask`: another one for a model that drafts by it."""
+        plain = replace(self.spec, biases=frozenset())  # a set has no fixed order
+        digest = hashlib.sha256(repr((plain, sorted(self.spec.biases), self.eos_ids)).encode())
+        if mask is not None:
+            digest.update(f"mask {mask}".encode())
+        if self.head is not None:
+            digest.update(repr(replace(self.head, body=plain)).encode())
+        for path in sorted({piece.entry.file for piece in self.pieces}):
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                digest.update(f"{path.name} {size}".encode())
+                for place in range(0, size, max(size // 16, 1)):
+                    file.seek(place)
+                    digest.update(file.read(4096))
+        return digest.hexdigest()[:32]
+
+    def mask(self) -> int | None:
+        """The id of the mask token by which it drafts in one pass; UserError if it says none,
+        unless it is one that reads hidden states and drafts token by token."""
+        if self.head is not None:
+            return self.head.mask
+        vocab = self.spec.vocab
+        if not self.path.is_dir():
+            return mask_of(self.metadata, vocab=vocab, place=str(self.path), keys=_GGUF_MASKS)
+        config = self.path / "config.json"
+        return mask_of(_read_json(config), vocab=vocab, place=str(config))
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a folder (config.json and weights) or a .gguf file by headers alone;
+    UserError names the fault."""
+    if path.is_dir():
+        return _open_folder(path)
+    if path.suffix != ".gguf":
+        raise UserError(f"{path}: a model is a folder with config.json, or a .gguf file")
+    metadata, entries, vocabulary = read_gguf(path)
+    factors = None
+    if (stored := entries.get(ROPE_FACTORS)) is not None:
+        if stored.dtype != "F32" or len(stored.shape) != 1 or stored.shape[0] > _FACTORS:
+            raise UserError(
+                f'{path}: tensor "{ROPE_FACTORS}": a row of numbers of type F32 is needed, not '
+                f"{list(stored.shape)} of type {stored.dtype}"
+            )
+        with path.open("rb", buffering=0) as file:
+            factors = tuple(next(parts(file, stored))[1].tolist())
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    spec = spec_of_gguf(metadata, shapes, place=str(path), rope_factors=factors)
+    tensors = ARCHITECTURES[metadata["general.architecture"]].tensors
+    slots = families.slots(spec, tensors)
+    pieces = _assign(spec, slots, entries, path, gguf_config.IGNORED, parameters(spec))
+    eos = [
+        id_ for role in END_ROLES for id_ in _ids(metadata, f"tokenizer.ggml.{role}_token_id", path)
+    ]
+    return Checkpoint(
+        path,
+        spec,
+        tuple(dict.fromkeys(eos)),
+        metadata,
+        pieces,
+        vocabulary,
+        notes=gguf_config.notes_of_gguf(metadata, place=str(path)),
+    )
+
+
+def _open_folder(path: Path) -> Checkpoint:
+    config = _read_json(path / "config.json")
+    spec = spec_of_config(config, place=str(path / "config.json"))
+    family = FAMILIES[spec.family]
+    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    if spec.tied and _differs(entries, family):
+        spec = replace(spec, tied=False)
+    slots = families.slots(spec, family.tensors)
+    pieces = _assign(spec, slots, entries, path, families.IGNORED, parameters(spec))
+    generation = path / "generation_config.json"
+    eos = _ids(_read_json(generation), "eos_token_id", generation) if generation.exists() else ()
+    return Checkpoint(
+        path,
+        spec,
+        eos or _ids(config, "eos_token_id", path / "config.json"),
+        {},
+        pieces,
+        notes=notes_of_config(config, place=str(path / "config.json")),
+    )
+
+
+def open_head(path: Path, target: Spec) -> Checkpoint:
+    """Read and check a folder with a drafter for this target that reads its hidden states, by
+    headers alone; UserError names the fault."""
+    if not path.is_dir():
+        raise UserError(f"{path}: a drafter that reads hidden states is a folder with config.json")
+    place = path / "config.json"
+    config = _read_json(place)
+    head = head_of_config(config, target, place=str(place))
+    count = tokens_of(config, target.vocab, place=str(place))
+    family = FAMILIES[head.body.family]
+    entries = {name.removeprefix(family.prefix): entry for name, entry in _entries(path).items()}
+    slots = families.slots(head.body, family.tensors)
+    own = {slots[name].name for name in entries if name in slots}
+    # tokens of a shorter vocabulary cannot have the target's head
+    head = replace(
+        head,
+        embeds="embed.weight" in own,
+        heads="head.weight" in own or count is not None,
+        ids=None if count is None else _draft_ids(entries, count, target.vocab, path),
+    )
+    shapes = head_parameters(head)
+    slots = {
+        name: slot._replace(rows=shapes[slot.name][0]) if slot.name == "head.weight" else slot
+        for name, slot in slots.items()
+        if slot.name in shapes
+    }
+    slots |= {
+        theirs: Slot(ours, 0, shapes[ours][0])
+        for theirs, ours in (_HEAD_TENSORS if head.block else _CHAIN_TENSORS).items()
+        if ours in shapes
+    }
+    if not head.block and any(name.startswith("midlayer.") for name in entries):
+        slots = {name.replace("layers.0.", "midlayer."): slot for name, slot in slots.items()}
+    ignored = families.IGNORED + _HEAD_IGNORED
+    pieces = _assign(head.body, slots, entries, path, ignored, shapes)
+    notes = notes_of_head(config, place=str(place))
+    return Checkpoint(path, head.body, (), {}, pieces, head=head, notes=notes)
+
+
+def _draft_ids(entries: Mapping[str, Entry], count: int, vocab: int, path: Path) -> tuple[int, ...]:
+    """The target's ids of a draft's tokens: `d2t` says how far each is behind its own number."""
+    entry = entries.get("d2t")
+    if entry is None:
+        raise UserError(f'{path}: tensor "d2t" is missing, which says the ids of {count} tokens')
+    if entry.dtype not in _WHOLE or entry.shape != (count,):
+        raise UserError(
+            f'{entry.file}: tensor "d2t": [{count}] of type I64 is needed, not '
+            f"{list(entry.shape)} of type {entry.dtype}"
+        )
+    with entry.file.open("rb", buffering=0) as file:
+        file.seek(entry.start)
+        offsets = numpy.frombuffer(file.read(entry.size), dtype="<i8")
+    ids = offsets + numpy.arange(count)
+    if ids.min() < 0 or ids.max() >= vocab or len(numpy.unique(ids)) < count:
+        raise UserError(
+            f'{entry.file}: tensor "d2t" does not say {count} different ids of {vocab} tokens'
+        )
+    return tuple(ids.tolist())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(read_bytes(path, _CONFIG_BYTES))
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def _ids(values: Mapping[str, Any], key: str, place: Path) -> tuple[int, ...]:
+    """The ids in an integer, a list, or nothing; in order, each once."""
+    value = values.get(key)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(item) is int for item in listed):
+        raise UserError(
+            f'{place}: key "{key}": a token id or a list of them is needed, not {shown(value)}'
+        )
+    return tuple(dict.fromkeys(listed))
+
+
+def _entries(folder: Path) -> dict[str, Entry]:
+    """All tensors of a folder's weight files."""
+    for single, pattern, read in _FORMATS:
+        index, listed = folder / f"{single}.index.json", {}
+        if (folder / single).exists():
+            files = [folder / single]
+        elif index.exists():
+            listed = _weight_map(index)
+            files = [folder / name for name in sorted(set(listed.values()))]
+        else:
+            files = [
+                file
+                for file in sorted(folder.glob(pattern))
+                if not file.name.startswith(_OTHER_NAMES)
+            ]
+        entries = {name: entry for file in files for name, entry in read(file).items()}
+        if missing := [name for name in listed if name not in entries]:
+            raise UserError(f"{index}: {_few(missing)} not in the files that it names")
+        if files:
+            return entries
+    raise UserError(f"{folder}: there are no weights; files like model.safetensors are needed")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    listed = _read_json(index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise UserError(f'{index}: key "weight_map": a mapping of tensors to files is needed')
+    for name in listed.values():
+        if not isinstance(name, str) or name in ("", "..") or Path(name).name != name:
+            raise UserError(
+                f'{index}: key "weight_map": the name of a file beside it is needed, not '
+                f"{shown(name)}"
+            )
+    return listed
+
+
+def _differs(entries: Mapping[str, Entry], family: Family) -> bool:
+    """Whether there is a head with other content than the embedding: then it is not tied,
+    whatever the config says."""
+    names = {ours: f"{theirs}.weight" for theirs, ours, _ in family.tensors}
+    head, embed = entries.get(names["head"]), entries.get(names["embed"])
+    if head is None or embed is None or head[0::3] == embed[0::3]:
+        return False
+    if head[1:3] != embed[1:3] or head.dtype not in DTYPES or not head.size:
+        return True
+    with head.file.open("rb", buffering=0) as one, embed.file.open("rb", buffering=0) as other:
+        pairs = zip(parts(one, head), parts(other, embed), strict=True)
+        return not all(torch.equal(a, b) for (_, a), (_, b) in pairs)
+
+
+def _assign(
+    spec: Spec,
+    slots: Mapping[str, Slot],
+    entries: Mapping[str, Entry],
+    path: Path,
+    ignored: tuple[str, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> tuple[Piece, ...]:
+    """Pair every stored tensor with its slot, both ways in full, shapes and types checked."""
+    wanted = {
+        name: slot for name, slot in slots.items() if not (spec.tied and slot.name == "head.weight")
+    }
+    if missing := [name for name in wanted if name not in entries]:
+        raise UserError(f"{path}: {_few(missing)} missing")
+    known = {
+        name: entry
+        for name, entry in entries.items()
+        if not any(re.search(p, name) for p in ignored)
+    }
+    if extra := [name for name in known if name not in slots]:
+        raise UserError(f"{path}: {_few(extra)} unknown for the family {spec.family}")
+    for name, slot in wanted.items():
+        entry, shape = entries[name], _stored_shape(slot, shapes[slot.name])
+        if entry.shape != shape:
+            raise UserError(
+                f'{entry.file}: tensor "{name}" has shape {list(entry.shape)}, not {list(shape)}'
+            )
+        if entry.dtype not in DTYPES and entry.dtype not in QUANTISED:
+            raise UserError(
+                f'{entry.file}: tensor "{name}" has the unsupported type {entry.dtype}; '
+                f"known: {', '.join((*DTYPES, *QUANTISED))}"
+            )
+    return tuple(Piece(entries[name], slot) for name, slot in wanted.items())
+
+
+def _stored_shape(slot: Slot, shape: tuple[int, ...]) -> tuple[int, ...]:
+    rows, columns = slot.rows + 2 * (slot.how == "skip_two"), shape[1:]
+    return (*columns, rows) if slot.how == "transpose" else (rows, *columns)
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    quoted = ", ".join(f'"{name}"' for name in names[:_NAMED])
+    return f"tensors {quoted}{more} are" if len(names) > 1 else f"tensor {quoted} is"

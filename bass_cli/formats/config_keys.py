@@ -1,0 +1,231 @@
+"""Keys of config.json that no reader uses: which are harmless, which are refused, and a note that
+names the rest.
+
+The keys that a family reads are in families.py. tests/model/test_config_keys.py holds these lists
+against the configuration classes and the modelling code of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bass_cli.errors import UserError
+from bass_cli.io.reading import shown
+from bass_cli.models.families import Family
+
+# Keys that cannot change the logits of a causal language model: any value is accepted.
+_HARMLESS = {
+    "bookkeeping": (
+        "_name_or_path name_or_path _commit_hash architectures transformers_version dtype "
+        "torch_dtype tokenizer_class finetuning_task task_specific_params prefix "
+        "unsloth_version unsloth_fixed transformers.js_config is_llama_config "
+        "neftune_noise_alpha gradient_checkpointing"
+    ),
+    "outputs and the cache of transformers": (
+        "return_dict output_hidden_states output_attentions torchscript use_cache "
+        "cache_implementation tie_last_hidden_states attn_implementation _attn_implementation "
+        "_attn_implementation_autoset experts_implementation chunk_size_feed_forward "
+        "use_bfloat16 tf_legacy_loss pretraining_tp"
+    ),
+    "heads for other tasks": (
+        "id2label label2id num_labels problem_type is_decoder tie_encoder_decoder "
+        "cross_attention_hidden_size summary_type summary_use_proj summary_activation "
+        "summary_proj_to_labels summary_first_dropout summary_last_dropout"
+    ),
+    "training": (
+        "initializer_range init_std attention_dropout residual_dropout embedding_dropout "
+        "hidden_dropout dropout activation_dropout classifier_dropout layerdrop resid_pdrop "
+        "embd_pdrop attn_pdrop"
+    ),
+    "token ids, and defaults of generation, which bass sets by its own options": (
+        "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id "
+        "decoder_start_token_id forced_bos_token_id forced_eos_token_id bad_words_ids "
+        "begin_suppress_tokens suppress_tokens diversity_penalty do_sample early_stopping "
+        "encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff "
+        "exponential_decay_length_penalty length_penalty max_length min_length "
+        "no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores "
+        "remove_invalid_values repetition_penalty return_dict_in_generate temperature top_k "
+        "top_p typical_p assistant_confidence_threshold assistant_lookbehind "
+        "num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"
+    ),
+    "rounding, a copy of the context, a default that transformers writes and ignores": (
+        "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
+        "n_ctx _sliding_window_pattern"
+    ),
+}
+HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
+# Keys that change the computation in some model's code: the values that leave it as it is.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # other shapes of a model
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+    "per_layer_config": ({},),
+    "text_config": ({},),
+    "vision_config": ({},),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "num_kv_shared_layers": (0,),
+    "kv_sharing_modes": ({}, []),
+    # attention
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+    "attention_chunk_size": (0,),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "clip_qkv": (),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "attention_sink_bias": (False,),
+    "attn_output_gate": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "v_head_dim": (),
+    # positions
+    "rotary": (True,),
+    "use_rope": (True,),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+    "no_rope_layer_interval": (0,),
+    "rotary_pct": (1,),
+    "rope_percent": (1,),
+    "position_embedding_type": ("absolute", "rope"),
+    # factors and the order of a layer
+    "attention_multiplier": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "mlp_type": ("default",),
+    "norm_type": ("layer_norm", "rms_norm"),
+}
+_QUANTISED = ("quantization_config", "compression_config")
+# The keys that each rope type uses, beside rope_type, type and rope_theta.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LONGEST = 40  # characters of a key or a value in a note
+_NAMED = 12  # keys that a note names
+
+
+def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[str, Any]:
+    """The part of a config that the family's reader may see, under the names that it uses.
+
+    Raises:
+        UserError: a key that no reader uses changes the computation.
+    """
+    for key in _QUANTISED:
+        if config.get(key):
+            raise UserError(
+                f'{place}: key "{key}": quantised safetensors are not supported; '
+                "use the original checkpoint or a GGUF file"
+            )
+    for key, values in NEUTRAL.items():
+        value = config.get(key)
+        if key in family.reads or is_neutral(value, values):
+            continue
+        only = f", only {' or '.join(map(repr, values))} is" if values else ""
+        raise UserError(f'{place}: key "{key}": {shown(value)} is not supported{only}')
+    layers = config.get("no_rope_layers")
+    if layers and not (isinstance(layers, list) and all(_equal(one, 1) for one in layers)):
+        raise UserError(
+            f'{place}: key "no_rope_layers": layers without rotary embedding are not supported'
+        )
+    read = {key: value for key, value in config.items() if key in family.reads}
+    for alias, key in family.aliases.items():
+        if (value := config.get(alias)) is None:
+            continue
+        if read.get(key) not in (None, value):
+            raise UserError(
+                f'{place}: keys "{alias}" and "{key}" mean the same, but differ: {shown(value)} '
+                f"and {shown(read[key])}"
+            )
+        read[key] = value
+    return read
+
+
+def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a key has one of these values, or none."""
+    return value is None or any(_equal(value, one) for one in values)
+
+
+def _equal(value: Any, neutral: Any) -> bool:
+    """Equality that keeps True and 1 apart."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def unread(config: Mapping[str, Any], family: Family, *, place: str) -> tuple[str, ...]:
+    """A note that names the keys that no reader uses and that are not known to be harmless; none
+    for keys that are null."""
+    known = family.reads | family.aliases.keys() | HARMLESS | NEUTRAL.keys()
+    known |= {"no_rope_layers", "auto_map", *_QUANTISED}
+    found = {key: value for key, value in config.items() if key not in known}
+    if "rope_parameters" in family.reads:
+        for name in ("rope_scaling", "rope_parameters"):
+            found |= _unread_rope(name, config.get(name))
+    notes = name_keys(found, place)
+    if config.get("auto_map"):
+        notes += (
+            f'{place}: key "auto_map": the model\'s own code is not run; the model is read as '
+            f"{config.get('model_type')}",
+        )
+    return notes
+
+
+def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    """A note that names keys with their values, those that are null left out."""
+    named = [
+        f"{_brief(shown(key)[1:-1])} ({_brief(shown(value))})"
+        for key, value in found.items()
+        if value is not None
+    ]
+    if not named:
+        return ()
+    more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return (
+        f"{place}: bass does not read these keys: {', '.join(named[:_NAMED])}{more}; if they "
+        "change the model's computation, its results are wrong",
+    )
+
+
+def _brief(text: str) -> str:
+    """A key or a value from a file, short enough for a note."""
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def _unread_rope(name: str, found: Any) -> dict[str, Any]:
+    """Keys of a mapping of rope parameters that its type does not use."""
+    if not isinstance(found, Mapping):
+        return {}
+    if any(kind in found for kind in _LAYER_TYPES):
+        nested = {kind: found.get(kind) for kind in _LAYER_TYPES}
+        inner = [_unread_rope(f"{name}.{kind}", value) for kind, value in nested.items()]
+        rest = {f"{name}.{key}": value for key, value in found.items() if key not in _LAYER_TYPES}
+        return {**rest, **inner[0], **inner[1]}
+    kind = found.get("rope_type") or found.get("type") or "default"
+    used = (*_EVERY_ROPE, *ROPE_TYPES.get(kind if isinstance(kind, str) else "", ()))
+    return {f"{name}.{key}": value for key, value in found.items() if key not in used}

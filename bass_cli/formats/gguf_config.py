@@ -1,0 +1,394 @@
+"""The families that GGUF files hold: their tensor names as data, and their metadata to Spec.
+
+GGUF stores some things otherwise than safetensors: Llama's q and k rows interleaved, Gemma's
+norms with 1 added, GPT-2's weights transposed already, Llama 3's rotary scaling as a tensor. No
+tensor is touched here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from bass_cli.errors import UserError
+from bass_cli.formats.config_keys import is_neutral, name_keys
+from bass_cli.formats.hf_config import (
+    Values,
+    known,
+    rotary_size,
+    shape_of,
+    yarn_factors,
+    yarn_scale,
+)
+from bass_cli.io.reading import shown
+from bass_cli.models.spec import Norm, Rope, Spec
+
+ROPE_FACTORS = "rope_freqs.weight"
+IGNORED = (r"^rope_freqs\.weight$",)
+
+# Keys after the architecture's name that llama.cpp does not read for these architectures, or that
+# do not change what is computed (src/llama-arch.cpp and src/models of llama.cpp).
+HARMLESS = frozenset(
+    {
+        "vocab_size",  # the embedding has the size
+        "tensor_data_layout",
+        "pooling_type",
+        "decoder_start_token_id",
+        "classifier.output_labels",
+        "classifier.pooling_type",
+        "rope.scaling.finetuned",
+        "attention.layer_norm_epsilon",
+        "attention.layer_norm_rms_epsilon",
+    }
+)
+_OTHERS = (
+    "embedding_length_out embedding_length_per_layer_input features_length "
+    "leading_dense_block_count use_parallel_residual expert_count expert_used_count "
+    "expert_feed_forward_length expert_shared_feed_forward_length "
+    "expert_chunk_feed_forward_length expert_shared_count expert_group_count "
+    "expert_group_used_count expert_weights_norm expert_gating_func expert_group_scale "
+    "expert_latent_length experts_per_group moe_every_n_layers moe_latent_size "
+    "interleave_moe_layer_step nextn_predict_layers n_deepstack_layers deepstack_mapping "
+    "hidden_activation activation_sparsity_scale altup.active_idx altup.num_inputs "
+    "decoder_block_count attn_logit_softcapping router_logit_softcapping "
+    "final_logit_softcapping swin_norm rescale_every_n_layers time_mix_extra_dim "
+    "time_decay_extra_dim token_shift_count full_attention_interval swiglu_clamp_exp "
+    "swiglu_clamp_shexp num_loops hash_layer_count attn_res.block_size "
+    "attention.max_alibi_bias attention.clamp_kqv attention.group_norm_epsilon "
+    "attention.group_norm_groups attention.q_lora_rank attention.kv_lora_rank "
+    "attention.decay_lora_rank attention.iclr_lora_rank "
+    "attention.value_residual_mix_lora_rank attention.gate_lora_rank "
+    "attention.relative_buckets_count attention.scale attention.temperature_length "
+    "attention.temperature_scale attention.key_length_mla attention.value_length_mla "
+    "attention.key_length_swa attention.value_length_swa attention.shared_kv_layers "
+    "attention.recurrent_layers attention.rope_pattern attention.compress_ratios "
+    "attention.indexer.top_k rope.dimension_sections rope.dimension_count_swa "
+    "rope.scaling.alpha rope.scaling.yarn_log_multiplier ssm.conv_kernel ssm.inner_size "
+    "ssm.state_size ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms kda.head_dim "
+    "wkv.head_size posnet.embedding_length posnet.block_count convnext.embedding_length "
+    "convnext.block_count shortconv.l_cache dense_2_feat_in dense_2_feat_out dense_3_feat_in "
+    "dense_3_feat_out"
+)
+# Keys that change the computation, as llama.cpp has it for these or for other architectures: the
+# values that leave it as it is, beside 0, false and nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "logit_scale": (1,),
+    "residual_scale": (1,),
+    "embedding_scale": (1,),
+    "attention.output_scale": (1,),
+    "attention.value_scale": (1,),
+    "expert_weights_scale": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
+    **dict.fromkeys(_OTHERS.split(), ()),
+}
+# Keys that may repeat the value of another one.
+_SAME = {
+    "embedding_length_out": "embedding_length",
+    "rope.dimension_count_swa": "rope.dimension_count",
+    "attention.key_length_swa": "attention.key_length",
+    "attention.value_length_swa": "attention.value_length",
+}
+_SCALING = (
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scale_linear",  # the older name of the factor
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+)
+
+_WORDS = {
+    "layers": "block_count",
+    "width": "embedding_length",
+    "heads": "attention.head_count",
+    "context": "context_length",
+    "kv_heads": "attention.head_count_kv",
+    "head_size": "attention.key_length",
+    "inner": "feed_forward_length",
+    "window": "attention.sliding_window",
+    "rotary": "rope.dimension_count",
+    "theta": "rope.freq_base",
+    "local_theta": "rope.freq_base_swa",
+}
+_BLOCK = "blk.{}."
+_LAYER = "layers.{}."
+_TENSORS = (
+    ("token_embd", "embed", ""),
+    ("output_norm", "norm", ""),
+    ("output", "head", ""),
+    *(
+        (_BLOCK + theirs, _LAYER + ours, "")
+        for theirs, ours in (
+            ("attn_q", "qkv:q"),
+            ("attn_k", "qkv:k"),
+            ("attn_v", "qkv:v"),
+            ("attn_output", "o"),
+            ("ffn_gate", "up:gate"),
+            ("ffn_up", "up:up"),
+            ("ffn_down", "down"),
+            ("attn_norm", "norm1"),
+            ("ffn_norm", "norm2"),
+        )
+    ),
+)
+_LLAMA_TENSORS = tuple(
+    (theirs, ours, "deinterleave" if theirs.endswith(("attn_q", "attn_k")) else how)
+    for theirs, ours, how in _TENSORS
+)
+_QK_TENSORS = (
+    (_BLOCK + "attn_q_norm", _LAYER + "q_norm", ""),
+    (_BLOCK + "attn_k_norm", _LAYER + "k_norm", ""),
+)
+_GEMMA_TENSORS = (
+    *_TENSORS,
+    *_QK_TENSORS,
+    (_BLOCK + "post_attention_norm", _LAYER + "post1", ""),
+    (_BLOCK + "post_ffw_norm", _LAYER + "post2", ""),
+)
+_STARCODER_TENSORS = tuple(row for row in _TENSORS if row[1] != _LAYER + "up:gate")
+_GPT2_TENSORS = (
+    *(row for row in _TENSORS if ":" not in row[1]),
+    ("position_embd", "positions", ""),
+    (_BLOCK + "attn_qkv", _LAYER + "qkv", ""),
+    (_BLOCK + "ffn_up", _LAYER + "up", ""),
+)
+
+
+class Architecture(NamedTuple):
+    """One value of general.architecture: the family it is, and what its metadata does not say."""
+
+    family: str
+    tensors: tuple[tuple[str, str, str], ...]
+    norm: str = "rms"
+    norm_extras: Mapping[str, bool] = {}
+    activation: str = "silu"
+    gated: bool = True
+    rotary: bool = True
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", _LLAMA_TENSORS),
+    "qwen2": Architecture("qwen2", _TENSORS),
+    "qwen3": Architecture("qwen3", (*_TENSORS, *_QK_TENSORS), norm_extras={"qk": True}),
+    "gemma3": Architecture(
+        "gemma3_text",
+        _GEMMA_TENSORS,
+        norm_extras={"qk": True, "sandwich": True},
+        activation="gelu_tanh",
+    ),
+    "starcoder2": Architecture(
+        "starcoder2", _STARCODER_TENSORS, norm="layer", activation="gelu_tanh", gated=False
+    ),
+    "gpt2": Architecture(
+        "gpt2", _GPT2_TENSORS, norm="layer", activation="gelu_tanh", gated=False, rotary=False
+    ),
+}
+_GEMMA_27B_LAYERS = (
+    62  # the one size whose queries are scaled by width / heads; the metadata does not say it
+)
+_GEMMA_PATTERN = 6  # every sixth layer sees everything
+_GEMMA_LOCAL_THETA = 10000.0
+
+
+def spec_of_gguf(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    place: str,
+    rope_factors: tuple[float, ...] | None = None,
+) -> Spec:
+    """The Spec of GGUF metadata; `shapes`: of the file's tensors, rows first. `place` is for
+    messages."""
+    name = metadata.get("general.architecture")
+    known(name, ARCHITECTURES, place, 'key "general.architecture": the family')
+    kind = ARCHITECTURES[str(name)]
+    eps = (
+        "attention.layer_norm_rms_epsilon" if kind.norm == "rms" else "attention.layer_norm_epsilon"
+    )
+    keys = {word: f"{name}.{key}" for word, key in {**_WORDS, "eps": eps}.items()}
+    values = Values(_flatten(metadata), keys, place)
+    _refuse(values, str(name))
+    if "token_embd.weight" not in shapes:
+        raise UserError(f'{place}: the tensor "token_embd.weight" is missing')
+    shape = shape_of(values, context=values.count("context"), vocab=shapes["token_embd.weight"][0])
+    rope, attention = None, 1.0
+    if kind.rotary:
+        rope, attention = _rope(values, str(name), shape, rope_factors)
+    gemma = kind.family == "gemma3_text"
+    wide_scale = gemma and shape["layers"] == _GEMMA_27B_LAYERS
+    local = (
+        Rope(values.number("local_theta", _GEMMA_LOCAL_THETA), rope.size)
+        if gemma and rope
+        else None
+    )
+    return Spec(
+        family=kind.family,
+        **shape,
+        norm=Norm(kind.norm, values.number("eps"), **kind.norm_extras),
+        rope=rope,
+        local_rope=local,
+        activation=kind.activation,
+        gated=kind.gated,
+        windows=_windows(values, shape["layers"]) if gemma else (0,) * shape["layers"],
+        query_scale=(shape["width"] / shape["heads"] if wide_scale else shape["head_size"]) ** -0.5
+        * attention
+        * attention,
+        embed_scale=shape["width"] ** 0.5 if gemma else 1.0,
+        biases=_biases(kind.tensors, shapes),
+        tied="output.weight" not in shapes,
+    )
+
+
+def _flatten(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A list of counts, one a layer, that are all equal stands for that count."""
+
+    def same(value: Any) -> bool:
+        return (
+            isinstance(value, list)
+            and value != []
+            and type(value[0]) is int
+            and value.count(value[0]) == len(value)
+        )
+
+    return {key: value[0] if same(value) else value for key, value in metadata.items()}
+
+
+def notes_of_gguf(metadata: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
+    """What the user should know of keys of the architecture that `spec_of_gguf` did not use."""
+    name = str(metadata.get("general.architecture"))
+    found = {
+        key: value
+        for key, value in metadata.items()
+        if key.startswith(f"{name}.")
+        and key.removeprefix(f"{name}.") not in HARMLESS | NEUTRAL.keys() | reads(name)
+    }
+    window = f"{name}.attention.sliding_window"
+    notes = name_keys({key: value for key, value in found.items() if key != window}, place)
+    if found.get(window):
+        notes += (
+            f'{place}: key "{window}": {shown(found[window])} is not used, as in llama.cpp: all '
+            "layers of this architecture see the whole context",
+        )
+    return notes
+
+
+def reads(name: str) -> frozenset[str]:
+    """The keys after the name of an architecture that decide what the model computes."""
+    kind = ARCHITECTURES[name]
+    keys = {key for word, key in _WORDS.items() if word not in ("window", "local_theta")}
+    keys |= {"attention.value_length", *(_SCALING if kind.rotary else ())}
+    if kind.family == "gemma3_text":
+        keys |= {_WORDS["window"], _WORDS["window"] + "_pattern", _WORDS["local_theta"]}
+    return frozenset(keys)
+
+
+def _refuse(values: Values, name: str) -> None:
+    """UserError for what the decoder cannot do."""
+    for suffix, neutral in NEUTRAL.items():
+        key = f"{name}.{suffix}"
+        value, same = values.values.get(key), values.values.get(f"{name}.{_SAME.get(suffix)}")
+        off = not any(value) if isinstance(value, list) else is_neutral(value, (0, False, ""))
+        if suffix == "attention.causal":  # on where it is missing
+            off = value is None
+        if suffix in reads(name) or off or is_neutral(value, (*neutral, same)):
+            continue
+        only = f", only {' or '.join(map(repr, neutral))} is" if neutral else ""
+        raise UserError(f'{values.place}: key "{key}": {shown(value)} is not supported{only}')
+    if values.values.get("split.count") and values.count("split.count") > 1:
+        raise UserError(
+            f'{values.place}: key "split.count": a GGUF file in several pieces is not supported; '
+            "merge them"
+        )
+    sizes = [values.values.get(f"{name}.attention.{part}_length") for part in ("key", "value")]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f'{values.place}: key "{name}.attention.value_length": {shown(sizes[1])} differs from '
+            f"key_length, {shown(sizes[0])}, which is not supported"
+        )
+
+
+def _rope(
+    values: Values, name: str, shape: Mapping[str, int], factors: tuple[float, ...] | None
+) -> tuple[Rope, float]:
+    """The rotary embedding, and the factor of cosines and sines, by the rules of llama.cpp: a
+    missing type is linear, an old key may hold the factor, and 0 stands for 1."""
+    size = rotary_size(values.count("rotary", shape["head_size"]), shape["head_size"], values.place)
+    key = f"{name}.rope.scaling.type"
+    kind = values.values.get(key)
+    kind = "linear" if kind is None else kind
+    known(kind, ("none", "linear", "yarn"), values.place, f'key "{key}": the rope type')
+    if factors is not None and name != "llama":
+        raise UserError(
+            f'{values.place}: the tensor "{ROPE_FACTORS}" is not supported for this architecture'
+        )
+    if factors is not None and len(factors) != size // 2:
+        raise UserError(
+            f'{values.place}: the tensor "{ROPE_FACTORS}" has {len(factors)} factors, not '
+            f"{size // 2}"
+        )
+    theta, attention = values.number("theta", 10000.0), _or_one(values, "rope.scaling.attn_factor")
+    stored = next((f"rope.{key}" for key in ("scaling.factor", "scale_linear")
+                   if values.values.get(f"{name}.rope.{key}") is not None), None)  # fmt: skip
+    factor = 1.0 if stored is None or kind == "none" else _or_one(values, stored)
+    scaling: tuple[float, ...] | None = None
+    if kind == "yarn":
+        scaling = yarn_factors(
+            theta,
+            size,
+            factor=factor,
+            original=_or(values, "rope.scaling.original_context_length", shape["context"]),
+            fast=32.0,
+            slow=1.0,
+            place=values.place,
+        )
+        attention *= yarn_scale(factor)
+    elif factor != 1.0:
+        scaling = (factor,) * (size // 2)
+    if attention != 1.0 and (size != shape["head_size"] or name == "gemma3"):
+        raise UserError(
+            f'{values.place}: key "{key}": a factor of the attention ({attention:g}) is not '
+            "supported for this architecture, or where only a part of each head is rotary"
+        )
+    if factors is not None and scaling is not None:
+        scaling = tuple(one * other for one, other in zip(factors, scaling, strict=True))
+    return Rope(theta, size, scaling or factors), attention
+
+
+def _or(values: Values, suffix: str, default: float) -> float:
+    """A number after the architecture's name; 0 or nothing stands for the default."""
+    key = f"{values.values['general.architecture']}.{suffix}"
+    return values.number(key) if values.values.get(key) not in (None, 0) else default
+
+
+def _or_one(values: Values, suffix: str) -> float:
+    return _or(values, suffix, 1.0)
+
+
+def _windows(values: Values, layers: int) -> tuple[int, ...]:
+    """Gemma's windows; for the other families llama.cpp, and so every GGUF file's author, heeds
+    none."""
+    if not values.values.get(values.key("window")):
+        return (0,) * layers
+    window, stored = values.count("window"), values.values.get(values.key("window") + "_pattern")
+    if isinstance(stored, list):
+        if len(stored) != layers:
+            raise UserError(
+                f"{values.place}: the pattern of windows is one of {len(stored)} layers, not "
+                f"{layers}"
+            )
+        return tuple(window if local else 0 for local in stored)
+    pattern = values.count(values.key("window") + "_pattern") if stored else _GEMMA_PATTERN
+    return tuple(window if (i + 1) % pattern else 0 for i in range(layers))
+
+
+def _biases(tensors: tuple[tuple[str, str, str], ...], shapes: Collection[str]) -> frozenset[str]:
+    """The linear maps that have a bias in the file."""
+    targets = (
+        ours.split(":")[0].rpartition(".")[2]
+        for theirs, ours, _ in tensors
+        if theirs.format(0) + ".bias" in shapes
+    )
+    return frozenset(targets) & {"qkv", "o", "up", "down", "head"}

@@ -1,0 +1,516 @@
+"""Tokenizers of GGUF files: metadata to a tokenizer in the format of tokenizer.json.
+
+As llama.cpp reads them (src/llama-vocab.cpp at commit 0c1e570); docs/FORMATS.md lists the keys
+and where the model's own tokenizer decides otherwise. Not here: the file format (gguf_file.py),
+pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bass_cli.errors import UserError, nearest
+from bass_cli.formats.ends import END_ROLES, END_TEXTS, ROLE_TEXTS, end_ids
+from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
+from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
+from bass_cli.formats.tokenizer_parts import TokenizerParts
+from bass_cli.io.reading import shown
+
+_KEY = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_MOST_TOKENS = 1 << 21  # the largest vocabulary known has 262,144
+_LONGEST = 1000  # characters of a SentencePiece token: every place to cut it is looked at
+_SPACE = "\u2581"  # how SentencePiece spells a space
+# The roles of special tokens: bass's and the chat template's name for each, and GGUF's key.
+_ROLES = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+    "sep": "seperator_token_id",
+    "mask": "mask_token_id",
+}
+# What llama.cpp takes for special tokens by their text, whatever kind the file says they are.
+_CONTROL_TEXTS = {
+    *END_TEXTS,
+    *(text for texts in ROLE_TEXTS.values() for text in texts),
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+    *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+    *("<|prefix|>", "<|suffix|>", "<|middle|>"),
+}
+_REMEDY = 'name a folder with the model\'s own tokenizer as "tokenizer: FOLDER" in a pair file'
+
+
+class _Kind(NamedTuple):
+    """What a value of `tokenizer.ggml.model` means where the file has no key for it: special
+    tokens by role, and whether BOS and EOS are put around a prompt."""
+
+    roles: Mapping[str, int]
+    add_bos: bool = False
+    add_eos: bool = False
+    space_prefix: bool = False
+
+
+_KINDS = {
+    "gpt2": _Kind({"bos": 11, "eos": 11}),
+    "gemma4": _Kind({}),
+    "llama": _Kind({"bos": 1, "eos": 2, "unk": 0}, add_bos=True, space_prefix=True),
+    "t5": _Kind({"eos": 1, "unk": 2, "pad": 0}, add_eos=True),
+    "bert": _Kind(
+        {"bos": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103}, add_bos=True, add_eos=True
+    ),
+}
+
+
+def read_gguf_tokenizer(path: Path) -> TokenizerParts:
+    """Read the tokenizer of a GGUF file.
+
+    Raises:
+        UserError: the file has no tokenizer, or one of an unknown kind, or a damaged one.
+    """
+    source = _Source(path, read_gguf(path).metadata)
+    model = source.text("model")
+    if model is None:
+        raise UserError(
+            f'{path}: key "{_KEY}model" is missing: the file has no tokenizer; {_REMEDY}'
+        )
+    if model not in _KINDS:
+        raise UserError(
+            f'{path}: key "{_KEY}model": the tokenizer {shown(model)} is not supported; known: '
+            f"{', '.join(_KINDS)}; {_REMEDY}"
+        )
+    if source.numbers("suppress_tokens"):
+        raise UserError(
+            f'{path}: key "{_KEY}suppress_tokens": tokens that must not be drawn are not supported'
+        )
+    vocabulary = _vocabulary(source)
+    if model in ("gpt2", "gemma4"):
+        content, add_bos = _byte_pairs(source, vocabulary, model)
+    else:
+        build = {"llama": _sentencepiece, "t5": _unigram, "bert": _word_piece}[model]
+        content, add_bos = build(source, vocabulary, _KINDS[model]), _KINDS[model].add_bos
+    roles = _roles(source, vocabulary, model)
+    _close(content, source, vocabulary, roles, add_bos, _KINDS[model].add_eos)
+    named = {
+        role: id_
+        for role in END_ROLES
+        if (id_ := roles.get(role, source.id(f"{role}_token_id", vocabulary))) is not None
+    }
+    special = {vocabulary.texts[id_] for id_ in vocabulary.of(_CONTROL)}
+    ids = {text: id_ for id_, text in enumerate(vocabulary.texts)}
+    template = source.metadata.get("tokenizer.chat_template")
+    return TokenizerParts(
+        content=json.dumps(content, ensure_ascii=False).encode(),
+        template=template if isinstance(template, str) and template else None,
+        special={f"{role}_token": vocabulary.texts[id_] for role, id_ in roles.items()},
+        eos_ids=end_ids(ids, special=special, named=named),
+        literal=False,
+    )
+
+
+def doubts_of(metadata: Mapping[str, Any]) -> list[str]:
+    """Notes for the user on what a GGUF file leaves open about its tokenizer."""
+    if metadata.get(f"{_KEY}model") != "gpt2" or metadata.get(f"{_KEY}pre"):
+        return []
+    return [
+        f'the GGUF file has no "{_KEY}pre", as files from before May 2024: text is cut as '
+        f"llama.cpp does then, which may differ from the model's own tokenizer; {_REMEDY}"
+    ]
+
+
+class _Source:
+    """Metadata of a file, read by key; UserError where a value has another type."""
+
+    def __init__(self, path: Path, metadata: Mapping[str, Any]):
+        self.path, self.metadata = path, metadata
+
+    def text(self, key: str) -> str | None:
+        return self._value(key, str, "a text")
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._value(key, bool, "true or false")
+        return default if value is None else value
+
+    def numbers(self, key: str) -> list[Any]:
+        return self._value(key, list, "a list of numbers") or []
+
+    def texts(self, key: str) -> list[bytes]:
+        """The strings of an array; UserError if it is missing."""
+        value = self._value(key, Texts, "a list of texts")
+        if value is None:
+            raise UserError(f'{self.path}: key "{_KEY}{key}" is missing; {_REMEDY}')
+        if value.length > _MOST_TOKENS:
+            raise UserError(
+                f'{self.path}: key "{_KEY}{key}" has {value.length} entries; the most are '
+                f"{_MOST_TOKENS}"
+            )
+        return read_texts(self.path, value)
+
+    def id(self, key: str, vocabulary: _Vocabulary) -> int | None:
+        """A token id; None if the key is missing or its id is no token, as in llama.cpp."""
+        value = self._value(key, int, "a token id or a list of them")
+        return value if value is not None and 0 <= value < len(vocabulary.texts) else None
+
+    def _value(self, key: str, kind: type, what: str) -> Any:
+        value = self.metadata.get(_KEY + key)
+        if value is not None and type(value) is not kind:
+            raise UserError(f'{self.path}: key "{_KEY}{key}": {what} is needed, not {shown(value)}')
+        return value
+
+
+class _Vocabulary(NamedTuple):
+    """The tokens by id: `texts`, each once; `kinds` as GGUF numbers them."""
+
+    texts: list[str]
+    kinds: list[int]
+
+    def of(self, *kinds: int) -> list[int]:
+        """The ids of these kinds, in ascending order."""
+        return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
+
+
+def _vocabulary(source: _Source) -> _Vocabulary:
+    texts = [_decoded(id_, raw) for id_, raw in enumerate(source.texts("tokens"))]
+    if not texts:
+        raise UserError(f'{source.path}: key "{_KEY}tokens": there are no tokens')
+    if len(set(texts)) < len(texts):
+        texts = _unique(source, texts)
+    kinds = source.numbers("token_type") or [_NORMAL] * len(texts)
+    if len(kinds) < len(texts):
+        raise UserError(
+            f'{source.path}: key "{_KEY}token_type" has {len(kinds)} entries for {len(texts)} '
+            "tokens"
+        )
+    kinds = [
+        _CONTROL if text in _CONTROL_TEXTS and kind != _UNUSED else kind
+        for text, kind in zip(texts, kinds, strict=False)
+    ]
+    return _Vocabulary(texts, kinds)
+
+
+def _decoded(id_: int, raw: bytes) -> str:
+    return raw.decode("utf-8", "replace") if raw else f"[EMPTY_{id_}]"
+
+
+def _unique(source: _Source, texts: list[str]) -> list[str]:
+    """The texts, where those that are no UTF-8 get names; UserError where two tokens have the same
+    text all the same."""
+    raws, first = source.texts("tokens"), dict[bytes, int]()
+    for id_, raw in enumerate(raws):
+        if first.setdefault(raw, id_) != id_ and raw:
+            raise UserError(
+                f'{source.path}: key "{_KEY}tokens": ids {first[raw]} and {id_} have the same text '
+                f"{shown(texts[id_])}"
+            )
+    return [
+        text if "\ufffd" not in text or text.encode() == raw else f"[INVALID_{id_}]"
+        for id_, (text, raw) in enumerate(zip(texts, raws, strict=True))
+    ]
+
+
+def _unknown(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> int:
+    """The id of the unknown token; UserError if there is none."""
+    id_ = source.id(_ROLES["unk"], vocabulary)
+    id_ = kind.roles["unk"] if id_ is None else id_
+    if id_ >= len(vocabulary.texts):
+        raise UserError(f'{source.path}: key "{_KEY}{_ROLES["unk"]}" is missing or no token')
+    return id_
+
+
+def _roles(source: _Source, vocabulary: _Vocabulary, model: str) -> dict[str, int]:
+    """The special tokens by role: the file's, else llama.cpp's defaults. GPT-2's default, 11, was
+    made for Falcon: it holds only where that token is a special one."""
+    found = dict[str, int]()
+    for role, key in _ROLES.items():
+        id_ = source.id(key, vocabulary)
+        if id_ is None:
+            id_ = _KINDS[model].roles.get(role, -1)
+            fits = 0 <= id_ < len(vocabulary.texts)
+            if not fits or (model == "gpt2" and vocabulary.kinds[id_] != _CONTROL):
+                continue
+        found[role] = id_
+    return found
+
+
+def _close(
+    content: dict[str, Any],
+    source: _Source,
+    vocabulary: _Vocabulary,
+    roles: Mapping[str, int],
+    add_bos: bool,
+    add_eos: bool,
+) -> None:
+    """Add to the content what all kinds of tokenizers share: special tokens, and what is put
+    around a prompt."""
+    content["added_tokens"] = _added(source, vocabulary)
+    around = list[list[str]]()
+    for role, default in (("bos", add_bos), ("eos", add_eos)):
+        key = f"add_{role}_token"
+        wanted = source.flag(key, default)
+        used = "sep" if role == "eos" and content["model"]["type"] == "WordPiece" else role
+        if wanted and used not in roles and source.metadata.get(_KEY + key):
+            raise UserError(
+                f'{source.path}: key "{_KEY}{key}" is true, but "{_KEY}{_ROLES[used]}" is missing '
+                "or no token"
+            )
+        around.append([vocabulary.texts[roles[used]]] if wanted and used in roles else [])
+    if any(around):
+        content["post_processor"] = _template(*around, texts=vocabulary.texts)
+
+
+def _template(before: list[str], after: list[str], *, texts: list[str]) -> dict[str, Any]:
+    def pieces(sequence: str) -> list[dict[str, Any]]:
+        return [
+            *({"SpecialToken": {"id": text, "type_id": 0}} for text in before),
+            {"Sequence": {"id": sequence, "type_id": 0}},
+            *({"SpecialToken": {"id": text, "type_id": 0}} for text in after),
+        ]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": pieces("A"),
+        "pair": pieces("A") + pieces("B"),
+        "special_tokens": {
+            text: {"id": text, "ids": [texts.index(text)], "tokens": [text]}
+            for text in (*before, *after)
+        },
+    }
+
+
+def _added(source: _Source, vocabulary: _Vocabulary) -> list[dict[str, Any]]:
+    """The tokens that are found whole in a text: control and unknown ones, which have no text of
+    their own in an answer, and user-defined ones, which have."""
+    name = str(source.metadata.get("general.name") or "").lower()
+    strips = "phi-3" in name or "phi3" in name  # as in llama.cpp: no key says it
+    return [
+        {
+            "id": id_,
+            "content": (text := vocabulary.texts[id_]),
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and text not in ("<unk>", "<s>", "<|endoftext|>"),
+            "normalized": False,
+            "special": vocabulary.kinds[id_] != _USER_DEFINED,
+        }
+        for id_ in vocabulary.of(_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+
+
+def _content(**parts: Any) -> dict[str, Any]:
+    """A tokenizer.json with these parts and no others."""
+    empty = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    )
+    return {"version": "1.0", **empty, "added_tokens": [], **parts}
+
+
+def _sequence(kind: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Several normalizers, pretokenizers or decoders in a row; None if there are none."""
+    listed = list(parts)
+    return {"type": "Sequence", kind: listed} if listed else None
+
+
+def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def _plain_decoder(*, strip: bool, fallback: bool = True) -> dict[str, Any] | None:
+    """From pieces with "▁" for spaces and <0x0A> for bytes to text. `strip`: the encoder has put
+    a space before the text."""
+    parts: list[dict[str, Any]] = [_replace({"String": _SPACE}, " ")]
+    if fallback:
+        parts.append({"type": "ByteFallback"})
+    parts.append({"type": "Fuse"})
+    if strip:
+        parts.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return _sequence("decoders", parts)
+
+
+def _bpe(
+    vocabulary: _Vocabulary, merges: Sequence[Sequence[str]], **options: Any
+) -> dict[str, Any]:
+    usual = {
+        "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+        "ignore_merges": False,
+    }  # fmt: skip
+    vocab = {text: id_ for id_, text in enumerate(vocabulary.texts)}
+    return {"type": "BPE", **usual, **options, "vocab": vocab, "merges": merges}
+
+
+def _byte_pairs(
+    source: _Source, vocabulary: _Vocabulary, model: str
+) -> tuple[dict[str, Any], bool]:
+    """BPE by merges; and whether a prompt begins with BOS if the file does not say so."""
+    kind = _pre_tokenizer(source, model)
+    merges = _merges(source, vocabulary)
+    steps = (
+        {"type": "Split", "pattern": {"Regex": step}, "behavior": "Isolated", "invert": False}
+        if isinstance(step, str)
+        else step
+        for step in (*kind.steps, *(() if kind.plain or _has_bytes(kind) else (BYTES,)))
+    )
+    content = _content(pre_tokenizer=_sequence("pretokenizers", steps))
+    if kind.plain:
+        unknown = source.id(_ROLES["unk"], vocabulary)
+        content["normalizer"] = _replace({"String": " "}, _SPACE)
+        content["decoder"] = _plain_decoder(strip=False)
+        content["model"] = _bpe(
+            vocabulary,
+            merges,
+            unk_token=None if unknown is None else vocabulary.texts[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    else:
+        content["normalizer"] = {"type": "NFC"} if kind.nfc else None
+        content["decoder"] = BYTES
+        content["model"] = _bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
+    return content, kind.add_bos
+
+
+def _has_bytes(kind: PreTokenizer) -> bool:
+    """Whether a step turns text into GPT-2's byte alphabet already."""
+    return any(not isinstance(step, str) and step["type"] == "ByteLevel" for step in kind.steps)
+
+
+def _pre_tokenizer(source: _Source, model: str) -> PreTokenizer:
+    name = "gemma4" if model == "gemma4" else source.text("pre") or "default"
+    if name not in PRE_TOKENIZERS:
+        raise UserError(
+            f'{source.path}: key "{_KEY}pre": the pre-tokenizer {shown(name)} is unknown; '
+            f"{nearest(name, PRE_TOKENIZERS)}; {_REMEDY}"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _merges(source: _Source, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order of their ranks."""
+    known, found = set(vocabulary.texts), dict[tuple[str, str], None]()
+    for rank, raw in enumerate(source.texts("merges")):
+        text = raw.decode("utf-8", "replace")
+        cut = text.find(" ", 1)
+        left, right = text[:cut], text[cut + 1 :]
+        if cut < 0 or left not in known or right not in known or left + right not in known:
+            raise UserError(
+                f'{source.path}: key "{_KEY}merges": entry {rank}, {shown(text)}, is not two '
+                "tokens that make a third"
+            )
+        found.setdefault((left, right))
+    return list(found)
+
+
+def _scores(source: _Source, vocabulary: _Vocabulary) -> list[float]:
+    scores = source.numbers("scores")
+    if len(scores) < len(vocabulary.texts):
+        raise UserError(
+            f'{source.path}: key "{_KEY}scores" has {len(scores)} entries for '
+            f"{len(vocabulary.texts)} tokens"
+        )
+    if wrong := [score for score in scores if not math.isfinite(score)]:
+        raise UserError(f'{source.path}: key "{_KEY}scores": {wrong[0]} is no score')
+    return [float(score) for score in scores]
+
+
+def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+    """SentencePiece's BPE: of all neighbours that make a token, those with the highest score are
+    joined first."""
+    scores = _scores(source, vocabulary)
+    pieces = {vocabulary.texts[id_]: id_ for id_ in vocabulary.of(0, _NORMAL, _USER_DEFINED)}
+    if (longest := max(map(len, pieces), default=0)) > _LONGEST:
+        raise UserError(
+            f'{source.path}: key "{_KEY}tokens": a token has {longest} characters, and {_LONGEST} '
+            "are the most"
+        )
+    ranked = [
+        (-scores[id_], pieces[text[:cut]], pieces[text[cut:]], text[:cut], text[cut:])
+        for text, id_ in pieces.items()
+        for cut in range(1, len(text))
+        if text[:cut] in pieces and text[cut:] in pieces
+    ]
+    prefix = source.flag("add_space_prefix", kind.space_prefix)
+    return _content(
+        normalizer=_sequence("normalizers", _spaces(prefix)),
+        decoder=_plain_decoder(strip=prefix),
+        model=_bpe(
+            vocabulary,
+            [pair[3:] for pair in sorted(ranked)],
+            unk_token=vocabulary.texts[_unknown(source, vocabulary, kind)],
+            fuse_unk=True,
+            byte_fallback=True,
+        ),
+    )
+
+
+def _spaces(prefix: bool) -> list[dict[str, Any]]:
+    before: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    return [*before, _replace({"String": " "}, _SPACE)]
+
+
+def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+    """SentencePiece's unigram model: the cut of a text whose scores have the largest sum."""
+    scores = _scores(source, vocabulary)
+    least = min((scores[id_] for id_ in vocabulary.of(_NORMAL)), default=0.0)
+    by_kind = {_NORMAL: None, _USER_DEFINED: 0.0}
+    pieces = [
+        [text, score if (set_to := by_kind.get(one, least)) is None else set_to]
+        for text, score, one in zip(vocabulary.texts, scores, vocabulary.kinds, strict=False)
+    ]
+    prefix = source.flag("add_space_prefix", kind.space_prefix)
+    steps = list[dict[str, Any]]()
+    if charsmap := source.numbers("precompiled_charsmap"):
+        raw = bytes(one & 0xFF for one in charsmap)
+        steps.append(
+            {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(raw).decode()}
+        )
+    if source.flag("remove_extra_whitespaces", False):
+        steps += [
+            {"type": "Strip", "strip_left": True, "strip_right": True},
+            _replace({"Regex": " {2,}"}, " "),
+        ]
+    fallback = bool(vocabulary.of(_BYTE))
+    return _content(
+        normalizer=_sequence("normalizers", [*steps, *_spaces(prefix)]),
+        decoder=_plain_decoder(strip=prefix, fallback=fallback),
+        model={
+            "type": "Unigram",
+            "unk_id": _unknown(source, vocabulary, kind),
+            "vocab": pieces,
+            "byte_fallback": fallback,
+        },
+    )
+
+
+def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
+    """BERT's WordPiece. GGUF marks the pieces that begin a word with "▁", and BERT those that do
+    not, with "##": texts of tokens are BERT's here."""
+    for id_ in vocabulary.of(_NORMAL):
+        text = vocabulary.texts[id_]
+        whole = text.startswith(_SPACE) and text != _SPACE
+        vocabulary.texts[id_] = text.removeprefix(_SPACE) if whole else f"##{text}"
+    lower = source.flag("normalizer.lowercase", True)
+    return _content(
+        normalizer={
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": source.flag("normalizer.strip_accents", lower),
+            "lowercase": lower,
+        },
+        pre_tokenizer={"type": "BertPreTokenizer"},
+        decoder={"type": "WordPiece", "prefix": "##", "cleanup": False},
+        model={
+            "type": "WordPiece",
+            "unk_token": vocabulary.texts[_unknown(source, vocabulary, kind)],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {text: id_ for id_, text in enumerate(vocabulary.texts)},
+        },
+    )

@@ -1,0 +1,315 @@
+"""config.json of a drafter that reads a target's hidden states, to a HeadSpec: what is published of
+DFlash (arXiv 2602.06036), DSpark and EAGLE-3 (arXiv 2503.01840), in their authors' layout and in
+that of speculators.
+
+Not here: the sizes of the layers themselves (hf_config.py), tensors (checkpoint.py), what is done
+with them (feature_head.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from bass_cli.errors import UserError
+from bass_cli.formats.config_keys import HARMLESS, name_keys
+from bass_cli.formats.hf_config import Values, known, mask_of, notes_of_config, spec_of_config
+from bass_cli.io.reading import shown, truth
+from bass_cli.models.spec import HeadSpec, Spec
+
+# by the class that a config names, which kind it is; speculators name the kind itself
+_CLASSES = {
+    "DFlashDraftModel": "dflash",
+    "Qwen3DSparkModel": "dspark",
+    "DSparkDraftModel": "dspark",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Qwen3Eagle3Model": "eagle3",
+}
+_KINDS = ("dflash", "dspark", "eagle3")
+# What else of such a drafter would change its arithmetic: the only value that is read of each.
+_ONLY: dict[str, Any] = {
+    "use_swa": False,
+    "attention_sink_bias": False,
+    "attn_output_gate": False,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "embedding_scale": 1.0,
+}
+_ONLY_OF_BLOCKS: dict[str, Any] = {
+    "markov_head_type": "vanilla",
+    "causal": False,
+    "is_causal": False,
+    "hybrid_context_fusion": False,
+    "selector_top_k": 0,
+    "selector_rank": 0,
+    "conv_kernel_size": 0,
+}
+_ONLY_OF_CHAINS: dict[str, Any] = {
+    "num_hidden_layers": 1,  # the keys of a second layer would need the first one's attention
+    "norm_before_fc": False,
+    "fc_norm": False,
+    "norm_output": False,
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+    "parallel_drafting": False,
+}
+# Keys that are read of such a drafter, or that do not change what is computed.
+_KEYS = frozenset(
+    {
+        "aux_hidden_state_layer_ids",
+        "block_size",
+        "confidence_head_with_markov",
+        "dflash_config",
+        "draft_vocab_size",
+        "dspark_bonus_anchor",
+        "dspark_config",
+        "eagle_aux_hidden_state_layer_ids",
+        "eagle_config",
+        "enable_confidence_head",
+        "has_no_defaults_at_init",
+        "markov_rank",
+        "mask_token_id",
+        "norm_before_residual",
+        "num_target_layers",
+        "sample_from_anchor",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "target_hidden_size",
+        "target_layer_ids",
+        "transformer_layer_config",
+    }
+)
+_OWN = _KEYS | _ONLY.keys() | _ONLY_OF_BLOCKS.keys() | _ONLY_OF_CHAINS.keys()
+_NESTED = ("dflash_config", "dspark_config", "eagle_config")
+_LONGEST = 64  # places of a block: more than is ever drafted at once
+
+
+def head_of_config(config: Mapping[str, Any], target: Spec, *, place: str) -> HeadSpec:
+    """The HeadSpec of a parsed config.json; UserError for what is not known, or does not fit the
+    target. Whether it has an embedding and a head of its own, its tensors say. Read so, where a
+    config is silent:
+
+    - `target_layer_ids` count layers from 0, and mean their outputs. `aux_hidden_state_layer_ids`
+      (speculators) count the layers behind a hidden state: 2 is the output of layer 1.
+    - A block is the row's last token, the anchor, then masks. A DFlash drafts at its masks, of
+      each the token at its own place: one less than `block_size`. A DSpark drafts at every place
+      the token that follows it, `block_size` in all. `sample_from_anchor` says so of either (and
+      `dspark_bonus_anchor` the contrary). A DSpark with `markov_rank` 0 is DeepSpec's DFlash.
+    - The layers' own inputs are normed, what they read is not but for its norm behind `fc`.
+    - An EAGLE-3 takes the outputs of layers 1, n/2 - 1 and n - 4 of n. `eagle_config` counts the
+      `eagle_aux_hidden_state_layer_ids` as `target_layer_ids`, else they are as speculators'.
+    """
+    kind = _kind(config, place)
+    values = Values(config, {}, place)
+    if kind == "eagle3":
+        return _chain(config, target, place)
+    nested = values.mapping("dspark_config") | values.mapping("dflash_config")
+    _refuse({**nested, **config}, _ONLY_OF_BLOCKS, place)
+    body = _body(config, target, place)
+    from_anchor = _from_anchor({**nested, **config}, kind, place)
+    block = Values({**nested, **config}, {}, place).count("block_size")
+    first = 0 if from_anchor else 1
+    if not first < block <= _LONGEST:
+        raise UserError(
+            f'{place}: key "block_size": from {first + 1} to {_LONGEST} places are supported, not '
+            f"{block}"
+        )
+    return HeadSpec(
+        kind=kind,
+        body=body,
+        aux_layers=_taps(config, nested, target.layers, place),
+        block=block,
+        first=first,
+        mask=mask_of({**nested, **config}, vocab=body.vocab, place=place, keys=("mask_token_id",)),
+        rank=_rank(config, nested, kind, place),
+    )
+
+
+def _chain(config: Mapping[str, Any], target: Spec, place: str) -> HeadSpec:
+    """Of an EAGLE-3."""
+    values = Values(config, {}, place)
+    nested = values.mapping("eagle_config")
+    layers = {**config, **values.mapping("transformer_layer_config")}
+    _refuse({**layers, **nested}, _ONLY_OF_CHAINS, place)
+    body = _body(config, target, place)
+    key = "target_hidden_size"
+    if config.get(key) not in (None, target.width):
+        raise UserError(
+            f'{place}: key "{key}": it was trained for a target of {shown(config[key])}, and this '
+            f"one has {target.width}"
+        )
+    try:
+        norms_residual = truth(config.get("norm_before_residual") or False)
+    except ValueError as error:
+        raise UserError(f'{place}: key "norm_before_residual": {error}') from None
+    aux_layers = _chain_taps(config, nested, target.layers, place)
+    return HeadSpec("eagle3", body, aux_layers, norms_residual=norms_residual)
+
+
+def _chain_taps(
+    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
+) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 reads, from 0: those of the paper's code, unless it
+    says which."""
+    key = "eagle_aux_hidden_state_layer_ids"
+    for name, source, shift in (
+        ("target_layer_ids", config, 0),
+        (key, nested, 0),
+        (key, config, 1),
+    ):
+        if source.get(name) is not None:
+            return _rising(source[name], name, layers, shift, place)
+    usual = (1, layers // 2 - 1, layers - 4)
+    if not usual[0] < usual[1] < usual[2]:
+        raise UserError(
+            f'{place}: the key "{key}" is missing, and a target of {layers} layers has too few for '
+            "the usual three"
+        )
+    return usual
+
+
+def _kind(config: Mapping[str, Any], place: str) -> str:
+    key = "speculators_model_type"
+    word = config.get(key)
+    if word is None:
+        key = "architectures"
+        classes = config.get(key)
+        if not isinstance(classes, list) or not classes:
+            raise UserError(
+                f'{place}: the key "{key}" (or speculators_model_type) is missing: a drafter that '
+                "reads hidden states says there which it is; a plain model is written without "
+                "heads:"
+            )
+        known(classes[0], tuple(_CLASSES), place, f'key "{key}": the drafter')
+        return _CLASSES[classes[0]]
+    known(word, _KINDS, place, f'key "{key}": the drafter')
+    return str(word)
+
+
+def _refuse(values: Mapping[str, Any], further: dict[str, Any], place: str) -> None:
+    for key, only in (_ONLY | further).items():
+        got = values.get(key, only)
+        if got is not None and got != only:
+            raise UserError(
+                f'{place}: key "{key}": {shown(got)} is not supported, only {only!r} is'
+            )
+
+
+def _body(config: Mapping[str, Any], target: Spec, place: str) -> Spec:
+    """Its layers, of a kind that can be run as a block, on the target's own embedding."""
+    layers, place = _layers(config, place)
+    body = replace(spec_of_config(layers, place=place), tied=False)
+    for key, ours, theirs in (
+        ("hidden_size", body.width, target.width),
+        ("vocab_size", body.vocab, target.vocab),
+    ):
+        if ours != theirs:
+            raise UserError(
+                f'{place}: key "{key}": it was trained for a target of {ours}, and this one has '
+                f"{theirs}"
+            )
+    plain = body.norm.kind == "rms" and not body.norm.sandwich and not body.parallel
+    if not plain or body.rope is None or body.local_rope is not None or body.embed_scale != 1.0:
+        raise UserError(f'{place}: key "model_type": layers like those of "{body.family}" are not '
+                        "supported in such a drafter; known: llama, qwen2, qwen3")  # fmt: skip
+    if any(body.windows):
+        raise UserError(f'{place}: key "sliding_window": layers with a window are not supported')
+    if target.embed_scale != 1.0:
+        raise UserError(
+            f'{place}: the target\'s family "{target.family}" scales its embedding, and such '
+            "drafters are not supported for it"
+        )
+    return body
+
+
+def _layers(config: Mapping[str, Any], place: str) -> tuple[dict[str, Any], str]:
+    """The configuration of its layers, without the keys of the drafter, and its place."""
+    if "transformer_layer_config" not in config:
+        own = _OWN - {"num_hidden_layers"}
+        return {key: value for key, value in config.items() if key not in own}, place
+    layers = Values(config, {}, place).mapping("transformer_layer_config")
+    return layers, f"{place}: transformer_layer_config"
+
+
+def notes_of_head(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
+    """What the user should know of keys that `head_of_config` did not use. The folder's own code
+    (auto_map) is what is implemented here."""
+    layers, inner = _layers(config, place)
+    layers.pop("auto_map", None)
+    found = {
+        f"{name}.{key}": value
+        for name in _NESTED
+        for key, value in Values(config, {}, place).mapping(name).items()
+        if key not in _OWN
+    }
+    if inner != place:
+        known_keys = _OWN | HARMLESS | {"auto_map"}
+        found |= {key: value for key, value in config.items() if key not in known_keys}
+    return notes_of_config(layers, place=inner) + name_keys(found, place)
+
+
+def tokens_of(config: Mapping[str, Any], vocab: int, *, place: str) -> int | None:
+    """How many tokens its head has, out of a target's `vocab`; None for all."""
+    key = "draft_vocab_size"
+    if config.get(key) is None:
+        return None
+    count = Values(config, {}, place).count(key)
+    if count > vocab:
+        raise UserError(f'{place}: key "{key}": the target has {vocab} tokens, not {count}')
+    return count if count < vocab else None
+
+
+def _from_anchor(values: Mapping[str, Any], kind: str, place: str) -> bool:
+    found = {}
+    for key, meaning in (("sample_from_anchor", True), ("dspark_bonus_anchor", False)):
+        if values.get(key) is not None:
+            try:
+                found[key] = truth(values[key]) == meaning
+            except ValueError as error:
+                raise UserError(f'{place}: key "{key}": {error}') from None
+    if len(set(found.values())) > 1:
+        raise UserError(f'{place}: keys "{", ".join(found)}" say the contrary of each other')
+    return next(iter(found.values()), kind == "dspark")
+
+
+def _taps(
+    config: Mapping[str, Any], nested: Mapping[str, Any], layers: int, place: str
+) -> tuple[int, ...]:
+    """The layers whose outputs it reads, from 0."""
+    key, shift = "target_layer_ids", 0
+    found = nested.get(key) or config.get(key)
+    if found is None and "speculators_model_type" in config:
+        key, shift = "aux_hidden_state_layer_ids", 1
+        found = config.get(key)
+    if found is None:
+        raise UserError(f'{place}: the key "{key}" is missing')
+    return _rising(found, key, layers, shift, place)
+
+
+def _rising(found: Any, key: str, layers: int, shift: int, place: str) -> tuple[int, ...]:
+    """Rising numbers of layers that a key counts from `shift`, from 0."""
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(type(one) is int and shift <= one < layers + shift for one in found)
+        or sorted(set(found)) != found
+    ):
+        raise UserError(
+            f'{place}: key "{key}": rising numbers of the target\'s layers, from {shift} to '
+            f"{layers - 1 + shift}, are needed, not {shown(found)}"
+        )
+    return tuple(one - shift for one in found)
+
+
+def _rank(config: Mapping[str, Any], nested: Mapping[str, Any], kind: str, place: str) -> int:
+    rank = config.get("markov_rank", nested.get("markov_rank", 0 if kind == "dflash" else None))
+    if rank == 0 and type(rank) is int:
+        return 0
+    values = Values({"markov_rank": rank}, {}, place)
+    if (count := values.count("markov_rank")) and kind == "dflash":
+        raise UserError(f'{place}: key "markov_rank": {count} is not supported in a DFlash')
+    return count

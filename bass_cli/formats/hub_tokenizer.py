@@ -1,0 +1,414 @@
+"""The tokenizer in a folder of the Hugging Face hub's layout.
+
+tokenizer.json is the truth where it exists; else tokenizer.model (SentencePiece), else vocab.json
+with merges.txt. The other files give names of special tokens, BOS and EOS rules, tokens that
+tokenizer.json lacks, and the chat template. Python code in a folder is never run. Not here: GGUF
+files (gguf_tokenizer.py), the cache (tokenizer_files.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bass_cli.errors import UserError
+from bass_cli.formats.backends import load_backend, pieces_content
+from bass_cli.formats.ends import end_ids
+from bass_cli.formats.sources import TOKENIZER
+from bass_cli.formats.text_length import check_growth
+from bass_cli.formats.tokenizer_parts import TokenizerParts
+from bass_cli.io.reading import parse_object, read_bytes
+
+_NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a tokenizer class
+FILES = (*TOKENIZER, *_NAMING, "generation_config.json", "tekken.json", "*.tiktoken")
+LARGEST_FILE = 1 << 27  # bytes; the largest known, of 262,144 tokens, has a quarter of that
+_REMEDY = 'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
+# Classes whose `add_bos_token` and `add_eos_token` replace what tokenizer.json adds. Published
+# models rely on it: those of DeepSeek have no BOS in tokenizer.json. Other classes of
+# transformers never did that, and models of theirs have flags that contradict tokenizer.json.
+_FLAGGED = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+# Classes that use the ids of tokenizer.model as they are.
+_PIECES = (*_FLAGGED, "PreTrainedTokenizer", "TokenizersBackend")
+_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def needs_transformers(folder: Path) -> bool:
+    """Whether a folder's tokenizer can only be read by transformers."""
+    return not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model"))
+
+
+def read_folder_tokenizer(folder: Path) -> TokenizerParts:
+    """Return the parts of the tokenizer in a model's folder.
+
+    Raises:
+        UserError: a file is broken, or the tokenizer is in none of the formats above.
+        Exception: of many kinds, from the libraries that read the files.
+    """
+    settings = Settings(folder)
+    if (folder / "tokenizer.json").exists():
+        content = _fast(settings, read_bytes(folder / "tokenizer.json", LARGEST_FILE))
+    elif (folder / "tokenizer.model").exists():
+        content = _pieces(settings, read_bytes(folder / "tokenizer.model", LARGEST_FILE))
+    else:
+        content = _fast(settings, _built(settings))
+    ids = load_backend(content).get_vocab()
+    eos = ids.get(settings.special.get("eos_token", ""))
+    added = json.loads(content).get("added_tokens") or ()
+    special = {token["content"] for token in added if token.get("special")}
+    return TokenizerParts(
+        content,
+        settings.template(),
+        settings.special,
+        end_ids(
+            ids,
+            special=special.union(settings.special.values()),
+            named={} if eos is None else {"eos": eos},
+        ),
+        bool(settings.config.get("split_special_tokens")),
+    )
+
+
+class Settings:
+    """What the files beside a vocabulary say. `special`: special tokens by name; `extra`: those
+    without a name; `config`: tokenizer_config.json."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.config = self.read("tokenizer_config.json")
+        self.model = self.read("config.json")
+        older = self.read("special_tokens_map.json")
+        both = older | self.config if "added_tokens_decoder" in self.config else self.config | older
+        named = {name: _text(value) for name, value in both.items() if name.endswith("_token")}
+        extra = [both.get(f"{kind}_special_tokens") for kind in ("additional", "extra")]
+        named |= {k: _text(v) for one in extra if isinstance(one, dict) for k, v in one.items()}
+        self.special = {name: text for name, text in named.items() if text}
+        self.extra = [_text(one) for more in extra if isinstance(more, list) for one in more]
+        self._unnamed = {"bos_token", "eos_token"} - both.keys()
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; empty if there is none. UserError if it is broken."""
+        try:
+            return parse_object(read_bytes(self.folder / name, LARGEST_FILE))
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise UserError(f"{self.folder / name}: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{self.folder / name}: {error}") from None
+
+    @property
+    def kind(self) -> str | None:
+        """The tokenizer class without "Fast", if a file names one."""
+        for source in (self.config, self.model):
+            if source.get("tokenizer_class") is not None:
+                return str(source["tokenizer_class"]).removesuffix("Fast")
+        return None
+
+    def flag(self, name: str) -> bool | None:
+        """A flag of tokenizer_config.json; None if it is not set."""
+        value = self.config.get(name)
+        if value is not None and type(value) is not bool:
+            place = self.folder / "tokenizer_config.json"
+            raise UserError(f'{place}: key "{name}": true or false is needed, not {value!r}')
+        return value
+
+    def name_ends(self, texts: Mapping[int, str]) -> None:
+        """Take BOS and EOS from the model's configuration if the tokenizer's files do not
+        mention them. `texts`: tokens by id."""
+        both = self.model | self.read("generation_config.json")
+        for name in self._unnamed:
+            id_ = both.get(f"{name}_id")
+            id_ = id_[0] if isinstance(id_, list) and id_ else id_
+            if type(id_) is int and id_ in texts:
+                self.special[name] = texts[id_]
+
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """Tokens that the files beside the vocabulary add, by id, as tokenizer.json has them."""
+        names = {*self.special.values(), *self.extra}
+        found = []
+        table = self.config.get("added_tokens_decoder")
+        place = self.folder / "tokenizer_config.json"
+        if isinstance(table, dict):
+            for key, token in table.items():
+                if not key.isdecimal() or not (text := _text(token)):
+                    raise UserError(
+                        f'{place}: key "added_tokens_decoder": {key!r} is not the id of a token'
+                    )
+                flags = token if isinstance(token, dict) else {}
+                found.append(_added(int(key), text, names, flags))
+        else:
+            for text, id_ in self.read("added_tokens.json").items():
+                if type(id_) is not int or id_ < 0:
+                    raise UserError(
+                        f"{self.folder / 'added_tokens.json'}: token {text!r}: {id_!r} is not an id"
+                    )
+                found.append(_added(id_, text, names, {}))
+        return sorted(found, key=lambda token: int(token["id"]))
+
+    def template(self) -> str | None:
+        """The default chat template."""
+        template = self.config.get("chat_template")
+        if isinstance(template, list):  # several, as objects with a name
+            template = {
+                one.get("name"): one.get("template") for one in template if isinstance(one, dict)
+            }
+        if isinstance(template, dict):
+            template = template.get("default")
+        if template is None:
+            template = self.read("chat_template.json").get("chat_template")
+        for name in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
+            if (self.folder / name).exists():
+                template = read_bytes(self.folder / name, LARGEST_FILE).decode()
+        if template is not None and not isinstance(template, str):
+            place = self.folder / "tokenizer_config.json"
+            raise UserError(f'{place}: key "chat_template": a text is needed')
+        return template or None
+
+
+def _text(token: Any) -> str | None:
+    """The text of a token, which is a string or an object with `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _added(id_: int, text: str, names: set[str | None], flags: Mapping[str, Any]) -> dict[str, Any]:
+    usual = dict.fromkeys(_FIELDS, False) | {"special": text in names}
+    given = {name: bool(flags[name]) for name in _FIELDS if name in flags}
+    return {"id": id_, "content": text} | usual | given
+
+
+# tokenizer.json
+
+
+def _fast(settings: Settings, raw: bytes) -> bytes:
+    """tokenizer.json with the tokens that it lacks and the BOS and EOS rules of the
+    configuration; unchanged if they add nothing."""
+    content = parse_object(raw)
+    check_growth(raw)
+    backend = load_backend(raw)
+    texts = {id_: text for text, id_ in backend.get_vocab().items()}
+    settings.name_ends(texts)
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    missing = [
+        token
+        for token in settings.added_tokens()
+        if token["content"] not in known and texts.get(token["id"]) in (None, token["content"])
+    ]
+    changed = _add(settings, content, backend, missing)
+    changed |= _mark_special(settings, content, backend)
+    backend = load_backend(json.dumps(content).encode()) if changed else backend
+    changed |= _surround(settings, content, backend)
+    for name in ("truncation", "padding"):  # a prompt is never cut or filled
+        changed |= content.get(name) is not None
+        content[name] = None
+    return json.dumps(content).encode() if changed else raw
+
+
+def _add(
+    settings: Settings, content: dict[str, Any], backend: Any, missing: list[dict[str, Any]]
+) -> bool:
+    """Add tokens with the ids that the configuration gives them."""
+    if not missing:
+        return False
+    vocabulary = content["model"].get("vocab")
+    # The library numbers added tokens itself, from the size of the model's vocabulary on. In that
+    # vocabulary every id is free.
+    if not isinstance(vocabulary, dict):
+        size = backend.get_vocab_size()
+        fresh = [token for token in missing if backend.token_to_id(token["content"]) is None]
+        if [token["id"] for token in fresh] != list(range(size, size + len(fresh))):
+            raise UserError(
+                f'{settings.folder / "tokenizer_config.json"}: key "added_tokens_decoder": token '
+                f"{fresh[0]['content']!r} has id {fresh[0]['id']}, and tokenizer.json has {size} "
+                "tokens; add it to tokenizer.json"
+            )
+    else:
+        held = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
+        content["model"]["vocab"] = (
+            {token["content"]: token["id"] for token in missing} | held | vocabulary
+        )
+    content["added_tokens"] = [*(content.get("added_tokens") or []), *missing]
+    return True
+
+
+def _mark_special(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
+    """Make the tokens special that the configuration names: they are matched in texts, as a chat
+    template needs, and have no text themselves."""
+    tokens = content.setdefault("added_tokens", []) or []
+    content["added_tokens"] = tokens
+    held = {token["content"]: token for token in tokens}
+    changed = False
+    for text in sorted({text for text in (*settings.special.values(), *settings.extra) if text}):
+        if text in held:
+            changed |= not held[text]["special"]
+            held[text]["special"] = True
+        elif (id_ := backend.token_to_id(text)) is not None:
+            flags = dict.fromkeys(_FIELDS, False) | {"special": True}
+            tokens.append({"id": id_, "content": text} | flags)
+            changed = True
+    return changed
+
+
+def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
+    """Make the post-processor add BOS and EOS as the configuration says, if it says otherwise."""
+    before, after = _surroundings(backend)
+    wanted = list(before), list(after)
+    flagged = settings.kind in _FLAGGED
+    for side, name, place in ((wanted[0], "bos", 0), (wanted[1], "eos", -1)):
+        flag = settings.flag(f"add_{name}_token")
+        id_ = backend.token_to_id(settings.special.get(f"{name}_token", ""))
+        if id_ is None or flag is None or not (flagged or (name == "bos" and flag)):
+            continue
+        there = bool(side) and side[place] == id_
+        if flag and not there:
+            side.insert(0 if name == "bos" else len(side), id_)
+        elif there and not flag:
+            del side[place]
+    if wanted == (before, after):
+        return False
+    content["post_processor"] = _post_processor(backend, *wanted)
+    return True
+
+
+def _surroundings(backend: Any) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a").ids
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return whole[:start], whole[start + len(bare) :]
+    return [], []
+
+
+def _post_processor(backend: Any, before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
+    def special(id_: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": backend.id_to_token(id_), "type_id": 0}}
+
+    def text(name: str) -> dict[str, Any]:
+        return {"Sequence": {"id": name, "type_id": 0}}
+
+    start, end = [*map(special, before)], [*map(special, after)]
+    names = {id_: backend.id_to_token(id_) for id_ in (*before, *after)}
+    return {
+        "type": "TemplateProcessing",
+        "single": [*start, text("A"), *end],
+        "pair": [*start, text("A"), *end, *start, text("B"), *end],
+        "special_tokens": {
+            name: {"id": name, "ids": [id_], "tokens": [name]} for id_, name in names.items()
+        },
+    }
+
+
+# tokenizer.model
+
+
+def _pieces(settings: Settings, model: bytes) -> bytes:
+    """The content for a SentencePiece model."""
+    import sentencepiece
+
+    _refuse_code(settings)
+    place = settings.folder / "tokenizer.model"
+    if settings.kind is not None and settings.kind not in _PIECES:
+        raise UserError(
+            f'{settings.folder}: key "tokenizer_class": {settings.kind} may number the pieces of '
+            f"tokenizer.model in another way; {_REMEDY}"
+        )
+    try:
+        inner = sentencepiece.SentencePieceProcessor(model_proto=model)
+        size = inner.get_piece_size()
+        assert size  # an empty file is an empty model
+    except Exception:  # of many kinds
+        raise UserError(
+            f"{place}: not a SentencePiece model (some models have a vocabulary of tiktoken's "
+            f"under this name); {_REMEDY}"
+        ) from None
+    texts = {id_: inner.id_to_piece(id_) for id_ in range(size)}
+    for name in ("unk", "bos", "eos", "pad"):  # those of the model, unless a file names others
+        id_ = getattr(inner, f"{name}_id")()
+        if id_ >= 0 and f"{name}_token" not in (settings.config | settings.special):
+            settings.special[f"{name}_token"] = texts[id_]
+    added = {token["id"]: token for token in settings.added_tokens()}
+    texts |= {id_: token["content"] for id_, token in added.items()}
+    ids = {text: id_ for id_, text in texts.items()}
+    special = {text for text in (*settings.special.values(), *settings.extra) if text}
+    for text in sorted(special & ids.keys()):
+        flags = dict.fromkeys(_FIELDS, False)
+        token = added.setdefault(ids[text], {"id": ids[text], "content": text} | flags)
+        token["special"] = True
+
+    def around(name: str, usual: bool) -> list[int]:
+        id_ = ids.get(settings.special.get(f"{name}_token", ""))
+        flag = settings.flag(f"add_{name}_token")
+        return [id_] if id_ is not None and (usual if flag is None else flag) else []
+
+    return pieces_content(
+        model,
+        added=sorted(added.values(), key=lambda token: int(token["id"])),
+        before=around("bos", usual=True),
+        after=around("eos", usual=False),
+        prefix_once=settings.flag("legacy") is False,
+    )
+
+
+# vocab.json and merges.txt
+
+
+def _built(settings: Settings) -> bytes:
+    """What transformers' class makes of vocab.json and merges.txt."""
+    import transformers
+
+    _refuse_code(settings)
+    folder = settings.folder
+    if not all((folder / name).exists() for name in ("vocab.json", "merges.txt")):
+        raise UserError(
+            f"{folder}: no tokenizer can be read there: it has neither tokenizer.json nor "
+            f"tokenizer.model, nor vocab.json with merges.txt{_others(folder)}; {_REMEDY}"
+        )
+    _refuse_class(settings)
+    transformers.logging.set_verbosity_error()
+    inner = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    backend = getattr(inner, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(f"{folder}: transformers has no fast form of this tokenizer; {_REMEDY}")
+    for name, text in inner.special_tokens_map.items():  # those of the class
+        if isinstance(text, str):
+            settings.special.setdefault(name, text)
+    return str(backend.to_str()).encode()
+
+
+def _others(folder: Path) -> str:
+    found = sorted(path.name for one in ("tekken.json", "*.tiktoken") for path in folder.glob(one))
+    return f" ({', '.join(found)}: a format that is not read)" if found else ""
+
+
+def _refuse_code(settings: Settings) -> None:
+    """UserError if the tokenizer is Python code of the model's own."""
+    for name, content in zip(_NAMING, (settings.config, settings.model), strict=True):
+        code = content.get("auto_map")
+        code = code.get("AutoTokenizer") if isinstance(code, dict) else code
+        names = [one for one in (code if isinstance(code, list) else [code]) if one is not None]
+        if names:
+            raise UserError(
+                f'{settings.folder / name}: key "auto_map": the tokenizer is code of the model\'s '
+                f"own ({', '.join(map(repr, names))}), which is never run; {_REMEDY}"
+            )
+
+
+def _refuse_class(settings: Settings) -> None:
+    """UserError if a file names a tokenizer class that transformers does not have. Its other
+    classes are refused too: AutoModel would read which code to run from `auto_map`."""
+    import transformers
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    for name, content in zip(_NAMING, (settings.config, settings.model), strict=True):
+        kind = content.get("tokenizer_class")
+        found = tokenizer_class_from_name(kind) if isinstance(kind, str) else None
+        if kind is not None and not (
+            isinstance(found, type) and issubclass(found, transformers.PreTrainedTokenizerBase)
+        ):
+            raise UserError(
+                f'{settings.folder / name}: key "tokenizer_class": transformers '
+                f"{transformers.__version__} has no tokenizer class {kind!r} here; {_REMEDY}"
+            )

@@ -1,0 +1,247 @@
+"""The cache of tokenizers: what their files came to when they were first read.
+
+An entry holds a tokenizer in a form that loads without transformers. It is named by a digest of
+the files and by the versions of the libraries that read them. A damaged entry is made anew. Files
+are read in a child process with limits (limited.py). Not here: the formats (hub_tokenizer.py,
+gguf_tokenizer.py), text to ids (tokenizer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from bass_cli.errors import UserError
+from bass_cli.formats.backends import load_backend
+from bass_cli.formats.gguf_file import read_gguf
+from bass_cli.formats.gguf_tokenizer import read_gguf_tokenizer
+from bass_cli.formats.hub_tokenizer import (
+    FILES,
+    LARGEST_FILE,
+    needs_transformers,
+    read_folder_tokenizer,
+)
+from bass_cli.formats.limited import Limited, RefusalError
+from bass_cli.formats.template import Messages
+from bass_cli.formats.text_length import check_growth
+from bass_cli.formats.tokenizer_parts import TokenizerParts
+from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.io.reading import parse_json, read_bytes
+from bass_cli.system.host import cache_folder
+
+_CONVERSION = 4  # raise it when the readers give other parts for the same files
+_PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
+_PROBE = (
+    "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
+)
+# tokenizers writes a vocabulary by counting up to its largest id: 0.1 s for this, 33 s for its end
+# at 2^32. The largest vocabulary known has 262,144 ids.
+_MOST_IDS = 1 << 24
+_SECONDS = 60.0  # of CPU time for reading the files; the largest known take 10
+_MEMORY = 4 << 30  # bytes; the largest known take one quarter
+
+
+class Settled(NamedTuple):
+    """A tokenizer without its files: TokenizerParts and what follows from them.
+
+    size: one more than the largest id that is a token.
+    vocabulary: digest of how ids are spelled.
+    fingerprint: digest of everything that ids depend on.
+    """
+
+    content: bytes
+    template: str | None
+    special: dict[str, str]
+    eos_ids: tuple[int, ...]
+    literal: bool
+    size: int
+    vocabulary: str
+    fingerprint: str
+
+
+def settle(path: Path, vocabulary: str | None = None) -> Settled:
+    """Return the tokenizer of a model's folder or .gguf file, from the cache if it has an entry.
+
+    Args:
+        vocabulary: the digest in the header of a .gguf file, if that was read (gguf_file.py).
+
+    Raises:
+        UserError: the files have no tokenizer that can be read.
+    """
+    key = _key(path, vocabulary)
+    found = _kept(key)
+    if found is None:
+        entry, place = made(path, key), _place(key)
+        found = _parse(entry, key)
+        with contextlib.suppress(OSError):  # a cache that cannot be written
+            write_cached(place, entry)
+    return found
+
+
+def kept(path: Path) -> Settled | None:
+    """Return the same if the cache has an entry; this imports neither transformers nor torch."""
+    return _kept(_key(path, None))
+
+
+def _key(path: Path, vocabulary: str | None) -> str:
+    """The name of an entry."""
+    if path.suffix == ".gguf":
+        made_of = vocabulary or read_gguf(path).vocabulary
+    else:
+        made_of = _digest_of(path)
+    libraries = ("transformers", "tokenizers", "sentencepiece")
+    versions = [importlib.metadata.version(name) for name in libraries]
+    return hashlib.sha256(json.dumps([made_of, *versions, _CONVERSION]).encode()).hexdigest()[:32]
+
+
+def _place(key: str) -> Path:
+    return cache_folder() / "tokenizers" / f"{key}.json"
+
+
+def _kept(key: str) -> Settled | None:
+    with contextlib.suppress(OSError, ValueError):
+        return _parse(read_cached(_place(key), 3 * LARGEST_FILE), key)
+    return None
+
+
+def _entry(settled: Settled, key: str) -> bytes:
+    """Three lines: a digest of the key and of what follows; all but the content; the content."""
+    facts = json.dumps(settled._replace(content=b"")._asdict() | {"content": None})
+    rest = facts.encode() + b"\n" + settled.content
+    return _sum(key, rest) + b"\n" + rest
+
+
+def _parse(entry: bytes, key: str) -> Settled:
+    """ValueError if the entry was not written for this key."""
+    digest, _, rest = entry.partition(b"\n")
+    if digest != _sum(key, rest):
+        raise ValueError("damaged, or of another tokenizer")
+    facts, _, content = rest.partition(b"\n")
+    found = parse_json(facts)
+    if not isinstance(found, dict) or found.keys() != set(Settled._fields):
+        raise ValueError("an entry of another shape")
+    ends = found["eos_ids"]
+    settled = Settled(
+        **found | {"content": content, "eos_ids": tuple(ends if isinstance(ends, list) else ())}
+    )
+    texts = (settled.vocabulary, settled.fingerprint, settled.template or "")
+    if not (
+        all(isinstance(one, str) for one in (*texts, *_texts_of(settled.special)))
+        and isinstance(settled.literal, bool)
+        and type(settled.size) is int
+        and isinstance(ends, list)
+        and all(type(id_) is int for id_ in ends)
+    ):
+        raise ValueError("an entry of another shape")
+    return settled
+
+
+def _texts_of(special: object) -> Iterable[object]:
+    return special.values() if isinstance(special, dict) else (None,)
+
+
+def _sum(key: str, rest: bytes) -> bytes:
+    return hashlib.blake2b(rest, digest_size=16, key=key.encode()).hexdigest().encode()
+
+
+def _digest_of(folder: Path) -> str:
+    """A digest of all files in a folder that a tokenizer may be read from; UserError where one is
+    not a regular file, or too large."""
+    digest = hashlib.sha256()
+    for path in sorted({path for one in FILES for path in folder.glob(one) if not path.is_dir()}):
+        try:
+            content = read_bytes(path, LARGEST_FILE)
+        except OSError as error:
+            raise UserError(f"{path}: cannot read the file: {error.strerror}") from None
+        digest.update(f"{path.relative_to(folder)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def made(path: Path, key: str) -> bytes:
+    """Read the files and return the entry for the cache."""
+    fault, gguf = f"{path}: no tokenizer can be read there", path.suffix == ".gguf"
+    if not gguf and needs_transformers(path):  # its import needs more than the child's memory
+        import transformers
+
+        assert transformers.PreTrainedTokenizerFast
+
+    def read(_: object) -> bytes:
+        with refusals(fault):
+            parts = read_gguf_tokenizer(path) if gguf else read_folder_tokenizer(path)
+            return _entry(_settled(parts, path), key)
+
+    try:
+        return Limited(read, seconds=_SECONDS, memory=_MEMORY)(None)
+    except RefusalError as error:
+        raise UserError(f"{fault}: {error}") from None
+
+
+def _settled(parts: TokenizerParts, path: Path) -> Settled:
+    """The parts, checked, with what follows from them."""
+    check_growth(parts.content)
+    backend = load_backend(parts.content)
+    texts = {id_: text for text, id_ in backend.get_vocab().items()}
+    if (largest := max(texts, default=0)) >= _MOST_IDS:
+        raise UserError(
+            f"{path}: the tokenizer has {texts[largest]!r} as id {largest}, and ids go to "
+            f"{_MOST_IDS - 1} here"
+        )
+    spelled = repr(sorted(texts.items())).encode()
+    digest = hashlib.sha256(spelled)
+    for part in (parts.template, backend.encode(_PROBE).ids):
+        digest.update(repr(part).encode())
+    return Settled(
+        *parts,
+        size=trimmed(texts, _PADDING),
+        vocabulary=hashlib.sha256(spelled).hexdigest()[:32],
+        fingerprint=digest.hexdigest()[:32],
+    )
+
+
+def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], str]:
+    """Return the function that renders messages. It imports transformers, before the process
+    may be forked for it (limited.py)."""
+    import tokenizers
+    import transformers
+
+    usual = transformers.PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES
+    names = {name: text for name, text in special.items() if name in usual}
+    own = {name: text for name, text in special.items() if name not in usual}
+    inner = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()),
+        chat_template=template,
+        model_specific_special_tokens=own,
+        **names,
+    )
+
+    def render(messages: Messages) -> str:
+        return inner.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+
+    return render
+
+
+@contextlib.contextmanager
+def refusals(fault: str) -> Iterator[None]:
+    """UserError, beginning with `fault`, for every error that the tokenizer libraries raise at a
+    file that is missing, broken or unknown. Panics of `tokenizers` are not Exceptions."""
+    try:
+        yield
+    except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        lines = [line.strip() for line in str(error).strip().splitlines()] or [repr(error)]
+        reason = " ".join(lines) if lines[0].endswith(":") else lines[0]  # a list follows
+        raise UserError(f"{fault}: {reason[:400]}") from None
+
+
+def trimmed(texts: Mapping[int, str], placeholder: re.Pattern[str]) -> int:
+    """One more than the largest id that is not a placeholder."""
+    return 1 + max(
+        (id_ for id_, text in texts.items() if not placeholder.fullmatch(text)), default=-1
+    )

@@ -1,0 +1,101 @@
+"""Where cost surfaces are kept: one JSON file for each device, pair, dtype and version, in the
+user's cache folder.
+
+Not here: what is in them (costs.py), how they are measured (run/profile.py). A file
+that cannot be read or written is never an error: without a profile everything works, only a
+little slower at first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from bass_cli import __version__
+from bass_cli.engine.contracts import DraftLength
+from bass_cli.io.cached import read_cached, write_cached
+from bass_cli.lengths.costs import Surface, read_surface
+from bass_cli.system.host import cache_folder
+from bass_cli.system.threads import most_threads
+
+Note = Callable[[str], None]
+_MOST_BYTES = 1 << 20  # of a profile, which has some thousand
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A controller that learns what rounds cost."""
+
+    def learned(self) -> Surface | None:
+        """What later jobs may begin from; None where that is not worth keeping."""
+
+
+def folder() -> Path:
+    """`profiles` in the cache folder."""
+    return cache_folder() / "profiles"
+
+
+def path_of(
+    *,
+    target: str,
+    draft: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    threads: int | None = None,
+    ranks: int = 1,
+) -> Path:
+    """The file for two models (their fingerprints), a device, or `ranks` of them, a dtype and the
+    versions of now; `threads` as asked for. Coupling and sampling are not in it: they cost nearly
+    the same. Nor is who else computes here just now."""
+    identity = [
+        _device_name(device, threads),
+        target,
+        draft,
+        str(dtype),
+        __version__,
+        torch.__version__,
+    ]
+    if ranks > 1:
+        identity.append(f"{ranks} ranks")
+    return folder() / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]}.json"
+
+
+def load_surface(path: Path, note: Note) -> Surface | None:
+    """The surface kept there; None if there is none, or, after a note, if the file is not one."""
+    try:
+        return read_surface(read_cached(path, _MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        note(f"{path}: this profile is ignored: {getattr(error, 'strerror', None) or error}")
+        return None
+
+
+def save_surface(path: Path, surface: Surface, note: Note) -> bool:
+    """Keep it there, whole or not at all; False, after a note, where that cannot be."""
+    try:
+        write_cached(path, f"{surface.to_json()}\n".encode())
+    except OSError as error:
+        note(f"{path}: the profile could not be kept: {error.strerror}")
+        return False
+    return True
+
+
+def keep_learnt(path: Path | None, lengths: DraftLength) -> None:
+    """At the end of a job: what its controller has learnt is kept for the next one, which begins
+    from it. A measured profile stays as it is."""
+    learnt = lengths.learned() if isinstance(lengths, Remembers) else None
+    if learnt is not None and path is not None:
+        save_surface(path, learnt, lambda note: None)
+
+
+def _device_name(device: torch.device, threads: int | None) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {most_threads(threads)} threads"

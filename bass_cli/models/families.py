@@ -1,0 +1,378 @@
+"""The known families as data: which keys of config.json say what, and which checkpoint tensor is
+which decoder tensor.
+
+`slots` gives the map of names, with the name of a transform for each (weights.py performs them).
+Not here: reading a config (hf_config.py), the names in GGUF files (gguf_config.py). No tensor is
+touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bass_cli.models.spec import Spec, parameters
+
+# Buffers that some checkpoints carry along; they hold no weights.
+IGNORED = (
+    r"rotary_emb\.inv_freq$",
+    r"attn\.(masked_)?bias$",
+    r"attn\.(causal_mask|embed_positions)$",
+)
+
+
+class Slot(NamedTuple):
+    """Where a checkpoint tensor goes: rows [first, first + rows) of decoder tensor `name`, after
+    the transform `how`.
+
+    how: "" as it is; "transpose"; "plus_one" adds 1; "skip_two" drops the first two rows;
+    "deinterleave" reorders the rotary dimensions of each head, even ones first; "codegen" sorts
+    fused blocks of q, v, k into q, k, v and does the same to q and k.
+    """
+
+    name: str
+    first: int
+    rows: int
+    how: str = ""
+
+
+class Family(NamedTuple):
+    """What sets a family apart. `tensors`: checkpoint name, decoder name (":" and part of a fused
+    one), transform.
+
+    `prefix` may or may not stand before a checkpoint's names. `keys` translates our words into
+    the config's, "" for a value that the family's config does not have. `defaults` are the values
+    of keys that a config leaves out. A value other than those of `required` is refused. `flags`
+    are config keys that switch biases on. `rotary`: "config", "partial" (of the first rotary_dim)
+    or "" for learned positions. `windows`: "" for none, "all" for one in every layer, "types" for
+    one in the layers that the config names. `aliases`: other names of keys. `eps`: of the norms,
+    where no key of the config sets it.
+    """
+
+    prefix: str
+    tensors: tuple[tuple[str, str, str], ...]
+    keys: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    required: Mapping[str, Any] = {}
+    norm: str = "rms"
+    norm_extras: Mapping[str, bool] = {}
+    rotary: str = "config"
+    gated: bool = True
+    parallel: bool = False
+    windows: str = ""
+    biases: frozenset[str] = frozenset()
+    flags: Mapping[str, frozenset[str]] = {}
+    aliases: Mapping[str, str] = {}
+    eps: float | None = None
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The keys of config.json that decide what the model computes."""
+        keys = {"model_type", *self.keys.values(), *self.defaults, *self.required, *self.flags}
+        return frozenset(keys - {""})
+
+
+CODEGEN_BLOCKS = 4  # its fused rows are this many blocks of q, v, k
+
+_EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
+_LLAMA_KEYS = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "inner": "intermediate_size",
+    "eps": "rms_norm_eps",
+    "context": "max_position_embeddings",
+    "activation": "hidden_act",
+}
+_OPT_KEYS = _LLAMA_KEYS | {
+    "inner": "ffn_dim",
+    "activation": "activation_function",
+    "kv_heads": "",
+    "head_size": "",
+    "eps": "",
+}
+_GPT_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+_GPT_KEYS = {
+    "layers": "n_layer",
+    "width": "n_embd",
+    "heads": "n_head",
+    "kv_heads": "",
+    "head_size": "",
+    "inner": "n_inner",
+    "eps": "layer_norm_epsilon",
+    "context": "n_positions",
+    "activation": "activation_function",
+    "vocab": "vocab_size",
+}
+_LLAMA_TENSORS = (
+    ("embed_tokens", "embed", ""),
+    ("norm", "norm", ""),
+    ("lm_head", "head", ""),
+    ("layers.{}.self_attn.q_proj", "layers.{}.qkv:q", ""),
+    ("layers.{}.self_attn.k_proj", "layers.{}.qkv:k", ""),
+    ("layers.{}.self_attn.v_proj", "layers.{}.qkv:v", ""),
+    ("layers.{}.self_attn.o_proj", "layers.{}.o", ""),
+    ("layers.{}.mlp.gate_proj", "layers.{}.up:gate", ""),
+    ("layers.{}.mlp.up_proj", "layers.{}.up:up", ""),
+    ("layers.{}.mlp.down_proj", "layers.{}.down", ""),
+    ("layers.{}.input_layernorm", "layers.{}.norm1", ""),
+    ("layers.{}.post_attention_layernorm", "layers.{}.norm2", ""),
+)
+_QWEN3_TENSORS = (
+    *_LLAMA_TENSORS,
+    ("layers.{}.self_attn.q_norm", "layers.{}.q_norm", ""),
+    ("layers.{}.self_attn.k_norm", "layers.{}.k_norm", ""),
+)
+_STARCODER_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if ".mlp." not in row[0]),
+    ("layers.{}.mlp.c_fc", "layers.{}.up", ""),
+    ("layers.{}.mlp.c_proj", "layers.{}.down", ""),
+)
+_GEMMA_NORMS = {
+    "norm": "norm",
+    "layers.{}.self_attn.q_norm": "layers.{}.q_norm",
+    "layers.{}.self_attn.k_norm": "layers.{}.k_norm",
+    "layers.{}.input_layernorm": "layers.{}.norm1",
+    "layers.{}.post_attention_layernorm": "layers.{}.post1",
+    "layers.{}.pre_feedforward_layernorm": "layers.{}.norm2",
+    "layers.{}.post_feedforward_layernorm": "layers.{}.post2",
+}
+_GEMMA_TENSORS = (
+    *(row for row in _LLAMA_TENSORS if row[0] not in _GEMMA_NORMS),
+    *((theirs, ours, "plus_one") for theirs, ours in _GEMMA_NORMS.items()),
+)
+_OPT_TENSORS = (
+    ("decoder.embed_tokens", "embed", ""),
+    ("decoder.embed_positions", "positions", "skip_two"),
+    ("lm_head", "head", ""),
+    ("decoder.final_layer_norm", "norm", ""),
+    ("decoder.layers.{}.self_attn.q_proj", "layers.{}.qkv:q", ""),
+    ("decoder.layers.{}.self_attn.k_proj", "layers.{}.qkv:k", ""),
+    ("decoder.layers.{}.self_attn.v_proj", "layers.{}.qkv:v", ""),
+    ("decoder.layers.{}.self_attn.out_proj", "layers.{}.o", ""),
+    ("decoder.layers.{}.fc1", "layers.{}.up", ""),
+    ("decoder.layers.{}.fc2", "layers.{}.down", ""),
+    ("decoder.layers.{}.self_attn_layer_norm", "layers.{}.norm1", ""),
+    ("decoder.layers.{}.final_layer_norm", "layers.{}.norm2", ""),
+)
+_GPT_TENSORS = (
+    ("wte", "embed", ""),
+    ("lm_head", "head", ""),
+    ("ln_f", "norm", ""),
+    ("h.{}.ln_1", "layers.{}.norm1", ""),
+)
+_GPT2_TENSORS = (
+    *_GPT_TENSORS,
+    ("wpe", "positions", ""),
+    ("h.{}.ln_2", "layers.{}.norm2", ""),
+    ("h.{}.attn.c_attn", "layers.{}.qkv", "transpose"),
+    ("h.{}.attn.c_proj", "layers.{}.o", "transpose"),
+    ("h.{}.mlp.c_fc", "layers.{}.up", "transpose"),
+    ("h.{}.mlp.c_proj", "layers.{}.down", "transpose"),
+)
+_GPTJ_TENSORS = (
+    *_GPT_TENSORS,
+    ("h.{}.attn.q_proj", "layers.{}.qkv:q", "deinterleave"),
+    ("h.{}.attn.v_proj", "layers.{}.qkv:v", ""),
+    ("h.{}.attn.k_proj", "layers.{}.qkv:k", "deinterleave"),
+    ("h.{}.attn.out_proj", "layers.{}.o", ""),
+    ("h.{}.mlp.fc_in", "layers.{}.up", ""),
+    ("h.{}.mlp.fc_out", "layers.{}.down", ""),
+)
+_CODEGEN_TENSORS = (
+    *(row for row in _GPTJ_TENSORS if ":" not in row[1]),
+    ("h.{}.attn.qkv_proj", "layers.{}.qkv", "codegen"),
+)
+
+_ROPE_DEFAULTS = {
+    "rope_theta": 10000.0,
+    "rope_parameters": None,
+    "rope_scaling": None,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+}
+_WINDOW_DEFAULTS = {
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "layer_types": None,
+    "num_key_value_heads": 32,
+}
+_STARCODER_DEFAULTS = {
+    "norm_epsilon": 1e-5,
+    "num_key_value_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "use_bias": True,
+    "sliding_window": None,
+    "layer_types": None,
+}
+_GPT_DEFAULTS = {
+    "tie_word_embeddings": False,
+    "n_inner": None,
+    "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu_new",
+    "sliding_window": None,
+    "layer_types": None,
+}
+_GEMMA_DEFAULTS = _ROPE_DEFAULTS | {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "max_position_embeddings": 131072,
+    "sliding_window_pattern": 6,
+}
+_PARTIAL = Family(
+    "transformer.",
+    _GPTJ_TENSORS,
+    _GPT_KEYS,
+    _GPT_DEFAULTS | {"rotary_dim": 64},
+    norm="layer",
+    rotary="partial",
+    gated=False,
+    parallel=True,
+    biases=frozenset({"up", "down", "head"}),
+    aliases=_GPT_ALIASES,
+)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        "model.",
+        _LLAMA_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS | {"sliding_window": None, "layer_types": None},
+        flags={"attention_bias": frozenset({"qkv", "o"}), "mlp_bias": frozenset({"up", "down"})},
+    ),
+    "mistral": Family(
+        "model.",
+        _LLAMA_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        windows="types",
+    ),
+    "qwen2": Family(
+        "model.",
+        _LLAMA_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS | _WINDOW_DEFAULTS,
+        windows="types",
+        biases=frozenset({"qkv"}),
+    ),
+    "qwen3": Family(
+        "model.",
+        _QWEN3_TENSORS,
+        _LLAMA_KEYS,
+        _ROPE_DEFAULTS | _WINDOW_DEFAULTS | {"head_dim": 128},
+        norm_extras={"qk": True},
+        windows="types",
+        flags={"attention_bias": frozenset({"qkv", "o"})},
+    ),
+    "gemma3_text": Family(
+        "model.",
+        _GEMMA_TENSORS,
+        _LLAMA_KEYS | {"activation": "hidden_activation"},
+        _GEMMA_DEFAULTS,
+        required={
+            "final_logit_softcapping": None,
+            "attn_logit_softcapping": None,
+            "use_bidirectional_attention": False,
+        },
+        norm_extras={"qk": True, "sandwich": True},
+        windows="types",
+        flags={"attention_bias": frozenset({"qkv", "o"})},
+    ),
+    "opt": Family(
+        "model.",
+        _OPT_TENSORS,
+        _OPT_KEYS,
+        {
+            "tie_word_embeddings": True,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "word_embed_proj_dim": None,
+            "sliding_window": None,
+            "layer_types": None,
+        },
+        eps=1e-5,
+        norm="layer",
+        rotary="",
+        gated=False,
+        required={
+            "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True,
+        },
+        flags={"enable_bias": _EVERY_MAP},
+    ),
+    "starcoder2": Family(
+        "model.",
+        _STARCODER_TENSORS,
+        _LLAMA_KEYS | {"eps": "norm_epsilon"},
+        _ROPE_DEFAULTS | _STARCODER_DEFAULTS,
+        norm="layer",
+        gated=False,
+        windows="all",
+        flags={"use_bias": _EVERY_MAP},
+    ),
+    "gpt2": Family(
+        "transformer.",
+        _GPT2_TENSORS,
+        _GPT_KEYS,
+        _GPT_DEFAULTS | {"tie_word_embeddings": True},
+        norm="layer",
+        rotary="",
+        gated=False,
+        biases=_EVERY_MAP,
+        aliases=_GPT_ALIASES,
+        required={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+    "gptj": _PARTIAL,
+    "codegen": _PARTIAL._replace(tensors=_CODEGEN_TENSORS),
+}
+
+
+def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Slot]:
+    """Checkpoint name (without the family's prefix) to Slot, for every tensor of
+    `parameters(spec)`."""
+    shapes = parameters(spec)
+    query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
+    parts = {
+        "q": (0, query),
+        "k": (query, key),
+        "v": (query + key, key),
+        "gate": (0, spec.inner),
+        "up": (spec.inner if spec.gated else 0, spec.inner),
+    }
+    found = {}
+    for theirs, ours, how in tensors:
+        target, _, part = ours.partition(":")
+        for i in range(spec.layers if "{}" in ours else 1):
+            for kind in (".weight", ".bias"):
+                name = target.format(i) + kind
+                if name in shapes:
+                    first, rows = parts[part] if part else (0, shapes[name][0])
+                    found[theirs.format(i) + kind] = Slot(name, first, rows, how)
+    return found

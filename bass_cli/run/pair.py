@@ -1,0 +1,197 @@
+"""The files of a job's pair, opened and held against each other: checkpoints, tokenizer, what
+rounds cost, how far drafts reach.
+
+Not here: the memory and the device that a job runs with (plan.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bass_cli.config.draft_spec import parse_draft, skipped_layers
+from bass_cli.config.job import Job
+from bass_cli.engine.cutting import CHEAP, Cut
+from bass_cli.errors import MachineError, UserError
+from bass_cli.formats.continuation import special_stops
+from bass_cli.formats.partition import check_divisible
+from bass_cli.formats.tokenizer import Tokenizer, check_same_vocabulary
+from bass_cli.formats.weights import Checkpoint, locate, open_checkpoint, open_head
+from bass_cli.lengths import profiles as store
+from bass_cli.lengths.costs import Surface
+from bass_cli.models.spec import Spec, parameters
+
+# How many tokens more are drafted than verified where rows are cut: two have three quarters of what
+# four bring (docs/LOG.md), and a pass takes two places for each, but for a block that is whole.
+_MORE, _WHOLE = 2, 4
+# The part of a target's size from which a draft's tokens are too dear for that: the two that are
+# not verified take four of them, for a twentieth of a round. On a GPU a part of it is reading
+# weights, which nothing makes longer.
+_DEAR = {"cpu": 1 / 16, "cuda": 1 / 8}
+
+
+class Files(NamedTuple):
+    """A pair's opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may
+    propose. `mask`: the token by which it drafts in one pass, None if it does not. `skipped`: the
+    target's layers that a draft of the kind skip:LAYERS leaves out."""
+
+    target: Checkpoint
+    tokenizer: Tokenizer
+    draft: Checkpoint | None
+    draft_vocab: int
+    mask: int | None
+    skipped: frozenset[int]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of the models' configurations, each note once."""
+        opened = (self.target,) if self.draft is None else (self.target, self.draft)
+        notes = dict.fromkeys(note for one in opened for note in one.notes)
+        vocab = self.target.spec.vocab
+        beyond = [id_ for id_ in self.target.eos_ids or self.tokenizer.eos_ids if id_ >= vocab]
+        if beyond:
+            ids = ", ".join(map(str, beyond))
+            notes[
+                f"{self.target.path}: eos_token_id {ids}: the model has {vocab} ids, so no sample "
+                "ends there"
+            ] = None
+        return tuple(notes)
+
+
+def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -> Files:
+    """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
+    other, or the job. `early`: what tokenizer.begin gave."""
+    pair = job.pair
+    target_path = locate(pair.target, folder=pair.folder, weights=True)
+    target = open_checkpoint(target_path)
+    words = parse_draft(pair.draft)
+    draft_path = (
+        None if words.files is None else locate(words.files, folder=pair.folder, weights=True)
+    )
+    draft, mask = None, None
+    if draft_path is not None and words.reads:
+        draft = open_head(draft_path, target.spec)
+    elif draft_path is not None:
+        draft = open_checkpoint(draft_path)
+    if draft is not None and (words.parallel or words.reads):
+        mask = draft.mask()
+    skipped = skipped_layers(words.model or "", target.spec.layers)
+    if pair.draft == "none" and job.speculation.length not in ("auto", 0):
+        raise UserError(
+            f'pair "{pair.name}": there is no draft, so draft length {job.speculation.length} has '
+            "no meaning"
+        )
+    tokenizer = early()
+    if tokenizer is None and pair.tokenizer:
+        tokenizer = Tokenizer.load(locate(pair.tokenizer, folder=pair.folder))
+    elif tokenizer is None:
+        tokenizer = Tokenizer.load(target_path, vocabulary=target.vocabulary)
+    tokenizer.rows = target.spec.vocab
+    special_stops(tokenizer, job.sampling.stop, vocab=target.spec.vocab)
+    draft_vocab = min(tokenizer.size, target.spec.vocab)
+    if draft is not None and draft_path is not None and not words.reads:
+        other = Tokenizer.load(draft_path, vocabulary=draft.vocabulary)
+        check_same_vocabulary(tokenizer, other)
+        draft_vocab = min(draft_vocab, other.size, draft.spec.vocab)
+    if job.chat and not tokenizer.has_chat_template:
+        raise UserError(f"--chat: {pair.target} has no chat template")
+    return Files(target, tokenizer, draft, draft_vocab, mask, skipped)
+
+
+def costs_of(
+    job: Job, files: Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
+) -> tuple[Path | None, Surface | None]:
+    """The file for what rounds cost, and what it holds; UserError where that is needed and not
+    there."""
+    pair, profile, surface, ignored = job.pair, None, None, list[str]()
+    if pair.draft != "none":
+        profile = store.path_of(
+            target=files.target.fingerprint(),
+            draft=pair.draft if files.draft is None else files.draft.fingerprint(files.mask),
+            device=device,
+            dtype=dtype,
+            threads=job.threads,
+            ranks=job.tensor_parallel,
+        )
+        surface = store.load_surface(profile, ignored.append)
+        for text in ignored:
+            note(text)
+    if "table" in str(job.speculation.length) and job.tensor_parallel > 1:
+        raise UserError(
+            f"--draft-length {job.speculation.length} and --tensor-parallel exclude each other: "
+            "bass profile measures one device; use auto or bass"
+        )
+    if "table" in str(job.speculation.length) and not (surface and surface.measured):
+        missing = f'pair "{pair.name}" has no profile on this device yet'
+        raise UserError(
+            f"--draft-length {job.speculation.length}: {ignored[0] if ignored else missing}; "
+            "make one with bass profile and the same --pair (or --model) and --draft, or use auto "
+            "or bass"
+        )
+    return profile, surface
+
+
+def check_ranks(job: Job, files: Files, device: torch.device) -> None:
+    """UserError where the target cannot be split over so many devices, MachineError where there
+    are not so many."""
+    ranks = job.tensor_parallel
+    if ranks == 1:
+        return
+    check_split(files.target.spec, ranks, device, model=job.pair.target)
+
+
+def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> None:
+    """The same of a target's spec."""
+    check_divisible(spec, ranks, model=model)
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        raise MachineError(
+            f"--tensor-parallel {ranks}: this process sees {torch.cuda.device_count()} GPUs"
+        )
+
+
+def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
+    """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
+    # only its length counts; what cannot be read fails later
+    text = prompt.encode(errors="replace").decode()
+    try:
+        return min(len(tokenizer.encode(text, context)), context) if text else 0
+    except UserError:  # too long to be tokenised, or a token that the model does not have
+        return min(len(text.encode()), context)
+
+
+def reach(job: Job, files: Files, device: torch.device) -> int:
+    """The most places of a row that a round writes to behind its last token: a block is never
+    cut to the drafts that are wanted."""
+    head = None if files.draft is None else files.draft.head
+    longest, cut = longest_draft(job), cut_of(job, files, device)
+    longest = longest if cut is None else cut.drafted(longest)
+    return max(longest, 0 if head is None else head.block)
+
+
+def cut_of(job: Job, files: Files, device: torch.device) -> Cut | None:
+    """Where rows' drafts may be cut by the draft's confidence; None: nowhere. Only of drafts of one
+    pass, by a target that one process has, under shared coupling; and not where a drafted token
+    takes so much of a verified one's time that drafting more is not worth it."""
+    draft, most = files.draft, job.speculation.max
+    if job.speculation.coupling == "maximal" or job.tensor_parallel > 1 or draft is None:
+        return None
+    above = CHEAP[device.type]
+    if draft.head is not None:  # its block is drafted whole in any case
+        return Cut(min(draft.head.drafts, most), above, _WHOLE) if draft.head.block else None
+    numbers, due = (
+        sum(map(math.prod, parameters(spec).values())) for spec in (draft.spec, files.target.spec)
+    )
+    pays = files.mask is not None and numbers <= _DEAR[device.type] * due
+    return Cut(most, above, _MORE) if pays else None
+
+
+def longest_draft(job: Job) -> int:
+    """The most tokens that a job may ask for at once."""
+    if job.pair.draft == "none":
+        return 0
+    length = job.speculation.length
+    return length if isinstance(length, int) else job.speculation.max

@@ -1,0 +1,461 @@
+"""Time the rounds of a pair on this device, so that --draft-length auto and table choose well.
+
+Not here: what is done with the figures (lengths/costs.py), the command (cli/profile.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy
+
+from bass_cli.drafts.factory import NoDrafter
+from bass_cli.engine.batch import Batch, Row
+from bass_cli.engine.clock import Clock
+from bass_cli.engine.contracts import Proposal, RoundResult
+from bass_cli.engine.graphs import Graphs
+from bass_cli.engine.loop import Loop
+from bass_cli.formats.tokenizer import Tokenizer
+from bass_cli.lengths.controllers import Fixed
+from bass_cli.lengths.costs import Surface, make_surface
+
+PASSAGES = (
+    "The committee met on Tuesday to discuss the new budget for the library. Three members were "
+    "absent, and the chair opened the meeting at nine o'clock. After a short report on last year's "
+    "costs, the members turned to the question of whether the reading room should stay open on "
+    "Sundays.\n\n",
+    'def merge(left, right):\n    """Merge two sorted lists into one sorted list."""\n'
+    "    out, i, j = [], 0, 0\n    while i < len(left) and j < len(right):\n"
+    "        if left[i] <= right[j]:\n            out.append(left[i])\n            i += 1\n"
+    "        else:\n            out.append(right[j])\n            j += 1\n"
+    "    return out + left[i:] + right[j:]\n\n",
+    "A bicycle stays upright for several reasons at once. When it begins to lean, the front wheel "
+    "turns a little towards the lean, and the wheels come back under the rider. The rider helps "
+    "with small movements of the handlebar, mostly without noticing them, and the faster the "
+    "bicycle goes the smaller they need to be.\n\n",
+    "name,age,city,joined\nAlice,31,Paris,2019-04-02\nBob,27,London,2021-11-15\n"
+    "Carol,45,Madrid,2015-07-30\n"
+    "Daniel,38,Vienna,2018-01-09\nEva,29,Prague,2022-05-21\nFrank,52,Oslo,2011-09-17\n\n",
+    "The old lighthouse stood at the end of a narrow path, and nobody had climbed its stairs for "
+    "years. On the first evening of autumn a light appeared in the highest window. The fishermen "
+    "saw it from their boats and said nothing; the children of the village talked of nothing "
+    "else.\n\n",
+    "To make the soup, chop two onions and fry them slowly in butter until they are soft. Add four "
+    "carrots, two potatoes and a litre of water, and let it simmer for half an hour. Season with "
+    "salt, pepper and a little nutmeg, then serve it with fresh bread and grated cheese.\n\n",
+    "class Account:\n    def __init__(self, owner, balance=0):\n        self.owner = owner\n"
+    "        self.balance = balance\n\n    def withdraw(self, amount):\n"
+    "        if amount > self.balance:\n"
+    '            raise ValueError("not enough money")\n        self.balance -= amount\n'
+    "        return self.balance\n\n",
+    "Water rises from the seas and lakes as vapour when the sun warms them. High in the cold air "
+    "it turns into the small drops that clouds are made of. When the drops grow too heavy they "
+    "fall as rain or snow, and the rivers carry the water back to where it came from.\n\n",
+)
+
+
+def joined(tokenizer: Tokenizer, prompt: int, length: int) -> list[int]:
+    """Passages in rotation, beginning with another one for each prompt, cut to `length` tokens."""
+    tokens: list[int] = []
+    turn = 0
+    while len(tokens) < length:
+        turn += max(turn, len(PASSAGES))
+        text = "".join(PASSAGES[(prompt + i) % len(PASSAGES)] for i in range(turn))
+        tokens = tokenizer.encode(text)
+    return tokens[:length]
+
+
+Point = tuple[int, int]  # rows, width
+_LEAST = 1e-7  # seconds of a round: a clock may stand still
+
+
+def filled(
+    points: dict[Point, float], rows: Sequence[int], widths: Sequence[int]
+) -> list[list[float]]:
+    """Fill in the points that were not measured.
+
+    The others come from a fit (seconds of a pass, and more for each row and token, none of them
+    below 0), corrected by what the fit is off at the nearest widths and then at the nearest rows.
+    No point is below one that was measured with fewer rows and drafts.
+    """
+    points = {at: max(value, _LEAST) for at, value in points.items() if math.isfinite(value)}
+    assert points, "not even one round was measured"
+    places = numpy.array(list(points))
+    seconds = numpy.array(list(points.values()))
+
+    def features(count: numpy.ndarray, width: numpy.ndarray) -> numpy.ndarray:
+        return numpy.stack((numpy.ones(len(count)), count, count * width), 1)
+
+    weights = _positive_fit(features(*places.T) / seconds[:, None], numpy.ones(len(seconds)))
+    grid = numpy.array(list(itertools.product(rows, widths)))
+    fitted = (features(*grid.T) @ weights).reshape(len(rows), len(widths))
+    off = {
+        (count, width): points[count, width] - float(fitted[i, j])
+        for i, count in enumerate(rows)
+        for j, width in enumerate(widths)
+        if (count, width) in points
+    }
+    seen = sorted({count for count, _ in off})
+    lines = [
+        _between(widths, {width: value for (c, width), value in off.items() if c == count})
+        for count in seen
+    ]
+    columns = [
+        _between(rows, dict(zip(seen, column, strict=True))) for column in zip(*lines, strict=True)
+    ]
+    whole = fitted + numpy.array(columns).T
+    floor = [
+        [
+            max((points[at] for at in points if at[0] <= count and at[1] <= width), default=0.0)
+            for width in widths
+        ]
+        for count in rows
+    ]
+    found: list[list[float]] = [
+        [
+            points.get((count, width), max(value, least, float(seconds.min())))
+            for width, value, least in zip(widths, values, leasts, strict=True)
+        ]
+        for count, values, leasts in zip(rows, whole.tolist(), floor, strict=True)
+    ]
+    return found
+
+
+def _positive_fit(features: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarray:
+    """Solve least squares with weights of at least 0, by trying every set of features that are
+    used; features [points, few], values [points]."""
+    count = features.shape[1]
+    best, least = numpy.zeros(count), float(values @ values)
+    for used in itertools.product((False, True), repeat=count):
+        columns = numpy.flatnonzero(used)
+        weights, *_ = numpy.linalg.lstsq(features[:, columns], values, rcond=None)
+        off = features[:, columns] @ weights - values
+        if (weights >= 0).all() and off @ off < least:
+            best, least = numpy.zeros(count), float(off @ off)
+            best[columns] = weights
+    return best
+
+
+def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:
+    """Values along an axis, linear between known points and the nearest one's beyond them."""
+    places = sorted(known)
+    found: list[float] = numpy.interp(axis, places, [known[place] for place in places]).tolist()
+    return found
+
+
+def drafting(
+    whole: dict[Point, float],
+    verify: dict[Point, float],
+    rows: Sequence[int],
+    widths: Sequence[int],
+    *,
+    at_once: bool = False,
+) -> list[list[float]]:
+    """What real rounds took beyond the target's part, as lines through the lengths that were
+    measured; numbers of rows that were not lie between. `at_once`: one pass drafts all, so that
+    where only one length was measured the others take as long."""
+    known: dict[int, dict[int, float]] = {}
+    for (count, width), seconds in whole.items():
+        if (count, width) in verify:
+            known.setdefault(count, {})[width] = max(seconds - verify[count, width], 0.0)
+    if not known:
+        return [[0.0] * len(widths) for _ in rows]
+    lines = {count: _steps(line, widths, at_once) for count, line in known.items()}
+    columns = [
+        _between(rows, {count: line[place] for count, line in lines.items()})
+        for place in range(len(widths))
+    ]
+    return [list(line) for line in zip(*columns, strict=True)]
+
+
+def _steps(known: dict[int, float], widths: Sequence[int], at_once: bool) -> list[float]:
+    """Seconds of drafting so many tokens, from those of some: on the line between the two nearest
+    lengths, or the last two."""
+    measured = sorted(known)
+    if len(measured) == 1:
+        (only,) = measured
+        steps = {width: known[only] * (1.0 if at_once else width / only) for width in widths}
+        return [steps[width] if width else 0.0 for width in widths]
+    found = []
+    for width in widths:
+        after = min(max(bisect.bisect_left(measured, width), 1), len(measured) - 1)
+        low, high = measured[after - 1], measured[after]
+        step = max((known[high] - known[low]) / (high - low), 0.0)
+        found.append(max(known[high] + (width - high) * step, 0.0) if width else 0.0)
+    return found
+
+
+LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
+WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
+TOKENS = 200  # that every row may generate while it is measured
+_SAMPLES = 8  # rows that share a prompt
+_SLOW = 0.5  # seconds of a round that need not be repeated
+_TELLING = 50  # trials from which on a rate of acceptance is worth keeping
+_LONGER = 4  # times the context, for what a longer one costs
+
+
+class MadeUp(NoDrafter):
+    """Proposes the same token everywhere, at no cost: what is left of a round is the target's."""
+
+    on_device, longest = False, WIDTHS[-1]
+
+    def propose(self, batch: Batch, length: int) -> Proposal:
+        return Proposal(batch.tokens.new_ones(len(batch), length), None, (length,) * len(batch))
+
+
+@dataclass(slots=True, eq=False)
+class _Bench:
+    """What is measured with: `deadline` by `now`; `kept` of `trials` drafts of the real
+    drafter's stood."""
+
+    real: Loop
+    made_up: Loop
+    prompts: Sequence[Sequence[int]]
+    now: Callable[[], float]
+    deadline: float
+    kept: int = 0
+    trials: int = 0
+    tokens: int = TOKENS
+    samples: int = _SAMPLES
+    opened: set[str] = field(default_factory=set)
+
+    def seconds(self, loop: Loop, rows: int, width: int) -> float | None:
+        """A round's seconds, the least of some (the others met something else on the machine);
+        None if the drafter proposed fewer, or the time is up."""
+        if self.now() > self.deadline:
+            return None
+        self._fill(loop, rows)
+        was = loop.lengths
+        loop.use(Fixed(width))
+        try:
+            loop.prepare([rows], [width], catching_up=False)
+            found = self._rounds(loop, width)
+        finally:
+            loop.use(was)
+            for index in reversed(range(len(loop.batch))):
+                loop.retire(index)
+        return min(found, default=None)
+
+    def _rounds(self, loop: Loop, width: int) -> list[float]:
+        found: list[float] = []
+        for number in range(6 if loop.batch.device.type == "cuda" else 4):
+            done = loop.round()
+            if loop is self.real and width:
+                self._count(done)
+            if done.width != width or not done.steady:
+                continue
+            last = min(loop.batch.rooms()) <= width + 1
+            # the first one warms up, where that costs little
+            if number or done.seconds > _SLOW or last:
+                found.append(done.seconds)
+            if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
+                break
+        return found
+
+    def _count(self, done: RoundResult) -> None:
+        self.kept += sum(done.accepted)
+        self.trials += sum(map(min, (kept + 1 for kept in done.accepted), done.num_drafts))
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the real drafter's drafts that stood, of those whose turn came; None if
+        they were too few, or made up."""
+        if self.trials < _TELLING or not self.real.drafter.on_device:
+            return None
+        return self.kept / self.trials
+
+    def _fill(self, loop: Loop, rows: int) -> None:
+        for index in range(rows):
+            number = index // self.samples % len(self.prompts)
+            tokens = self.prompts[number]
+            key = f"profile {len(tokens)} {number}"
+            if key not in self.opened:
+                self.real.open(key, tokens)  # the target's store is the same for both loops
+                self.opened.add(key)
+            loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+
+    @property
+    def compiles(self) -> bool:
+        """Whether what runs here is compiled first."""
+        return self.real.graphs is not None and self.real.graphs.enabled
+
+    def compile(
+        self,
+        rows: Sequence[int],
+        widths: Sequence[int],
+        steps: Sequence[int],
+        note: Callable[[str], None],
+    ) -> None:
+        """Compile all that will be measured, reading a prompt included, with a row that is then
+        given up. Where that fails, kernels are compiled as they are met."""
+        real, key, tokens = self.real, "profile", self.prompts[0]
+
+        def work() -> None:
+            real.open(key, tokens)
+            real.admit(Row(key, 0, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
+            try:
+                self.made_up.prepare(rows, widths, catching_up=False, only_compile=True)
+                real.prepare(rows, steps, catching_up=False, only_compile=True)
+            finally:
+                real.retire(0)
+                real.close(key)
+
+        if real.graphs is not None and self.compiles:
+            began = self.now()
+            try:
+                real.graphs.compile([work])
+            except Exception as error:
+                note(
+                    "kernels will be compiled one by one, since together they could not be: "
+                    f"{error}"
+                )
+            # half the time is for measuring
+            self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)
+
+    def close(self) -> None:
+        for key in self.opened:
+            self.real.close(key)
+        self.opened.clear()
+
+
+def measure(
+    loop: Loop,
+    prompts: Sequence[Sequence[int]],
+    *,
+    rows: Sequence[int],
+    coupling: str,
+    limit: float,
+    longest: int = WIDTHS[-1],
+    context: int | None = None,
+    tokens: int = TOKENS,
+    samples: int = _SAMPLES,
+    now: Callable[[], float] = time.perf_counter,
+    note: Callable[[str], None] = lambda text: None,
+) -> Surface:
+    """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's.
+    `prompts`: token ids, all of about one length; `context`: what the model can take, for a
+    second measurement at a longer one. `limit`: seconds; the most telling points come first.
+    `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note` takes a
+    line if not all could be measured."""
+    made_up = _with_made_up_drafts(loop, coupling, now)
+    bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
+    rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
+    widths = [width for width in WIDTHS if width <= longest]
+    # what one pass drafts takes as long as its tokens do, which begins to show at many of them
+    at_once = loop.drafter.at_once
+    steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
+    steps = list(dict.fromkeys(steps))
+    verify: dict[Point, float] = {}
+    whole: dict[Point, float] = {}
+    order = _order(rows, widths, steps)
+    bench.compile(rows, widths, steps, note)
+    for part, count, width in order:
+        found = bench.seconds(loop if part == "draft" else made_up, count, width)
+        if found is not None:
+            (whole if part == "draft" else verify)[count, width] = found
+    base = statistics.fmean(map(len, prompts))
+    growth = 0.0, 0.0
+    if context is not None:
+        growth = _growth(bench, rows, verify, whole, context=context, base=base)
+    bench.close()
+    done = len(verify) + len(whole)
+    if done < len(order) and loop.drafter.on_device:
+        again = "; once all kernels have been compiled here, the same command measures more"
+        note(
+            f"{done} of {len(order)} points were measured in time, and the others estimated"
+            + again * bench.compiles
+        )
+    return make_surface(
+        rows,
+        widths,
+        verify=filled(verify, rows, widths),
+        draft=drafting(whole, verify, rows, widths, at_once=at_once),
+        context=base + tokens / 10,
+        growth=growth,
+        acceptance=bench.acceptance,
+    )
+
+
+def _with_made_up_drafts(loop: Loop, coupling: str, now: Callable[[], float]) -> Loop:
+    """A loop over the same batch and target whose rounds take as long as the target's part."""
+    return Loop(
+        batch=loop.batch,
+        target=loop.target,
+        drafter=MadeUp(),
+        lengths=Fixed(0),
+        coupling=coupling,
+        clock=Clock(now),
+        graphs=Graphs(loop.batch.device),
+    )
+
+
+def _order(
+    rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]
+) -> list[tuple[str, int, int]]:
+    """What to measure, the most telling first: for the largest number of rows, the smallest,
+    then the others a plain round, one with drafts, the same without drafting; after that
+    whatever else there is."""
+    counts = _coarse_first(rows)
+    first = [
+        ("verify", 0),
+        *(("draft", step) for step in steps[:1]),
+        *(("verify", step) for step in steps[:1]),
+    ]
+    ends = [
+        ("verify", widths[-1]),
+        *((part, step) for step in steps[1:] for part in ("draft", "verify")),
+    ]
+    near = [
+        (part, count, width) for phase in (first, ends) for count in counts for part, width in phase
+    ]
+    # What lies between matters most for many rows, where passes get longer in steps.
+    return list(
+        dict.fromkeys(
+            near + [("verify", count, width) for count in reversed(rows) for width in widths]
+        )
+    )
+
+
+def _coarse_first(values: Sequence[int]) -> list[int]:
+    """The last one, the first one, and then the middles of what lies between."""
+    found, gaps = [values[-1], values[0]], [(0, len(values) - 1)]
+    for low, high in gaps:
+        middle = (low + high) // 2
+        if low < middle < high:
+            found.append(values[middle])
+            gaps += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(found))
+
+
+def _growth(
+    bench: _Bench,
+    rows: Sequence[int],
+    verify: dict[Point, float],
+    whole: dict[Point, float],
+    *,
+    context: int,
+    base: float,
+) -> tuple[float, float]:
+    """Seconds that a further token of context adds for a row: to the target's pass, to a draft
+    step."""
+    short, longer = bench.prompts, min(_LONGER * int(base), context - TOKENS - WIDTHS[-1] - 1)
+    count = min(rows[-1], _SAMPLES)
+    if longer < 2 * base or (count, 0) not in verify:
+        return 0.0, 0.0
+    bench.prompts = [list(itertools.islice(itertools.cycle(short[0]), longer))]
+    added = [0.0, 0.0]
+    plain, drafted = bench.seconds(bench.made_up, count, 0), bench.seconds(bench.real, count, 4)
+    if plain is not None:
+        added[0] = max(plain - verify[count, 0], 0.0) / (count * (longer - base))
+        if drafted is not None and (count, 4) in whole:
+            added[1] = max(drafted - whole[count, 4] - (plain - verify[count, 0]), 0.0) / (
+                4 * count * (longer - base)
+            )
+    bench.prompts = short
+    return added[0], added[1]
