@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.formats.ends import END_ROLES, END_TEXTS, ROLE_TEXTS, end_ids
 from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
 from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
+from bass_cli.formats.text_length import byte_alphabet
 from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.reading import shown
 
@@ -26,6 +28,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _MOST_TOKENS = 1 << 21  # the largest vocabulary known has 262,144
 _LONGEST = 1000  # characters of a SentencePiece token: every place to cut it is looked at
 _SPACE = "\u2581"  # how SentencePiece spells a space
+_MARK = "\ufdd0"  # a code point that Unicode reserves for use inside programs
 # The roles of special tokens: bass's and the chat template's name for each, and GGUF's key.
 _ROLES = {
     "bos": "bos_token_id",
@@ -371,9 +374,25 @@ def _byte_pairs(
         )
     else:
         content["normalizer"] = {"type": "NFC"} if kind.nfc else None
-        content["decoder"] = BYTES
+        content["decoder"] = _byte_decoder(vocabulary)
         content["model"] = _bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
     return content, kind.add_bos
+
+
+def _byte_decoder(vocabulary: _Vocabulary) -> dict[str, Any] | None:
+    """Return the decoder of GPT-2's byte alphabet.
+
+    It leaves a token with a character outside the alphabet as it is. User-defined tokens are plain
+    text too, but the characters of some, such as DeepSeek's "ö", are all in the alphabet. A mark
+    outside the alphabet is put before these and removed again.
+    """
+    letters = set(byte_alphabet().values())
+    texts = [vocabulary.texts[id_] for id_ in vocabulary.of(_USER_DEFINED)]
+    alike = [re.escape(one) for one in texts if not one.isascii() and letters.issuperset(one)]
+    if not alike:
+        return BYTES
+    mark = _replace({"Regex": rf"\A(?=(?:{'|'.join(alike)})\z)"}, _MARK)
+    return _sequence("decoders", (mark, BYTES, _replace({"String": _MARK}, "")))
 
 
 def _has_bytes(kind: PreTokenizer) -> bool:

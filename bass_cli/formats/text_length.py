@@ -158,11 +158,11 @@ def _missing(model: Any, vocabulary: Collection[str], *, byte_level: bool) -> se
     if not byte_level:
         spelled = {byte: f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {}
     else:
-        spelled = _byte_level()
+        spelled = byte_alphabet()
     return {byte for byte in range(256) if spelled.get(byte) not in vocabulary}
 
 
-def _byte_level() -> dict[int, str]:
+def byte_alphabet() -> dict[int, str]:
     """How a byte-level vocabulary spells each byte: by its character if that is visible, else by
     those from 256 on."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
