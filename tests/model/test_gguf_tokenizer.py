@@ -215,7 +215,9 @@ def test_user_defined_tokens_of_byte_letters_decode_to_their_text(tmp_path: Path
     tokenizer = Tokenizer.load(tmp_path / "m.gguf")
     for text in ("wörld ÷Á", "aĠéb(é)", "é Ġ (é", "Ã¶ öö"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    for id_, text in zip((letter, first, first + 1, first + 2), ("ö", "÷Á", "Ġé", "(é)"), strict=True):
+    for id_, text in zip(
+        (letter, first, first + 1, first + 2), ("ö", "÷Á", "Ġé", "(é)"), strict=True
+    ):
         assert tokenizer.decode([id_]) == text
 
 
@@ -243,7 +245,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"tokens": ["a"] * 3}, r"ids 0 and 1 have the same text"),
     "kinds": ({"token_type": [1]}, r'"tokenizer.ggml.token_type" has 1 entries for'),
     "flag": ({"add_bos_token": 1}, r"true or false is needed, not 1"),
-    "suppressed": ({"suppress_tokens": [1, 2]}, r"tokens that must not be drawn"),
+    "suppressed": ({"suppress_tokens": [1, 2]}, r"tokens that must not be generated"),
 }  # fmt: skip
 
 
