@@ -1,9 +1,9 @@
-"""The two libraries that encode and decode: `tokenizers` for the format of tokenizer.json,
-`sentencepiece` for tokenizer.model.
+"""The two libraries that encode and decode text.
 
-Both have the methods of tokenizers.Tokenizer that tokenizer.py calls. Ids of a SentencePiece
-model are those of the `sentencepiece` package: nothing is converted. Not here: which files are
-read (hub_tokenizer.py), limits of time and memory (tokenizer.py).
+They are `tokenizers` for the format of tokenizer.json and `sentencepiece` for tokenizer.model. Both
+backends have the methods of tokenizers.Tokenizer that tokenizer.py calls. SentencePiece models are
+not converted, so ids are those of the `sentencepiece` package. Not here: which files are read
+(hub_tokenizer.py), limits of time and memory (tokenizer.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WITHOUT_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class Ids(NamedTuple):
-    """The one field of tokenizers.Encoding that is used."""
+    """A replacement for tokenizers.Encoding with the one field that is used."""
 
     ids: list[int]
 
@@ -51,11 +51,11 @@ def pieces_content(
 
     Args:
         model: the content of tokenizer.model.
-        added: tokens that are matched in texts before the model reads them, with the fields of
-            tokenizer.json's `added_tokens`. They may rename ids of the model.
-        before, after: ids around a prompt.
-        prefix_once: whether the model's dummy prefix is for the beginning of a text only; else
-            every part between added tokens has one.
+        added: tokens that are matched in a text before the model encodes the rest, with the fields
+            of tokenizer.json's `added_tokens`. They may rename ids of the model.
+        before, after: ids that are put around a prompt.
+        prefix_once: whether only the beginning of a text gets the model's dummy prefix; else
+            every part between added tokens gets it.
     """
     facts = {"sentencepiece": base64.b64encode(model).decode(), "added_tokens": list(added)}
     more = {"before": list(before), "after": list(after), "prefix_once": prefix_once}
@@ -63,7 +63,7 @@ def pieces_content(
 
 
 class Saved(NamedTuple):
-    """A tokenizer as a folder has it: a file, and keys of tokenizer_config.json."""
+    """The files of a tokenizer in a folder: one file, and keys of tokenizer_config.json."""
 
     name: str
     content: bytes
@@ -71,7 +71,7 @@ class Saved(NamedTuple):
 
 
 def saved(content: bytes) -> Saved:
-    """Return the file from which hub_tokenizer.py reads the same TokenizerParts.content."""
+    """Return the file and keys from which hub_tokenizer.py reads this TokenizerParts.content."""
     if not content.startswith(_MARK):
         return Saved("tokenizer.json", content, {"tokenizer_class": "PreTrainedTokenizerFast"})
     facts = json.loads(content)
@@ -89,7 +89,7 @@ def saved(content: bytes) -> Saved:
 
 
 class Pieces:
-    """A SentencePiece model with added tokens."""
+    """A SentencePiece model with added tokens; the methods are those of tokenizers.Tokenizer."""
 
     encode_special_tokens = False
 
@@ -106,12 +106,12 @@ class Pieces:
 
     @functools.cached_property
     def _splitters(self) -> tuple[Any, Any]:
-        """What finds added tokens in a text: all of them, and those that are not special."""
+        """Two splitters of texts: at all added tokens, and at those that are not special."""
         tokens = list(self._added.values())
         return _splitter(tokens), _splitter([one for one in tokens if not one["special"]])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Ids:
-        """Ids of a text; added tokens are cut out first."""
+        """Return the ids of a text. Added tokens are matched first."""
         found = self._splitters[bool(self.encode_special_tokens)].encode(text)
         ids = list(self._before) if add_special_tokens else []
         for id_, (start, end) in zip(found.ids, found.offsets, strict=True):
@@ -122,7 +122,7 @@ class Pieces:
         return Ids(ids + self._after if add_special_tokens else ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of the ids; ids without a token have none."""
+        """Return the text of the ids; ids that are not tokens are left out."""
         text, run = "", list[int]()
         for id_ in ids:
             token = self._added.get(id_)
@@ -137,20 +137,20 @@ class Pieces:
         return decoded
 
     def get_vocab(self) -> dict[str, int]:
-        """All tokens with their ids, the added ones included."""
+        """Return the ids of all tokens, including added ones, by text."""
         size = self._model.get_piece_size()
         pieces = {self._model.id_to_piece(i): i for i in range(size) if i not in self._added}
         return pieces | {token["content"]: id_ for id_, token in self._added.items()}
 
     def id_to_token(self, id_: int) -> str | None:
-        """How the vocabulary spells an id; None if it is not a token."""
+        """Return the vocabulary's spelling of an id; None if it is not a token."""
         if id_ in self._added:
             return str(self._added[id_]["content"])
         return str(self._model.id_to_piece(id_)) if id_ < self._model.get_piece_size() else None
 
 
 def _splitter(tokens: Sequence[dict[str, Any]]) -> Any:
-    """A tokenizer that only knows added tokens; the rest of a text has the id _TEXT."""
+    """Return a tokenizer of the added tokens only; the rest of a text gets the id _TEXT."""
     import tokenizers
 
     vocabulary = {one["content"]: one["id"] for one in tokens} | {"": _TEXT}

@@ -1,5 +1,9 @@
-"""What follows a prompt: its text, the stop texts in it, and the special tokens that stand for
-some of them. Not here: tokenizers, and what ends a row (scheduler.py)."""
+"""Text of a completion, and stop texts in it.
+
+A completion is decoded as the continuation of its prompt. A stop text that is one special token
+becomes an id that ends a sample. Not here: tokenizers (tokenizer.py), the other reasons why a
+sample ends (scheduler.py).
+"""
 
 from __future__ import annotations
 
@@ -16,33 +20,38 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.reading import shown
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # how SentencePiece vocabularies spell a byte
-_CUT = "\ufffd"  # what stands in a text for bytes that are no character
-# characters of left context, where a piece of text decodes otherwise than in the middle of a text
+_CUT = "\ufffd"  # the decoder's replacement for bytes that are not a whole character
+# Extra characters at the beginning of a decoded tail. There a text may decode in another way than
+# in the middle of a longer text.
 _MARGIN = 16
 
 
 class Continuation:
-    """Decodes what follows a prompt as it reads there. A SentencePiece decoder drops the space at
-    the beginning of a text, where its encoder has put one; a completion begins in the middle of a
-    text, and its first space is its own.
+    """Decode ids as the continuation of a prompt.
 
-    One id of the prompt stands for all of it, since to the left a decoder only looks at whether
-    anything is there, and at the bytes of the same run. It is the last one that has a text to
-    itself: no special token (those are left out before decoding) and no byte (half a character
-    after it would spoil the run, the prompt's part of it too). Where a prompt has none, the
-    completion is where the text begins.
+    A SentencePiece decoder drops the space at the beginning of a text, because its encoder adds
+    one there. A completion begins in the middle of a text, so its first space must stay.
+
+    One id of the prompt is decoded before the completion, in place of the whole prompt. This is
+    enough, because a decoder depends only on whether text precedes, and on the bytes of the same
+    run. The id is the last one that has a text of its own. Special tokens have none: they are
+    left out. Byte tokens have none: half a character after them would spoil the whole run of
+    bytes. If a prompt has no such id, the completion is decoded as the beginning of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        """Prepare to decode what follows the ids of `prompt`."""
         self._tokenizer = tokenizer
         last = next((id_ for id_ in reversed(prompt) if self._has_text(id_)), None)
         self._before = [] if last is None else [last]
         self._width = len(tokenizer.decode(self._before))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids after the prompt, special tokens left out, spaces as they are. Half a
-        character of single bytes at its end is U+FFFD, and what stands before it in the same run
-        is readable all the same."""
+        """Return the text of the ids after the prompt, without special tokens.
+
+        Spaces stay as they are. Bytes of an incomplete character at the end become one U+FFFD; the
+        complete characters before them in the same run are decoded.
+        """
         text = self._after(ids)
         if text.endswith(_CUT):
             for end in range(len(ids) - 1, max(len(ids) - 4, -1), -1):
@@ -53,7 +62,7 @@ class Continuation:
         return text
 
     def alone(self, id_: int) -> str | None:
-        """What this id adds to any text; None if that depends on the ids around it."""
+        """Return the text that this id adds anywhere; None if it depends on the ids around it."""
         text = self._after([id_])
         return None if not self._before or _CUT in text or self._is_byte(id_) else text
 
@@ -66,7 +75,7 @@ class Continuation:
     def _has_text(self, id_: int) -> bool:
         if self._is_byte(id_):
             return False
-        # a lone space is dropped, the second of two is not
+        # Decoded twice, because a decoder may drop the first space of a text.
         twice = self._tokenizer.decode([id_, id_])
         return bool(twice) and _CUT not in twice
 
@@ -74,14 +83,18 @@ class Continuation:
 def special_stops(
     tokenizer: Tokenizer, stops: Iterable[str], *, vocab: int = sys.maxsize
 ) -> frozenset[int]:
-    """The ids of the stop texts that are one special token each. `vocab`: of the model.
+    """Return the ids of those stop texts that are one special token each.
 
-    Decoding leaves special tokens out, so these ids end a sample where a search of its text
-    cannot. The search goes on for the same stop, because ordinary tokens may spell it.
+    Decoding leaves special tokens out, so a search in the text cannot find them. The caller ends
+    a sample at these ids. It also searches the text for the same stops, because several ordinary
+    tokens may spell them.
+
+    Args:
+        vocab: number of logits of the model.
 
     Raises:
-        UserError: A stop text that cannot occur: it holds a special token and other text, or a
-            character that no token of the vocabulary has, or is a token that the model lacks.
+        UserError: a stop text cannot occur. It contains a special token and other text, or a
+            character that no token has, or it is a token that the model lacks.
     """
     stops, special = tuple(stops), tokenizer.special_tokens if stops else {}
     for stop in stops:
@@ -95,9 +108,9 @@ def special_stops(
         held = max((text for text in special if text and text in stop), key=len, default=None)
         if held is not None:
             raise UserError(
-                f"stop text {shown(stop)}: it holds the special token {shown(held)} and other "
+                f"stop text {shown(stop)}: it contains the special token {shown(held)} and other "
                 "text; special tokens are left out of a sample's text, so it could never be "
-                f"found; give {shown(held)} alone"
+                f"found; use {shown(held)} alone"
             )
         if (character := _unknown_character(tokenizer, stop)) is not None:
             raise UserError(
@@ -108,13 +121,15 @@ def special_stops(
 
 
 def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
-    """The first character of the stop text that no token decodes to; None where bytes can spell
-    any character."""
+    """Return the first character of the stop text that no token decodes to; None if all occur.
+
+    With byte tokens every character can occur.
+    """
     if stop in tokenizer.decode(tokenizer.encode_part(stop)):
         return None
     known = set[str]()
     for id_, spelled in tokenizer.texts.items():
-        text = tokenizer.decode([id_, id_])  # the first one's leading space may be dropped
+        text = tokenizer.decode([id_, id_])  # twice: the first space may be dropped
         if _BYTE.fullmatch(spelled) or (_CUT in text and _CUT not in spelled):
             return None
         known.update(text)
@@ -122,53 +137,70 @@ def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
 
 
 class Stop(NamedTuple):
-    """Where a stop string ended a row: the text before it, and how many generated tokens are
-    kept, the one that completes it included."""
+    """Where a stop text ended a sample.
+
+    text: the text before the stop text.
+    tokens: number of generated tokens that count, including the one that completes the stop text.
+    """
 
     text: str
     tokens: int
 
 
 class StopTokens:
-    """What ids say of stop strings, as far as nobody has to decode anything. Learnt as ids are
-    met; `text`: of any prompt."""
+    """A filter by id: whether a token can complete a stop text.
+
+    It saves decoding. Results are computed when an id first occurs and kept for the whole job.
+    """
 
     def __init__(self, text: Continuation, stops: Sequence[str]):
+        """Prepare the filter.
+
+        Args:
+            text: the continuation of any prompt of this tokenizer.
+            stops: the stop texts, at least one.
+        """
         self._text, self._stops = text, tuple(stops)
-        self._every = _looks_always(stops)
+        self._always = _any_id_completes(stops)
         self._ends = tuple({stop[at:] for stop in stops for at in range(1, len(stop))})
         self._longest = max(map(len, stops))
-        self._known = numpy.zeros(0, dtype=numpy.int8)  # by id: 0 nobody knows, 1 no, 2 yes
-        self._innocent: set[int] = set()  # the ids that do not
-        self._texts: dict[int, str | None] = {}  # by id: see Continuation.alone
+        # By id: 0 if not computed yet, 1 if it cannot complete a stop text, 2 if it may.
+        self._known = numpy.zeros(0, dtype=numpy.int8)
+        self._excluded: set[int] = set()  # the ids with a 1
+        self._texts: dict[int, str | None] = {}  # Continuation.alone by id
 
     def among(self, ids: NDArray[numpy.int64]) -> NDArray[numpy.bool_]:
-        """Whether these may complete a stop string, whatever stands before them: their own text has
-        one in it, or begins with the end of one. A row needs to be looked at only when it got such
-        an id."""
+        """Return for each id whether it may complete a stop text, after any ids.
+
+        It may if its own text contains a stop text or begins with the end of one. Only sequences
+        that received such an id have to be searched.
+        """
         missing = int(ids.max(initial=0)) + 1 - len(self._known)
         if missing > 0:
             self._known = numpy.pad(self._known, (0, missing + len(self._known)))
         if (new := ids[self._known[ids] == 0]).size:
             for id_ in numpy.unique(new).tolist():
-                self._known[id_] = 1 + self._may(id_)
+                self._known[id_] = 1 + self._may_complete(id_)
                 if self._known[id_] == 1:
-                    self._innocent.add(id_)
+                    self._excluded.add(id_)
         found: NDArray[numpy.bool_] = self._known[ids] == 2
         return found
 
     def ends(self, ids: Sequence[int], new: int) -> list[int]:
-        """After how many of a row's ids, of which the last `new` are new, a stop string may be
-        complete: not where their own texts, one after the other, show none."""
-        begin, innocent = len(ids) - new, self._innocent
+        """Return the lengths of prefixes of `ids` at which a stop text may be complete.
+
+        Only prefixes that end in one of the last `new` ids are returned. A prefix is left out if
+        the texts of its single ids, joined, contain no stop text at its end.
+        """
+        begin, excluded = len(ids) - new, self._excluded
         return [
             at + 1
             for at, id_ in enumerate(ids[begin:], begin)
-            if self._every or (id_ not in innocent and self._shows(ids, at))
+            if self._always or (id_ not in excluded and self._may_end_at(ids, at))
         ]
 
-    def _shows(self, ids: Sequence[int], at: int) -> bool:
-        """Whether a stop string may end in the id at this place."""
+    def _may_end_at(self, ids: Sequence[int], at: int) -> bool:
+        """Return whether a stop text may end in the id at this place."""
         text = self._alone(ids[at])
         needed = self._longest - 1 + len(text or "")
         while text is not None and at and len(text) < needed:
@@ -182,14 +214,17 @@ class StopTokens:
             self._texts[id_] = self._text.alone(id_)
         return self._texts[id_]
 
-    def _may(self, id_: int) -> bool:
-        text = None if self._every else self._alone(id_)
+    def _may_complete(self, id_: int) -> bool:
+        text = None if self._always else self._alone(id_)
         return text is None or text.startswith(self._ends) or _has_any(text, self._stops)
 
 
-def _looks_always(stops: Iterable[str]) -> bool:
-    """Whether any id may complete a stop string: U+FFFD, which stands for half a character, and for
-    a run of bytes as soon as something else ends it."""
+def _any_id_completes(stops: Iterable[str]) -> bool:
+    """Return whether any id may complete a stop text.
+
+    This is so for a stop text with U+FFFD, which also replaces a run of bytes that is invalid
+    because of what follows it.
+    """
     return any(_CUT in stop for stop in stops)
 
 
@@ -198,28 +233,34 @@ def _has_any(text: str, stops: Iterable[str]) -> bool:
 
 
 class StopDetector:
-    """Watches one row's generated ids for stop strings, whatever the blocks in which they come.
-    `text`: what decodes them; `tokens`: see there.
+    """Search the generated ids of one sample for stop texts.
 
-    The first token whose arrival makes a stop string appear in the decoded text ends the row.
-    Nothing is decoded where the ids' own texts show that there is none; else a tail of the ids is,
-    and when it shows a stop string, the whole to be sure and to cut.
+    The first token after which the decoded text contains a stop text ends the sample; the result
+    does not depend on the blocks in which ids arrive. Nothing is decoded if the filter excludes
+    all new ids. Else the last ids are decoded; if their text contains a stop text, all ids are
+    decoded, to confirm it and to cut the text.
     """
 
     def __init__(
         self, text: Continuation | Tokenizer, stops: Sequence[str], tokens: StopTokens | None = None
     ):
+        """Prepare the search.
+
+        Args:
+            text: decodes the ids.
+            stops: the stop texts, at least one, none empty.
+            tokens: the filter; None to decode after every block.
+        """
         assert stops
         assert all(stops)
         self._text, self._stops, self._tokens = text, tuple(stops), tokens
-        self._every = _looks_always(stops)
-        # characters that the tail must show of what came before
-        self._needed = max(map(len, stops)) + _MARGIN
+        self._always = _any_id_completes(stops)
+        self._needed = max(map(len, stops)) + _MARGIN  # characters that the tail must have
         self._ids: list[int] = []
-        self._tail = 0  # where the tail begins
+        self._tail = 0  # index of the tail's first id
 
     def feed(self, ids: Sequence[int]) -> Stop | None:
-        """Take the next ids; the Stop if one of them completes a stop string."""
+        """Add the next ids; return the Stop if one of them completes a stop text, else None."""
         self._ids += ids
         ends: Sequence[int] = range(len(self._ids) - len(ids) + 1, len(self._ids) + 1)
         if self._tokens is not None:
@@ -227,18 +268,18 @@ class StopDetector:
             if not ends:
                 return None
         text = self._text.decode(self._ids[self._tail :])
-        # A cut character shows as U+FFFD and may hide what stood there a token ago: then every
-        # id is looked at alone.
-        if self._every or _CUT in text or _has_any(text, self._stops):
+        # U+FFFD for an incomplete character may hide a stop text that was complete one token
+        # earlier. Then each new id is checked by itself.
+        if self._always or _CUT in text or _has_any(text, self._stops):
             for end in ends:
-                found = self._look(end, text if end == len(self._ids) else None)
+                found = self._stop_at(end, text if end == len(self._ids) else None)
                 if found is not None:
                     return found
         self._shorten(text)
         return None
 
-    def _look(self, end: int, tail: str | None) -> Stop | None:
-        """At the first `end` ids; `tail`: their text from where it begins, if it is there."""
+    def _stop_at(self, end: int, tail: str | None) -> Stop | None:
+        """Return the Stop in the first `end` ids; `tail`: text from the tail on, if decoded."""
         if tail is None:
             tail = self._text.decode(self._ids[self._tail : end])
         if not _has_any(tail, self._stops):
@@ -248,9 +289,11 @@ class StopDetector:
         return Stop(whole[: min(places)], end) if places else None
 
     def _shorten(self, text: str) -> None:
-        """Move the tail's beginning on once half of it would do, but not into a character: half
-        of one at its beginning would hide a whole run of bytes. A character has four bytes at
-        most."""
+        """Drop the first half of the tail if the rest is long enough.
+
+        The tail must not begin inside a character, which would turn a whole run of bytes into
+        U+FFFD. A character has at most four bytes, so one of four places is not inside one.
+        """
         if len(text) > 4 * self._needed:
             middle = (self._tail + len(self._ids)) // 2
             for start in range(middle, middle + 4):

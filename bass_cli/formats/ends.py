@@ -1,15 +1,15 @@
-"""Which token ids end a sample: those that the files name, and those with a well-known text.
+"""The token ids that end a sample: those that the files name, and those with a well-known text.
 
-One rule for hub folders and GGUF files, so that both forms of one model end alike. The texts are
-those that llama.cpp looks for (src/llama-vocab.cpp at commit 0c1e570, `special_eog_ids`). Not
-here: reading the files (checkpoint.py, gguf_tokenizer.py).
+Hub folders and GGUF files follow one rule, so that both forms of a model end samples alike. The
+texts are those of llama.cpp (src/llama-vocab.cpp at commit 0c1e570, `special_eog_ids`). Not here:
+reading the files (checkpoint.py, gguf_tokenizer.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-# A token with one of these texts ends a sample, whatever kind of token the file says it is.
+# A token with one of these texts ends a sample, even if the file says that it is not special.
 END_TEXTS = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -33,7 +33,7 @@ END_TEXTS = (
     "<｜end▁of▁sentence｜>",
     "[e~[",
 )
-# These end a sample too, unless the file names another token for the role.
+# These end a sample too, unless the file names a token for the role.
 ROLE_TEXTS: dict[str, tuple[str, ...]] = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -41,10 +41,11 @@ ROLE_TEXTS: dict[str, tuple[str, ...]] = {
 }
 # The roles by which a GGUF file names tokens that end a sample: `tokenizer.ggml.eos_token_id`, ...
 END_ROLES = ("eos", "eot", "eom", *ROLE_TEXTS)
-# Only where it is a special token: in Gemma's vocabulary it is the HTML tag for struck text.
+# This text ends a sample only if the token is special: in Gemma's vocabulary it is an HTML tag.
 _TAG = "</s>"
+# With one of these tokens in the vocabulary, "</s>" is ordinary text.
 _TAG_IS_TEXT = ("<|tool_response>", "<|plamo:eos|>")
-# In these formats "<|end|>" closes a part of an answer, not the answer.
+# In formats with one of each of the following, "<|end|>" closes a part of an answer only.
 _PARTS = "<|end|>"
 _CALLS, _FINALS = ("<|call|>", "<|calls|>"), ("<|return|>", "<|flush|>")
 
@@ -52,7 +53,7 @@ _CALLS, _FINALS = ("<|call|>", "<|calls|>"), ("<|return|>", "<|flush|>")
 def end_ids(
     ids: Mapping[str, int], *, special: Container[str], named: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Find the ids that end a sample.
+    """Return the ids that end a sample.
 
     Args:
         ids: the vocabulary, id by text.

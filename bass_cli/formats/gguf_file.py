@@ -1,7 +1,7 @@
-"""GGUF files: metadata, and which tensors lie where, from the header alone.
+"""The header of a GGUF file: metadata, and the place of each tensor.
 
-The gguf package's own reader takes 3 to 10 s for a large vocabulary. Not here: what metadata and
-tensors mean (gguf_config.py), a tensor's content (tensor_content.py).
+The reader of the gguf package takes 3 to 10 s for a large vocabulary. Not here: the meaning of
+metadata and tensors (gguf_config.py), a tensor's content (tensor_content.py).
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
-_ENTRIES = 1 << 16  # fields or tensors of a file: a model has hundreds
-_ITEMS = 1 << 22  # numbers in one array: a vocabulary has hundreds of thousands
+_ENTRIES = 1 << 16  # most fields or tensors of a file; a model has hundreds
+_ITEMS = 1 << 22  # most numbers in one array; a vocabulary has hundreds of thousands
 _LENGTH = struct.Struct("<Q")
-_EMBEDDING = "token_embd.weight"  # a tokenizer has no more tokens than it has rows
+_EMBEDDING = "token_embd.weight"
 
-# Of a file's tensor: shape, rows first; number of its type; offset.
+# A tensor in the header: shape, rows first; number of its type; offset in bytes.
 _Info = tuple[tuple[int, ...], int, int]
 
 
 class Texts(NamedTuple):
-    """Where an array of strings lies in a file: its first byte, and how many strings it has."""
+    """The place of an array of strings in a file: offset of its first byte, number of strings."""
 
     start: int
     length: int
 
 
 class Header(NamedTuple):
-    """A file's metadata, with `Texts` for arrays of strings (the vocabulary); its tensors; and a
-    digest of all that its tokenizer is made of."""
+    """The header of a file.
+
+    metadata: values by key, with `Texts` in place of arrays of strings (the vocabulary).
+    entries: tensors by name.
+    vocabulary: digest of everything that the tokenizer is read from.
+    """
 
     metadata: dict[str, Any]
     entries: dict[str, Entry]
@@ -50,9 +54,13 @@ class Header(NamedTuple):
 
 
 def read_gguf(path: Path) -> Header:
-    """What the header says, which nobody changes; UserError where it cannot."""
+    """Read the header of a file. The result is cached: do not change it.
+
+    Raises:
+        UserError: the file cannot be read or its header is corrupt.
+    """
     identity: tuple[int, ...] = ()
-    with contextlib.suppress(OSError):  # reading it will say so
+    with contextlib.suppress(OSError):  # _read reports the error
         status = path.stat()
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return _read(path, identity)
@@ -78,12 +86,15 @@ def read_texts(path: Path, texts: Texts) -> list[bytes]:
     return found
 
 
-@functools.lru_cache(maxsize=2)  # tokenizer and checkpoint read the same: of a target and a draft
+# Tokenizer and checkpoint read the same header. Two entries: a target and a draft.
+@functools.lru_cache(maxsize=2)
 def _read(path: Path, identity: tuple[int, ...]) -> Header:
     with opened(path) as file:
         total = os.fstat(file.fileno()).st_size
         if total < 24:
-            raise UserError(f"{path}: the file is truncated: {total} bytes are no GGUF file")
+            raise UserError(
+                f"{path}: the file is truncated: it has {total} bytes, too few for a GGUF file"
+            )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, infos, end, digest = _header(path, data)
     alignment = metadata.get("general.alignment", _ALIGNMENT)
@@ -104,8 +115,7 @@ def _read(path: Path, identity: tuple[int, ...]) -> Header:
 def _header(
     path: Path, data: mmap.mmap
 ) -> tuple[dict[str, Any], dict[str, _Info], int, hashlib._Hash]:
-    """Metadata, what is said of each tensor, where the header ends, and a digest of the fields of
-    the tokenizer."""
+    """Return metadata, tensors by name, the header's end, and a digest of the tokenizer's keys."""
     magic, version, tensors, fields = struct.unpack_from("<4sIQQ", data)
     if magic != b"GGUF" or version not in _VERSIONS:
         raise UserError(
@@ -113,8 +123,8 @@ def _header(
         )
     if max(tensors, fields) > _ENTRIES:
         raise UserError(
-            f"{path}: the header is corrupt: {tensors} tensors and {fields} fields are more than "
-            "a model has"
+            f"{path}: the header is corrupt: {tensors} tensors and {fields} fields are too many "
+            f"for a model; the limit is {_ENTRIES}"
         )
     cursor, metadata, digest = _Cursor(data), dict[str, Any](), hashlib.sha256()
     try:
@@ -129,13 +139,16 @@ def _header(
             f"{path}: the header is truncated or corrupt near byte {cursor.at}"
         ) from None
     if len(metadata) < fields or len(infos) < tensors:
-        raise UserError(f"{path}: the header is corrupt: a field or a tensor is there twice")
+        raise UserError(f"{path}: the header is corrupt: a field or a tensor occurs twice")
     return metadata, infos, cursor.at, digest
 
 
 class _Cursor:
-    """Walks through a GGUF header; struct.error or OverflowError where it ends too soon or says
-    what cannot be."""
+    """Read a GGUF header from front to back.
+
+    Methods raise struct.error or OverflowError where the header is truncated or has impossible
+    values.
+    """
 
     def __init__(self, data: mmap.mmap):
         self.data, self.at = data, 24
@@ -151,7 +164,7 @@ class _Cursor:
         return self.data[begin : self.at].decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A field's value; for an array of strings, where it lies."""
+        """Read a field's value of the given type; an array of strings gives `Texts`."""
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
@@ -169,7 +182,7 @@ class _Cursor:
         return list(values)
 
     def tensor_info(self) -> tuple[str, _Info]:
-        """Name; shape (rows first), type number, offset."""
+        """Read the name of a tensor, and its _Info."""
         name, dimensions = self.text(), self.scalar("I")
         if dimensions > DIMENSIONS:
             raise OverflowError
@@ -177,7 +190,7 @@ class _Cursor:
         return name, (shape, self.scalar("I"), self.scalar("Q"))
 
     def _skip_texts(self, count: int) -> None:
-        """Move past strings, of which a vocabulary and its merges have 300,000."""
+        """Skip strings without decoding them: a vocabulary and its merges have 300,000."""
         length_at, data, at = _LENGTH.unpack_from, self.data, self.at
         limit = min(len(data), HEADER_LIMIT)
         for _ in range(count):

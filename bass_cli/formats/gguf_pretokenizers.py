@@ -1,9 +1,9 @@
 r"""The pre-tokenizers that GGUF files name in `tokenizer.ggml.pre`, as data.
 
-Names, flags and groups: llama.cpp's src/llama-vocab.cpp at commit 0c1e570, as in llama-cpp-python
-0.3.36. Patterns: the published tokenizer.json of the models where llama.cpp quotes it or adapts
-it for its own matcher, else llama.cpp's. docs/FORMATS.md lists the differences. Not here: the
-rest of a tokenizer (gguf_tokenizer.py).
+Names, flags and groups come from llama.cpp's src/llama-vocab.cpp at commit 0c1e570, as in
+llama-cpp-python 0.3.36. Patterns come from the models' published tokenizer.json if llama.cpp quotes
+or adapts it, else from llama.cpp. docs/FORMATS.md lists the differences. Not here: the rest of a
+tokenizer (gguf_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 Step = str | Mapping[str, Any]
 
-# Turns text into GPT-2's byte alphabet, and does not cut it.
+# Turns text into GPT-2's byte alphabet without splitting it.
 BYTES: dict[str, Any] = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False,
 }  # fmt: skip
-_GPT2: Step = {**BYTES, "use_regex": True}  # cuts the text by GPT-2's pattern first
-# The same pattern for where more steps follow: bytes come last.
+_GPT2: Step = {**BYTES, "use_regex": True}  # splits the text by GPT-2's pattern first
+# The same pattern for groups with more steps after it: the byte alphabet must come last.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DIGITS: Step = {"type": "Digits", "individual_digits": True}
 _PUNCTUATION: Step = {"type": "Punctuation", "behavior": "Contiguous"}
@@ -82,14 +82,15 @@ _WIDE_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64,
 
 
 class PreTokenizer(NamedTuple):
-    """What a value of `tokenizer.ggml.pre` stands for.
+    """The meaning of a value of `tokenizer.ggml.pre`.
 
-    steps: patterns whose matches are cut out, or pre-tokenizers in the format of tokenizer.json.
-    ignore_merges: whether a piece that is a token is not built from merges.
+    steps: patterns that split a text at their matches, or pre-tokenizers in the format of
+        tokenizer.json.
+    ignore_merges: whether a piece that is a token becomes this token without merges.
     add_bos: whether a prompt begins with BOS if the file has no `add_bos_token`.
     nfc: whether text is normalised to NFC.
-    plain: whether tokens are plain text, with "▁" for spaces and <0x0A> for bytes that have no
-        token, in place of GPT-2's byte alphabet.
+    plain: whether tokens are plain text instead of GPT-2's byte alphabet, with "▁" for spaces and
+        tokens like <0x0A> for bytes of characters that have no token.
     """
 
     steps: tuple[Step, ...]
@@ -100,7 +101,7 @@ class PreTokenizer(NamedTuple):
 
 
 _DIGITS_GPT2 = PreTokenizer((_DIGITS, _GPT2))
-# By name. A name that llama.cpp does not know either is not here.
+# By names, separated by spaces. All names of llama.cpp are here, and no others.
 _GROUPS: dict[str, PreTokenizer] = {
     "default": PreTokenizer(
         (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_PATTERN, r"\p{N}+", r"[0-9][0-9][0-9]")

@@ -1,8 +1,8 @@
 """Tokenizers of GGUF files: metadata to a tokenizer in the format of tokenizer.json.
 
-As llama.cpp reads them (src/llama-vocab.cpp at commit 0c1e570); docs/FORMATS.md lists the keys
-and where the model's own tokenizer decides otherwise. Not here: the file format (gguf_file.py),
-pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
+Keys mean the same as in llama.cpp (src/llama-vocab.cpp at commit 0c1e570). docs/FORMATS.md lists
+them, and the cases where the model's own tokenizer is followed instead. Not here: the file format
+(gguf_file.py), pre-tokenizers (gguf_pretokenizers.py), which tokens end a sample (ends.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +19,17 @@ from bass_cli.errors import UserError, nearest
 from bass_cli.formats.ends import END_ROLES, END_TEXTS, ROLE_TEXTS, end_ids
 from bass_cli.formats.gguf_file import Texts, read_gguf, read_texts
 from bass_cli.formats.gguf_pretokenizers import BYTES, PRE_TOKENIZERS, PreTokenizer
+from bass_cli.formats.text_length import byte_alphabet
 from bass_cli.formats.tokenizer_parts import TokenizerParts
 from bass_cli.io.reading import shown
 
 _KEY = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-_MOST_TOKENS = 1 << 21  # the largest vocabulary known has 262,144
-_LONGEST = 1000  # characters of a SentencePiece token: every place to cut it is looked at
-_SPACE = "\u2581"  # how SentencePiece spells a space
-# The roles of special tokens: bass's and the chat template's name for each, and GGUF's key.
+_MOST_TOKENS = 1 << 21  # the largest known vocabulary has 262,144
+_LONGEST = 1000  # most characters of a SentencePiece token; every place to split it is tried
+_SPACE = "\u2581"  # SentencePiece's spelling of a space
+_MARK = "\ufdd0"  # a code point that Unicode reserves for use inside programs
+# GGUF's key for each role of a special token. Chat templates call the token ROLE_token.
 _ROLES = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -35,7 +38,7 @@ _ROLES = {
     "sep": "seperator_token_id",
     "mask": "mask_token_id",
 }
-# What llama.cpp takes for special tokens by their text, whatever kind the file says they are.
+# Texts of tokens that llama.cpp treats as special, whatever kind the file says they are.
 _CONTROL_TEXTS = {
     *END_TEXTS,
     *(text for texts in ROLE_TEXTS.values() for text in texts),
@@ -45,12 +48,16 @@ _CONTROL_TEXTS = {
     *("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     *("<|prefix|>", "<|suffix|>", "<|middle|>"),
 }
-_REMEDY = 'name a folder with the model\'s own tokenizer as "tokenizer: FOLDER" in a pair file'
+_REMEDY = 'name a folder that has the model\'s tokenizer, as "tokenizer: FOLDER" in a pair file'
 
 
 class _Kind(NamedTuple):
-    """What a value of `tokenizer.ggml.model` means where the file has no key for it: special
-    tokens by role, and whether BOS and EOS are put around a prompt."""
+    """Defaults of a value of `tokenizer.ggml.model`, for keys that the file lacks.
+
+    roles: ids of special tokens.
+    add_bos, add_eos: whether a prompt begins with BOS and ends with EOS.
+    space_prefix: whether a space is put before a text.
+    """
 
     roles: Mapping[str, int]
     add_bos: bool = False
@@ -73,7 +80,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
     """Read the tokenizer of a GGUF file.
 
     Raises:
-        UserError: the file has no tokenizer, or one of an unknown kind, or a damaged one.
+        UserError: the file has no tokenizer, or its tokenizer is damaged or of an unknown kind.
     """
     source = _Source(path, read_gguf(path).metadata)
     model = source.text("model")
@@ -88,7 +95,8 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
         )
     if source.numbers("suppress_tokens"):
         raise UserError(
-            f'{path}: key "{_KEY}suppress_tokens": tokens that must not be drawn are not supported'
+            f'{path}: key "{_KEY}suppress_tokens": tokens that must not be generated are not '
+            "supported"
         )
     vocabulary = _vocabulary(source)
     if model in ("gpt2", "gemma4"):
@@ -116,17 +124,18 @@ def read_gguf_tokenizer(path: Path) -> TokenizerParts:
 
 
 def doubts_of(metadata: Mapping[str, Any]) -> list[str]:
-    """Notes for the user on what a GGUF file leaves open about its tokenizer."""
+    """Return notes for the user about uncertainties in a GGUF file's tokenizer."""
     if metadata.get(f"{_KEY}model") != "gpt2" or metadata.get(f"{_KEY}pre"):
         return []
     return [
-        f'the GGUF file has no "{_KEY}pre", as files from before May 2024: text is cut as '
-        f"llama.cpp does then, which may differ from the model's own tokenizer; {_REMEDY}"
+        f'the GGUF file has no "{_KEY}pre", like files from before May 2024. The default '
+        "pre-tokenizer of llama.cpp is used; it may differ from the model's own. To be sure, "
+        f"{_REMEDY}"
     ]
 
 
 class _Source:
-    """Metadata of a file, read by key; UserError where a value has another type."""
+    """Metadata of a file by key. Methods raise a UserError if a value has the wrong type."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
         self.path, self.metadata = path, metadata
@@ -142,19 +151,19 @@ class _Source:
         return self._value(key, list, "a list of numbers") or []
 
     def texts(self, key: str) -> list[bytes]:
-        """The strings of an array; UserError if it is missing."""
+        """Return the strings of an array; UserError if it is missing."""
         value = self._value(key, Texts, "a list of texts")
         if value is None:
             raise UserError(f'{self.path}: key "{_KEY}{key}" is missing; {_REMEDY}')
         if value.length > _MOST_TOKENS:
             raise UserError(
-                f'{self.path}: key "{_KEY}{key}" has {value.length} entries; the most are '
+                f'{self.path}: key "{_KEY}{key}" has {value.length} entries; the limit is '
                 f"{_MOST_TOKENS}"
             )
         return read_texts(self.path, value)
 
     def id(self, key: str, vocabulary: _Vocabulary) -> int | None:
-        """A token id; None if the key is missing or its id is no token, as in llama.cpp."""
+        """Return a token id; None if the key is missing or its id is not a token, as llama.cpp."""
         value = self._value(key, int, "a token id or a list of them")
         return value if value is not None and 0 <= value < len(vocabulary.texts) else None
 
@@ -166,13 +175,17 @@ class _Source:
 
 
 class _Vocabulary(NamedTuple):
-    """The tokens by id: `texts`, each once; `kinds` as GGUF numbers them."""
+    """The tokens by id.
+
+    texts: all different.
+    kinds: numbers of GGUF's `token_type`.
+    """
 
     texts: list[str]
     kinds: list[int]
 
     def of(self, *kinds: int) -> list[int]:
-        """The ids of these kinds, in ascending order."""
+        """Return the ids of these kinds, in ascending order."""
         return [id_ for id_, kind in enumerate(self.kinds) if kind in kinds]
 
 
@@ -200,8 +213,11 @@ def _decoded(id_: int, raw: bytes) -> str:
 
 
 def _unique(source: _Source, texts: list[str]) -> list[str]:
-    """The texts, where those that are no UTF-8 get names; UserError where two tokens have the same
-    text all the same."""
+    """Return the texts, with a name like [INVALID_7] for each one that is not valid UTF-8.
+
+    Raises:
+        UserError: two tokens have the same text.
+    """
     raws, first = source.texts("tokens"), dict[bytes, int]()
     for id_, raw in enumerate(raws):
         if first.setdefault(raw, id_) != id_ and raw:
@@ -216,17 +232,19 @@ def _unique(source: _Source, texts: list[str]) -> list[str]:
 
 
 def _unknown(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> int:
-    """The id of the unknown token; UserError if there is none."""
+    """Return the id of the unknown token; UserError if there is none."""
     id_ = source.id(_ROLES["unk"], vocabulary)
     id_ = kind.roles["unk"] if id_ is None else id_
     if id_ >= len(vocabulary.texts):
-        raise UserError(f'{source.path}: key "{_KEY}{_ROLES["unk"]}" is missing or no token')
+        raise UserError(f'{source.path}: key "{_KEY}{_ROLES["unk"]}" is missing or not a token')
     return id_
 
 
 def _roles(source: _Source, vocabulary: _Vocabulary, model: str) -> dict[str, int]:
-    """The special tokens by role: the file's, else llama.cpp's defaults. GPT-2's default, 11, was
-    made for Falcon: it holds only where that token is a special one."""
+    """Return the special tokens by role: the file's, else llama.cpp's defaults.
+
+    The default of "gpt2", 11, was made for Falcon. It is used only if that token is special.
+    """
     found = dict[str, int]()
     for role, key in _ROLES.items():
         id_ = source.id(key, vocabulary)
@@ -247,8 +265,7 @@ def _close(
     add_bos: bool,
     add_eos: bool,
 ) -> None:
-    """Add to the content what all kinds of tokenizers share: special tokens, and what is put
-    around a prompt."""
+    """Add special tokens, and BOS and EOS around a prompt, to a tokenizer of any kind."""
     content["added_tokens"] = _added(source, vocabulary)
     around = list[list[str]]()
     for role, default in (("bos", add_bos), ("eos", add_eos)):
@@ -258,7 +275,7 @@ def _close(
         if wanted and used not in roles and source.metadata.get(_KEY + key):
             raise UserError(
                 f'{source.path}: key "{_KEY}{key}" is true, but "{_KEY}{_ROLES[used]}" is missing '
-                "or no token"
+                "or not a token"
             )
         around.append([vocabulary.texts[roles[used]]] if wanted and used in roles else [])
     if any(around):
@@ -285,10 +302,13 @@ def _template(before: list[str], after: list[str], *, texts: list[str]) -> dict[
 
 
 def _added(source: _Source, vocabulary: _Vocabulary) -> list[dict[str, Any]]:
-    """The tokens that are found whole in a text: control and unknown ones, which have no text of
-    their own in an answer, and user-defined ones, which have."""
+    """Return the tokens that are matched whole in a text.
+
+    They are control and unknown tokens, which decoding leaves out, and user-defined tokens, which
+    it does not.
+    """
     name = str(source.metadata.get("general.name") or "").lower()
-    strips = "phi-3" in name or "phi3" in name  # as in llama.cpp: no key says it
+    strips = "phi-3" in name or "phi3" in name  # as llama.cpp; there is no key for it
     return [
         {
             "id": id_,
@@ -304,7 +324,7 @@ def _added(source: _Source, vocabulary: _Vocabulary) -> list[dict[str, Any]]:
 
 
 def _content(**parts: Any) -> dict[str, Any]:
-    """A tokenizer.json with these parts and no others."""
+    """Return a tokenizer.json with these parts only."""
     empty = dict.fromkeys(
         ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
     )
@@ -312,7 +332,7 @@ def _content(**parts: Any) -> dict[str, Any]:
 
 
 def _sequence(kind: str, parts: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Several normalizers, pretokenizers or decoders in a row; None if there are none."""
+    """Return a sequence of normalizers, pretokenizers or decoders; None if it is empty."""
     listed = list(parts)
     return {"type": "Sequence", kind: listed} if listed else None
 
@@ -322,8 +342,12 @@ def _replace(pattern: Mapping[str, str], content: str) -> dict[str, Any]:
 
 
 def _plain_decoder(*, strip: bool, fallback: bool = True) -> dict[str, Any] | None:
-    """From pieces with "▁" for spaces and <0x0A> for bytes to text. `strip`: the encoder has put
-    a space before the text."""
+    """Return the decoder for pieces with "▁" for spaces and <0x0A> for bytes.
+
+    Args:
+        strip: whether the first space is dropped, because the encoder adds one.
+        fallback: whether there are byte tokens.
+    """
     parts: list[dict[str, Any]] = [_replace({"String": _SPACE}, " ")]
     if fallback:
         parts.append({"type": "ByteFallback"})
@@ -348,7 +372,7 @@ def _bpe(
 def _byte_pairs(
     source: _Source, vocabulary: _Vocabulary, model: str
 ) -> tuple[dict[str, Any], bool]:
-    """BPE by merges; and whether a prompt begins with BOS if the file does not say so."""
+    """Return a BPE tokenizer, and whether a prompt begins with BOS by default."""
     kind = _pre_tokenizer(source, model)
     merges = _merges(source, vocabulary)
     steps = (
@@ -371,13 +395,29 @@ def _byte_pairs(
         )
     else:
         content["normalizer"] = {"type": "NFC"} if kind.nfc else None
-        content["decoder"] = BYTES
+        content["decoder"] = _byte_decoder(vocabulary)
         content["model"] = _bpe(vocabulary, merges, ignore_merges=kind.ignore_merges)
     return content, kind.add_bos
 
 
+def _byte_decoder(vocabulary: _Vocabulary) -> dict[str, Any] | None:
+    """Return the decoder of GPT-2's byte alphabet.
+
+    It leaves a token with a character outside the alphabet as it is. User-defined tokens are plain
+    text too, but the characters of some, such as DeepSeek's "ö", are all in the alphabet. A mark
+    outside the alphabet is put before these and removed again.
+    """
+    letters = set(byte_alphabet().values())
+    texts = [vocabulary.texts[id_] for id_ in vocabulary.of(_USER_DEFINED)]
+    alike = [re.escape(one) for one in texts if not one.isascii() and letters.issuperset(one)]
+    if not alike:
+        return BYTES
+    mark = _replace({"Regex": rf"\A(?=(?:{'|'.join(alike)})\z)"}, _MARK)
+    return _sequence("decoders", (mark, BYTES, _replace({"String": _MARK}, "")))
+
+
 def _has_bytes(kind: PreTokenizer) -> bool:
-    """Whether a step turns text into GPT-2's byte alphabet already."""
+    """Return whether a step already turns text into GPT-2's byte alphabet."""
     return any(not isinstance(step, str) and step["type"] == "ByteLevel" for step in kind.steps)
 
 
@@ -392,7 +432,7 @@ def _pre_tokenizer(source: _Source, model: str) -> PreTokenizer:
 
 
 def _merges(source: _Source, vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Pairs of tokens in the order of their ranks."""
+    """Return the pairs of tokens to merge, in the order of their ranks."""
     known, found = set(vocabulary.texts), dict[tuple[str, str], None]()
     for rank, raw in enumerate(source.texts("merges")):
         text = raw.decode("utf-8", "replace")
@@ -415,19 +455,18 @@ def _scores(source: _Source, vocabulary: _Vocabulary) -> list[float]:
             f"{len(vocabulary.texts)} tokens"
         )
     if wrong := [score for score in scores if not math.isfinite(score)]:
-        raise UserError(f'{source.path}: key "{_KEY}scores": {wrong[0]} is no score')
+        raise UserError(f'{source.path}: key "{_KEY}scores": {wrong[0]} is not a finite number')
     return [float(score) for score in scores]
 
 
 def _sentencepiece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
-    """SentencePiece's BPE: of all neighbours that make a token, those with the highest score are
-    joined first."""
+    """Return SentencePiece's BPE: the pair whose result has the highest score is merged first."""
     scores = _scores(source, vocabulary)
     pieces = {vocabulary.texts[id_]: id_ for id_ in vocabulary.of(0, _NORMAL, _USER_DEFINED)}
     if (longest := max(map(len, pieces), default=0)) > _LONGEST:
         raise UserError(
-            f'{source.path}: key "{_KEY}tokens": a token has {longest} characters, and {_LONGEST} '
-            "are the most"
+            f'{source.path}: key "{_KEY}tokens": a token has {longest} characters; the limit is '
+            f"{_LONGEST}"
         )
     ranked = [
         (-scores[id_], pieces[text[:cut]], pieces[text[cut:]], text[:cut], text[cut:])
@@ -455,7 +494,7 @@ def _spaces(prefix: bool) -> list[dict[str, Any]]:
 
 
 def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
-    """SentencePiece's unigram model: the cut of a text whose scores have the largest sum."""
+    """Return SentencePiece's unigram model: the split of a text with the largest sum of scores."""
     scores = _scores(source, vocabulary)
     least = min((scores[id_] for id_ in vocabulary.of(_NORMAL)), default=0.0)
     by_kind = {_NORMAL: None, _USER_DEFINED: 0.0}
@@ -489,8 +528,10 @@ def _unigram(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str,
 
 
 def _word_piece(source: _Source, vocabulary: _Vocabulary, kind: _Kind) -> dict[str, Any]:
-    """BERT's WordPiece. GGUF marks the pieces that begin a word with "▁", and BERT those that do
-    not, with "##": texts of tokens are BERT's here."""
+    """Return BERT's WordPiece, and change the texts of the tokens to BERT's.
+
+    GGUF puts "▁" before pieces that begin a word; BERT puts "##" before the others.
+    """
     for id_ in vocabulary.of(_NORMAL):
         text = vocabulary.texts[id_]
         whole = text.startswith(_SPACE) and text != _SPACE

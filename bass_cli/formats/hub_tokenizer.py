@@ -1,9 +1,9 @@
 """The tokenizer in a folder of the Hugging Face hub's layout.
 
-tokenizer.json is the truth where it exists; else tokenizer.model (SentencePiece), else vocab.json
-with merges.txt. The other files give names of special tokens, BOS and EOS rules, tokens that
-tokenizer.json lacks, and the chat template. Python code in a folder is never run. Not here: GGUF
-files (gguf_tokenizer.py), the cache (tokenizer_files.py).
+It is read from tokenizer.json if that exists, else from tokenizer.model (SentencePiece), else from
+vocab.json with merges.txt. The other files add names of special tokens, BOS and EOS rules, tokens
+that tokenizer.json lacks, and the chat template. Python code in a folder is never run. Not here:
+GGUF files (gguf_tokenizer.py), the cache (tokenizer_files.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _NAMING = ("tokenizer_config.json", "config.json")  # the files that may name a 
 FILES = (*TOKENIZER, *_NAMING, "generation_config.json", "tekken.json", "*.tiktoken")
 LARGEST_FILE = 1 << 27  # bytes; the largest known, of 262,144 tokens, has a quarter of that
 _REMEDY = 'name a folder whose tokenizer is data (tokenizer.json) as "tokenizer" in a pair file'
-# Classes whose `add_bos_token` and `add_eos_token` replace what tokenizer.json adds. Published
-# models rely on it: those of DeepSeek have no BOS in tokenizer.json. Other classes of
-# transformers never did that, and models of theirs have flags that contradict tokenizer.json.
+# Classes whose `add_bos_token` and `add_eos_token` override the post-processor of tokenizer.json.
+# Published models need it: DeepSeek's tokenizer.json adds no BOS. Other classes of transformers
+# ignore the flags, and some of their models have flags that contradict tokenizer.json.
 _FLAGGED = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
 # Classes that use the ids of tokenizer.model as they are.
 _PIECES = (*_FLAGGED, "PreTrainedTokenizer", "TokenizersBackend")
@@ -71,10 +71,17 @@ def read_folder_tokenizer(folder: Path) -> TokenizerParts:
 
 
 class Settings:
-    """What the files beside a vocabulary say. `special`: special tokens by name; `extra`: those
-    without a name; `config`: tokenizer_config.json."""
+    """The settings in the files beside a vocabulary.
+
+    Attributes:
+        config: tokenizer_config.json; empty if there is none.
+        model: config.json; empty if there is none.
+        special: special tokens by name (`bos_token`, ...).
+        extra: special tokens without a name.
+    """
 
     def __init__(self, folder: Path):
+        """Read the files; UserError if one is broken."""
         self.folder = folder
         self.config = self.read("tokenizer_config.json")
         self.model = self.read("config.json")
@@ -88,7 +95,7 @@ class Settings:
         self._unnamed = {"bos_token", "eos_token"} - both.keys()
 
     def read(self, name: str) -> dict[str, Any]:
-        """The object in a JSON file; empty if there is none. UserError if it is broken."""
+        """Return the object in a JSON file, {} if there is no file; UserError if it is broken."""
         try:
             return parse_object(read_bytes(self.folder / name, LARGEST_FILE))
         except FileNotFoundError:
@@ -107,7 +114,7 @@ class Settings:
         return None
 
     def flag(self, name: str) -> bool | None:
-        """A flag of tokenizer_config.json; None if it is not set."""
+        """Return a flag of tokenizer_config.json; None if it is not set."""
         value = self.config.get(name)
         if value is not None and type(value) is not bool:
             place = self.folder / "tokenizer_config.json"
@@ -115,8 +122,11 @@ class Settings:
         return value
 
     def name_ends(self, texts: Mapping[int, str]) -> None:
-        """Take BOS and EOS from the model's configuration if the tokenizer's files do not
-        mention them. `texts`: tokens by id."""
+        """Take BOS and EOS from the model's configuration if the tokenizer's files omit them.
+
+        Args:
+            texts: the vocabulary, text by id.
+        """
         both = self.model | self.read("generation_config.json")
         for name in self._unnamed:
             id_ = both.get(f"{name}_id")
@@ -125,7 +135,7 @@ class Settings:
                 self.special[name] = texts[id_]
 
     def added_tokens(self) -> list[dict[str, Any]]:
-        """Tokens that the files beside the vocabulary add, by id, as tokenizer.json has them."""
+        """Return the tokens that other files add, as in tokenizer.json's `added_tokens`, by id."""
         names = {*self.special.values(), *self.extra}
         found = []
         table = self.config.get("added_tokens_decoder")
@@ -148,7 +158,7 @@ class Settings:
         return sorted(found, key=lambda token: int(token["id"]))
 
     def template(self) -> str | None:
-        """The default chat template."""
+        """Return the default chat template, or None."""
         template = self.config.get("chat_template")
         if isinstance(template, list):  # several, as objects with a name
             template = {
@@ -168,7 +178,7 @@ class Settings:
 
 
 def _text(token: Any) -> str | None:
-    """The text of a token, which is a string or an object with `content`."""
+    """Return the text of a token, which is a string or an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -183,8 +193,10 @@ def _added(id_: int, text: str, names: set[str | None], flags: Mapping[str, Any]
 
 
 def _fast(settings: Settings, raw: bytes) -> bytes:
-    """tokenizer.json with the tokens that it lacks and the BOS and EOS rules of the
-    configuration; unchanged if they add nothing."""
+    """Return tokenizer.json with missing tokens and the BOS and EOS rules of the other files.
+
+    The result is `raw` itself if they change nothing.
+    """
     content = parse_object(raw)
     check_growth(raw)
     backend = load_backend(raw)
@@ -209,12 +221,12 @@ def _fast(settings: Settings, raw: bytes) -> bytes:
 def _add(
     settings: Settings, content: dict[str, Any], backend: Any, missing: list[dict[str, Any]]
 ) -> bool:
-    """Add tokens with the ids that the configuration gives them."""
+    """Add tokens with the ids that the configuration gives them; return whether there are any."""
     if not missing:
         return False
     vocabulary = content["model"].get("vocab")
-    # The library numbers added tokens itself, from the size of the model's vocabulary on. In that
-    # vocabulary every id is free.
+    # The library gives added tokens consecutive ids after the model's vocabulary. Tokens in that
+    # vocabulary keep their ids, so the new tokens are added there too if it is a table of ids.
     if not isinstance(vocabulary, dict):
         size = backend.get_vocab_size()
         fresh = [token for token in missing if backend.token_to_id(token["content"]) is None]
@@ -234,8 +246,11 @@ def _add(
 
 
 def _mark_special(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
-    """Make the tokens special that the configuration names: they are matched in texts, as a chat
-    template needs, and have no text themselves."""
+    """Make the tokens special that the configuration names; return whether this changes anything.
+
+    Special tokens are matched whole in texts, as a chat template needs, and are left out of
+    decoded text.
+    """
     tokens = content.setdefault("added_tokens", []) or []
     content["added_tokens"] = tokens
     held = {token["content"]: token for token in tokens}
@@ -252,7 +267,7 @@ def _mark_special(settings: Settings, content: dict[str, Any], backend: Any) -> 
 
 
 def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool:
-    """Make the post-processor add BOS and EOS as the configuration says, if it says otherwise."""
+    """Make the post-processor follow the BOS and EOS flags; return whether it was changed."""
     before, after = _surroundings(backend)
     wanted = list(before), list(after)
     flagged = settings.kind in _FLAGGED
@@ -273,7 +288,7 @@ def _surround(settings: Settings, content: dict[str, Any], backend: Any) -> bool
 
 
 def _surroundings(backend: Any) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
+    """Return the ids that the post-processor adds before and after a text."""
     bare = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a").ids
     for start in range(len(whole) - len(bare) + 1):
@@ -305,7 +320,7 @@ def _post_processor(backend: Any, before: Sequence[int], after: Sequence[int]) -
 
 
 def _pieces(settings: Settings, model: bytes) -> bytes:
-    """The content for a SentencePiece model."""
+    """Return TokenizerParts.content for a SentencePiece model."""
     import sentencepiece
 
     _refuse_code(settings)
@@ -325,7 +340,7 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
             f"under this name); {_REMEDY}"
         ) from None
     texts = {id_: inner.id_to_piece(id_) for id_ in range(size)}
-    for name in ("unk", "bos", "eos", "pad"):  # those of the model, unless a file names others
+    for name in ("unk", "bos", "eos", "pad"):  # the model's own, unless a file names others
         id_ = getattr(inner, f"{name}_id")()
         if id_ >= 0 and f"{name}_token" not in (settings.config | settings.special):
             settings.special[f"{name}_token"] = texts[id_]
@@ -356,15 +371,15 @@ def _pieces(settings: Settings, model: bytes) -> bytes:
 
 
 def _built(settings: Settings) -> bytes:
-    """What transformers' class makes of vocab.json and merges.txt."""
+    """Return tokenizer.json as transformers builds it from vocab.json and merges.txt."""
     import transformers
 
     _refuse_code(settings)
     folder = settings.folder
     if not all((folder / name).exists() for name in ("vocab.json", "merges.txt")):
         raise UserError(
-            f"{folder}: no tokenizer can be read there: it has neither tokenizer.json nor "
-            f"tokenizer.model, nor vocab.json with merges.txt{_others(folder)}; {_REMEDY}"
+            f"{folder}: no tokenizer can be read there: there is no tokenizer.json, no "
+            f"tokenizer.model, and no vocab.json with merges.txt{_others(folder)}; {_REMEDY}"
         )
     _refuse_class(settings)
     transformers.logging.set_verbosity_error()
@@ -380,11 +395,11 @@ def _built(settings: Settings) -> bytes:
 
 def _others(folder: Path) -> str:
     found = sorted(path.name for one in ("tekken.json", "*.tiktoken") for path in folder.glob(one))
-    return f" ({', '.join(found)}: a format that is not read)" if found else ""
+    return f" ({', '.join(found)}: this format is not supported)" if found else ""
 
 
 def _refuse_code(settings: Settings) -> None:
-    """UserError if the tokenizer is Python code of the model's own."""
+    """Raise a UserError if the tokenizer is Python code of the model's own."""
     for name, content in zip(_NAMING, (settings.config, settings.model), strict=True):
         code = content.get("auto_map")
         code = code.get("AutoTokenizer") if isinstance(code, dict) else code
@@ -397,8 +412,11 @@ def _refuse_code(settings: Settings) -> None:
 
 
 def _refuse_class(settings: Settings) -> None:
-    """UserError if a file names a tokenizer class that transformers does not have. Its other
-    classes are refused too: AutoModel would read which code to run from `auto_map`."""
+    """Raise a UserError if a file names a class that is not a tokenizer of transformers.
+
+    Other classes of transformers are dangerous: AutoModel would run the code that `auto_map`
+    names.
+    """
     import transformers
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -410,5 +428,5 @@ def _refuse_class(settings: Settings) -> None:
         ):
             raise UserError(
                 f'{settings.folder / name}: key "tokenizer_class": transformers '
-                f"{transformers.__version__} has no tokenizer class {kind!r} here; {_REMEDY}"
+                f"{transformers.__version__} has no tokenizer class {kind!r}; {_REMEDY}"
             )

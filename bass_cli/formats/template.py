@@ -1,7 +1,7 @@
-"""A chat template: messages to text.
+"""Chat templates: messages to text.
 
-A template is a program of the model's. It is rendered in a child process with limits of time and
-memory (limited.py). Not here: the tokens of the text (tokenizer.py).
+A template is a program that comes with a model. It runs in a child process with limits of time and
+memory (limited.py). Not here: tokenising the text (tokenizer.py).
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ from bass_cli.errors import UserError
 from bass_cli.formats.limited import Limited, RefusalError
 
 Messages = Sequence[Mapping[str, Any]]
-SECONDS = 10.0  # of CPU time; a long conversation takes some milliseconds
-_MEMORY = 2**30  # bytes beyond what the process has when it begins
-_LARGEST = 2**26  # characters of a text; more fit no model's context
+SECONDS = 10.0  # CPU seconds of one rendering; a long conversation takes some milliseconds
+_MEMORY = 2**30  # bytes that the child process may add
+_LARGEST = 2**26  # most characters of the text; more do not fit any model's context
 
 
 class Template:
-    """Render messages by `render`, which must have imported what it needs."""
+    """A chat template that is rendered with limits."""
 
     def __init__(self, render: Callable[[Messages], str]):
+        """Wrap the function that renders messages; its modules must be imported already."""
+
         def encoded(messages: Messages) -> bytes:
             text = render(messages)
             if len(text) > _LARGEST:
-                raise RefusalError(f"it makes {len(text)} characters of them")
+                raise RefusalError(f"its text has {len(text)} characters; the limit is {_LARGEST}")
             return text.encode("utf-8", "surrogatepass")
 
         self._render = Limited(encoded, seconds=SECONDS, memory=_MEMORY)
 
     def __call__(self, messages: Messages) -> str:
-        """Return the text.
+        """Return the text of the messages.
 
         Raises:
             UserError: the template refuses the messages, or exceeds a limit.

@@ -1,8 +1,8 @@
-"""Bounds on the work of a tokenizer, known before a text is tokenised: the fewest tokens that a
-text can have, the most characters that are read, the growth of a text by replacements.
+"""Limits on a text that are checked before it is tokenised.
 
-To tokenise 50 MB takes minutes and gigabytes, only to say that the text is too long. Not here:
-the tokenizer itself (tokenizer.py), limits of time and memory (limited.py).
+They are the fewest tokens that a text can have, the most characters that are read, and the growth
+of a text by replacements. Tokenising 50 MB takes minutes and gigabytes, only to find that the text
+is too long. Not here: the tokenizer (tokenizer.py), limits of time and memory (limited.py).
 """
 
 from __future__ import annotations
@@ -15,41 +15,38 @@ from typing import Any, NamedTuple
 
 from bass_cli.io.reading import parse_object
 
-# How many characters a normaliser may turn into one. NFC: what comes out of it has the same full
-# canonical decomposition as what went in, one of its characters at most 4 of that, a character
-# that went in at least 1. The others never shorten.
+# How many characters a normalizer may turn into one. NFC keeps the full canonical decomposition.
+# A character of the output decomposes into at most 4, a character of the input into at least 1.
 _SHRINKS = {"NFC": 4, "Prepend": 1}
-# What only cuts a text, puts something before it, or another character in the place of each.
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
+# Pre-tokenizers that never shorten a text: they split it, prepend to it, or replace characters one
+# by one.
 _CUTS = ("ByteLevel", "Metaspace", "Digits", "Split")
-# The bytes that need a token: each character of UTF-8 is one of the first or has one of the
-# second, but for control characters, which NFC makes of no other character.
+# The bytes that need a token. In UTF-8 every character except control characters is one of the
+# first range or contains a byte of the second. NFC makes no control character of other characters.
 _NEEDED = {*range(0x20, 0x7F), *range(0x80, 0xC0)}
 _ASCII = range(0x80)
-# A text may always have so many characters, and so many for each token of the model's context.
-# The longest tokens known are runs of 128 spaces.
-_ALWAYS = 1 << 20
-_FOR_EACH_TOKEN = 128
-_MOST_GROWTH = 1000  # characters of one; published tokenizers reach 3
+_ALWAYS = 1 << 20  # characters that a text may have for any context
+_FOR_EACH_TOKEN = 128  # characters per token of the context; the longest known token is 128 spaces
+_MOST_GROWTH = 1000  # characters out of one; published tokenizers reach 3
 
 
 def most_characters(context: int) -> int:
-    """Return how many characters of a text are read for a context of so many tokens."""
+    """Return the most characters that a text may have for a context of so many tokens."""
     return max(_ALWAYS, _FOR_EACH_TOKEN * context)
 
 
 def check_growth(content: bytes) -> None:
-    """Refuse a tokenizer whose replacements can make too many characters of one.
+    """Refuse a tokenizer whose replacements can turn one character into too many.
 
-    Only steps that can be chained or repeated without a bound count: replacements, the byte
-    alphabet (one character becomes two, these four), and templates of a post-processor. Unicode's
-    own forms are bounded.
+    Only steps count that can be chained without a bound: replacements, the byte alphabet (two
+    characters for one), and the template of a post-processor. Unicode normal forms are bounded.
 
     Args:
         content: the tokenizer in the format of tokenizer.json, or of a SentencePiece model.
 
     Raises:
-        ValueError: it is more than _MOST_GROWTH.
+        ValueError: one character can become more than _MOST_GROWTH.
     """
     found = parse_object(content)
     parts = ("normalizer", "pre_tokenizer", "post_processor")
@@ -57,19 +54,19 @@ def check_growth(content: bytes) -> None:
     growth = max(into, _product(_inner(found.get("decoder"))))
     if growth > _MOST_GROWTH:
         raise ValueError(
-            f"its replacements can make {growth:.2g} characters of one, and {_MOST_GROWTH} are "
-            "the most"
+            f"its replacements can turn one character into {growth:.2g}; the limit is "
+            f"{_MOST_GROWTH}"
         )
 
 
 def _product(steps: Iterable[Mapping[str, Any]]) -> float:
-    return math.prod(map(_grows, steps), start=1.0)
+    return math.prod(map(_growth, steps), start=1.0)
 
 
-def _grows(step: Mapping[str, Any]) -> float:
+def _growth(step: Mapping[str, Any]) -> float:
     if step.get("type") == "ByteLevel":
         return 2.0
-    if step.get("type") == "TemplateProcessing":  # the text may be there more than once
+    if step.get("type") == "TemplateProcessing":  # it may repeat the text
         return float(max(1, sum("Sequence" in one for one in step["single"])))
     if step.get("type") != "Replace":
         return 1.0
@@ -84,28 +81,34 @@ def _grows(step: Mapping[str, Any]) -> float:
 
 
 class Spelling(NamedTuple):
-    """What holds of a tokenizer: no token stands for more than `longest` characters, those in
-    `lost` left out, for which there may be none, and blanks too where an added token may swallow
-    those beside it."""
+    """How many characters of a text one token can stand for.
+
+    longest: the most characters.
+    lost: characters that may have no token; they are not counted.
+    without_blanks: whether an added token may remove blanks beside it; then blanks are not counted.
+    """
 
     longest: int
     lost: str
     without_blanks: bool
 
     def fewest_tokens(self, text: str) -> int:
-        """A number that the text's tokens are certainly not below."""
+        """Return a lower bound of the number of tokens of the text."""
         characters = sum(map(len, text.split())) if self.without_blanks else len(text)
         return -(-max(characters - sum(map(text.count, self.lost)), 0) // self.longest)
 
 
 def spelling_of(backend: Any, vocabulary: Collection[str]) -> Spelling | None:
-    """What can be said of a tokenizers.Tokenizer with these tokens, the added ones included; None
-    for nothing.
+    """Return the bounds for a backend, or None if there are none.
 
-    Every byte of a text that has a token of its own belongs to one token, which spells it, if
-    nothing on the way shortens the text; no token is for whatever is unknown. A character has at
-    least one such byte. A character of a token's spelling stands for one byte, or, without a
-    byte-level alphabet, for one character.
+    A bound needs a BPE model, steps that shorten a text by known factors only, and a token for
+    every needed byte. Then each such byte of a text is spelled by exactly one token, and none
+    becomes an unknown token. Every character has at least one such byte. A character of a token's
+    spelling stands for one byte, or for one character if the alphabet is not byte-level.
+
+    Args:
+        backend: a tokenizers.Tokenizer, or backends.Pieces, for which there is no bound.
+        vocabulary: the texts of its tokens, including added ones.
     """
     if type(getattr(backend, "model", None)).__name__ != "BPE":
         return None
@@ -130,12 +133,12 @@ def spelling_of(backend: Any, vocabulary: Collection[str]) -> Spelling | None:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """The single steps of a normaliser or pre-tokenizer, each as tokenizer.json has it."""
+    """Yield the single steps of a normalizer or pre-tokenizer, as objects of tokenizer.json."""
     return _inner(None if part is None else json.loads(part.__getstate__()))
 
 
 def _inner(part: Any) -> Iterator[dict[str, Any]]:
-    """The same of a part of tokenizer.json."""
+    """Yield the single steps of a part of tokenizer.json, with nested sequences flattened."""
     waiting = [part] if isinstance(part, dict) else []
     while waiting:
         step = waiting.pop()
@@ -154,17 +157,19 @@ def _shrink(step: Mapping[str, Any]) -> int | None:
 
 
 def _missing(model: Any, vocabulary: Collection[str], *, byte_level: bool) -> set[int]:
-    """The bytes without a token of their own."""
+    """Return the bytes that have no token of their own."""
     if not byte_level:
         spelled = {byte: f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {}
     else:
-        spelled = _byte_level()
+        spelled = byte_alphabet()
     return {byte for byte in range(256) if spelled.get(byte) not in vocabulary}
 
 
-def _byte_level() -> dict[int, str]:
-    """How a byte-level vocabulary spells each byte: by its character if that is visible, else by
-    those from 256 on."""
+def byte_alphabet() -> dict[int, str]:
+    """Return GPT-2's byte alphabet: the character that spells each byte.
+
+    A byte whose character is visible is spelled by that; the others by characters from 256 on.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     return {byte: chr(byte) for byte in visible} | {

@@ -1,8 +1,8 @@
-"""Text to ids and back: encoding, chat templates, the check that draft and target share a
-vocabulary.
+"""Text to ids and back: encoding, decoding, chat templates.
 
-A tokenizer comes from the cache (tokenizer_files.py). Texts are encoded in a child process with
-limits of time and memory. transformers is imported only to render a chat template.
+Also the check that draft and target have the same vocabulary. The tokenizer comes from the cache
+(tokenizer_files.py). Texts are encoded in a child process with limits of time and memory.
+transformers is imported only to render a chat template.
 """
 
 from __future__ import annotations
@@ -26,18 +26,24 @@ from bass_cli.formats.tokenizer_files import Settled, kept, refusals, renderer, 
 from bass_cli.io.reading import shown
 
 _PLACEHOLDER = re.compile(r"\[PAD\d+\]|<unused\d+>|\[unused\d+\]")
-SECONDS = 10.0  # of CPU time for one text; 1 MB takes one
-_MEMORY = 2 << 30  # bytes beyond what the process has when it begins; 1 MB takes one tenth
+SECONDS = 10.0  # CPU seconds for one text; 1 MB of text takes 1 s
+_MEMORY = 2 << 30  # bytes that the child process may add; 1 MB of text takes a tenth of this
 
 
 class Tokenizer:
-    """A model's tokenizer as its files have it. `size`: one more than the largest id that is a
-    token (padding rows, which GGUF writers call [PAD123], are none). `rows`: of the embedding of
-    the model that reads the ids, None if unknown; an id beyond them is a UserError."""
+    """The tokenizer of a model.
+
+    Attributes:
+        size: one more than the largest id that is a token. Padding rows do not count; GGUF
+            writers call them [PAD123].
+        rows: rows of the model's embedding, None if unknown. Encoding a text to an id beyond them
+            is a UserError.
+    """
 
     rows: int | None = None
 
     def __init__(self, settled: Settled, path: Path):
+        """Wrap what was read from `path`, which error messages name."""
         self.settled, self.path, self.size = settled, path, settled.size
 
     @functools.cached_property
@@ -52,12 +58,12 @@ class Tokenizer:
 
     @functools.cached_property
     def texts(self) -> dict[int, str]:
-        """How the vocabulary spells each id."""
+        """The vocabulary's spelling of each id."""
         return {id_: text for text, id_ in self._backend.get_vocab().items()}
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids that `decode` leaves out, by their texts."""
+        """The ids that `decode` leaves out, by text."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: id_ for id_, token in added.items() if token.special}
 
@@ -72,9 +78,15 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, *, vocabulary: str | None = None) -> Tokenizer:
-        """From a model's folder or .gguf file; UserError if there is none that transformers can
-        read, or if it is code of the folder's own, which is never run. `vocabulary`: the digest
-        that the file's header has, if that was read (gguf_file.py)."""
+        """Load the tokenizer of a model's folder or .gguf file.
+
+        Args:
+            vocabulary: the digest in the header of a .gguf file, if it was read (gguf_file.py).
+
+        Raises:
+            UserError: no tokenizer can be read there, or it is Python code in the folder, which
+                is never run.
+        """
         return cls(settle(path, vocabulary), path)
 
     @property
@@ -83,27 +95,28 @@ class Tokenizer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a sample, in ascending order (ends.py)."""
+        """The ids that end a sample, in ascending order; see ends.py."""
         return self.settled.eos_ids
 
     def spelled(self, id_: int) -> str:
-        """How the vocabulary spells an id; nothing where it is no token."""
+        """Return the vocabulary's spelling of an id, or "" if the id is not a token."""
         return self._backend.id_to_token(id_) or ""
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Return the ids of a prompt, with the special tokens that the tokenizer puts around it.
+        """Return the ids of a prompt, with the special tokens that the tokenizer adds around it.
 
         Args:
-            most: how many tokens fit the model's context. A result may still have more.
+            most: tokens of the model's context. Clearly longer texts are refused early, but the
+                result may still be longer.
 
         Raises:
-            UserError: the text is not Unicode, is certainly longer than `most` tokens, has more
-                characters than are read for such a context, or takes too much time or memory.
+            UserError: the text is not valid Unicode, is clearly longer than `most` tokens, has
+                too many characters for this context, or takes too much time or memory.
         """
         return self._ids(text, most, special=True)
 
     def encode_part(self, text: str, most: int | None = None) -> list[int]:
-        """Return the ids of a text inside another one, without special tokens. See `encode`."""
+        """Return the ids of a text without special tokens around it; else like `encode`."""
         return self._ids(text, most, special=False)
 
     def _ids(self, text: str, most: int | None, *, special: bool) -> list[int]:
@@ -118,14 +131,19 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None
     ) -> list[int]:
-        """Ids of a conversation that is the assistant's to go on; UserError if there is no
-        template or it refuses."""
-        return self.encode_part(
-            self.render(messages), most
-        )  # the template has written its own special tokens
+        """Return the ids of a conversation, up to where the assistant's next message begins.
+
+        Raises:
+            UserError: there is no chat template, it refuses the messages, or see `encode`.
+        """
+        return self.encode_part(self.render(messages), most)  # the template writes special tokens
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of such a conversation."""
+        """Return the text of a conversation, up to where the assistant's next message begins.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages.
+        """
         if not self.has_chat_template:
             raise UserError(
                 f"{self.path}: the tokenizer has no chat template, so messages cannot be used"
@@ -133,7 +151,7 @@ class Tokenizer:
         return self._template(messages)
 
     def _embedded(self, ids: list[int]) -> list[int]:
-        """Return the ids; UserError if one has no row in the model's embedding."""
+        """Return the ids unchanged; UserError if one has no row in the model's embedding."""
         if self.rows is not None and ids and (largest := max(ids)) >= self.rows:
             raise UserError(
                 f"token {shown(self.spelled(largest))} has id {largest}, but the model's embedding "
@@ -142,8 +160,10 @@ class Tokenizer:
         return ids
 
     def _check(self, text: str, most: int | None) -> None:
-        """UserError if the text is not Unicode (JSON can spell half of a surrogate pair, which
-        has no bytes), or too long."""
+        """Raise a UserError if the text is not valid Unicode or too long.
+
+        JSON can contain half of a surrogate pair, which has no bytes in UTF-8.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -158,44 +178,52 @@ class Tokenizer:
             fewest = self._spelling.fewest_tokens(text)
             if fewest > most:
                 raise UserError(
-                    f"{has}, so at least {fewest} tokens, and the model's context {most}"
+                    f"{has}, so at least {fewest} tokens, and the model's context is {most} tokens"
                 )
         if len(text) > most_characters(most):
             raise UserError(
-                f"{has}, and {most_characters(most)} are the most for the model's context of "
-                f"{most} tokens"
+                f"{has}; the limit for the model's context of {most} tokens is "
+                f"{most_characters(most)}"
             )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens left out, spaces as they are."""
+        """Return the text of the ids, without special tokens; spaces stay as they are."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def fingerprint(self) -> str:
-        """A digest of the vocabulary, the chat template and how a piece of text is cut."""
+        """Return a digest of the vocabulary, the chat template and the ids of a sample text."""
         return self.settled.fingerprint
 
 
-def _encode(backend: Any, asked: tuple[str, bool, int | None, str]) -> bytes:
-    """The ids of a text, as unsigned 32-bit integers. A text that is longer than the context
-    is not tokenised as a whole: a part of it is enough to see that."""
-    text, special, most, fault = asked
+def _encode(backend: Any, request: tuple[str, bool, int | None, str]) -> bytes:
+    """Return the ids of a text as unsigned 32-bit integers; runs in the child process.
+
+    Longer and longer parts of the text are tokenised first, so that a text which exceeds the
+    context is refused without tokenising all of it.
+    """
+    text, special, most, fault = request
     with refusals(fault):
         end = len(text) if most is None else 6 * most + (1 << 16)
         while end < len(text):
             tokens = len(backend.encode(text[:end], add_special_tokens=False).ids)
             if most is not None and tokens > most + most // 8 + 64:  # a margin for the cut
                 raise UserError(
-                    f"the text has {len(text)} characters, the first {end} of them {tokens} "
-                    f"tokens, and the model's context {most}"
+                    f"the text has {len(text)} characters; the first {end} are {tokens} tokens, "
+                    f"and the model's context is {most} tokens"
                 )
             end *= 2
         return array.array("I", backend.encode(text, add_special_tokens=special).ids).tobytes()
 
 
 def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
-    """Begin to build a pair's tokenizer, some tenths of a second in which Python is free for other
-    work, like importing torch. What this returns waits for it; None where it was not kept, or
-    something is wrong, which whoever loads it then is told."""
+    """Start to load a pair's tokenizer from the cache in a thread.
+
+    Loading takes some tenths of a second, during which Python can import torch.
+
+    Returns:
+        A function that waits for the thread and returns the tokenizer. It returns None if the
+        cache has no entry or loading failed; a later Tokenizer.load reports the error.
+    """
     found = list[Tokenizer]()
 
     def build() -> None:
@@ -205,7 +233,7 @@ def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
                 tokenizer = Tokenizer(settled, path)
                 assert tokenizer._backend
                 found.append(tokenizer)
-        except BaseException:  # what tokenizers raises where its own code fails is no Exception
+        except BaseException:  # panics of the tokenizers library are not Exceptions
             return
 
     thread = threading.Thread(target=build, name="tokenizer", daemon=True)
@@ -219,8 +247,10 @@ def begin(pair: Pair) -> Callable[[], Tokenizer | None]:
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """UserError naming the first id whose token differs, up to the smaller vocabulary (but
-    placeholders at its end)."""
+    """Raise a UserError that names the first id whose token differs.
+
+    Ids are compared up to the size of the smaller vocabulary, without placeholders at its end.
+    """
     if target.settled.vocabulary == draft.settled.vocabulary:
         return
     size = min(trimmed(one.texts, _PLACEHOLDER) for one in (target, draft))

@@ -1,7 +1,7 @@
-"""The cache of tokenizers: what their files came to when they were first read.
+"""The cache of tokenizers on disk.
 
-An entry holds a tokenizer in a form that loads without transformers. It is named by a digest of
-the files and by the versions of the libraries that read them. A damaged entry is made anew. Files
+An entry holds a tokenizer in a form that loads without transformers. Its name is a digest of the
+files and of the versions of the libraries that read them. A damaged entry is written again. Files
 are read in a child process with limits (limited.py). Not here: the formats (hub_tokenizer.py,
 gguf_tokenizer.py), text to ids (tokenizer.py).
 """
@@ -35,24 +35,23 @@ from bass_cli.io.cached import read_cached, write_cached
 from bass_cli.io.reading import parse_json, read_bytes
 from bass_cli.system.host import cache_folder
 
-_CONVERSION = 4  # raise it when the readers give other parts for the same files
-_PADDING = re.compile(r"\[PAD\d+\]")  # what GGUF writers call rows without a token
-_PROBE = (
-    "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"  # its ids tell pre-tokenizers apart
-)
-# tokenizers writes a vocabulary by counting up to its largest id: 0.1 s for this, 33 s for its end
-# at 2^32. The largest vocabulary known has 262,144 ids.
+_CONVERSION = 5  # increase it when the readers return other parts for the same files
+_PADDING = re.compile(r"\[PAD\d+\]")  # GGUF writers' text for embedding rows without a token
+# A sample text; different pre-tokenizers give different ids for it.
+_PROBE = "Hello  12345 wörld's \n\n\tif x==1: // 你好 🙂 \u0301"
+# The tokenizers library serialises a vocabulary by counting up to its largest id. It takes 0.1 s
+# for this limit, and 33 s for 2^32. The largest known vocabulary has 262,144 ids.
 _MOST_IDS = 1 << 24
-_SECONDS = 60.0  # of CPU time for reading the files; the largest known take 10
-_MEMORY = 4 << 30  # bytes; the largest known take one quarter
+_SECONDS = 60.0  # CPU seconds for reading the files; the largest known take 10 s
+_MEMORY = 4 << 30  # bytes that reading the files may add; the largest known take 1 GiB
 
 
 class Settled(NamedTuple):
-    """A tokenizer without its files: TokenizerParts and what follows from them.
+    """A cached tokenizer: TokenizerParts and values derived from them.
 
     size: one more than the largest id that is a token.
-    vocabulary: digest of how ids are spelled.
-    fingerprint: digest of everything that ids depend on.
+    vocabulary: digest of the vocabulary, ids with their texts.
+    fingerprint: digest of the vocabulary, the chat template and the ids of a sample text.
     """
 
     content: bytes
@@ -69,28 +68,28 @@ def settle(path: Path, vocabulary: str | None = None) -> Settled:
     """Return the tokenizer of a model's folder or .gguf file, from the cache if it has an entry.
 
     Args:
-        vocabulary: the digest in the header of a .gguf file, if that was read (gguf_file.py).
+        vocabulary: the digest in the header of a .gguf file, if it was read (gguf_file.py).
 
     Raises:
-        UserError: the files have no tokenizer that can be read.
+        UserError: no tokenizer can be read from the files.
     """
     key = _key(path, vocabulary)
     found = _kept(key)
     if found is None:
         entry, place = made(path, key), _place(key)
         found = _parse(entry, key)
-        with contextlib.suppress(OSError):  # a cache that cannot be written
+        with contextlib.suppress(OSError):  # the cache cannot be written
             write_cached(place, entry)
     return found
 
 
 def kept(path: Path) -> Settled | None:
-    """Return the same if the cache has an entry; this imports neither transformers nor torch."""
+    """Return the cached tokenizer, or None; this imports neither transformers nor torch."""
     return _kept(_key(path, None))
 
 
 def _key(path: Path, vocabulary: str | None) -> str:
-    """The name of an entry."""
+    """Return the name of the cache entry for a folder or file."""
     if path.suffix == ".gguf":
         made_of = vocabulary or read_gguf(path).vocabulary
     else:
@@ -111,21 +110,25 @@ def _kept(key: str) -> Settled | None:
 
 
 def _entry(settled: Settled, key: str) -> bytes:
-    """Three lines: a digest of the key and of what follows; all but the content; the content."""
+    """Return an entry of three lines.
+
+    They are a digest of the key and of the other lines, all fields except `content` as JSON, and
+    the content.
+    """
     facts = json.dumps(settled._replace(content=b"")._asdict() | {"content": None})
     rest = facts.encode() + b"\n" + settled.content
     return _sum(key, rest) + b"\n" + rest
 
 
 def _parse(entry: bytes, key: str) -> Settled:
-    """ValueError if the entry was not written for this key."""
+    """Read an entry; ValueError if it is damaged or was written for another key."""
     digest, _, rest = entry.partition(b"\n")
     if digest != _sum(key, rest):
-        raise ValueError("damaged, or of another tokenizer")
+        raise ValueError("the entry is damaged or belongs to another tokenizer")
     facts, _, content = rest.partition(b"\n")
     found = parse_json(facts)
     if not isinstance(found, dict) or found.keys() != set(Settled._fields):
-        raise ValueError("an entry of another shape")
+        raise ValueError("the entry has an unknown shape")
     ends = found["eos_ids"]
     settled = Settled(
         **found | {"content": content, "eos_ids": tuple(ends if isinstance(ends, list) else ())}
@@ -138,7 +141,7 @@ def _parse(entry: bytes, key: str) -> Settled:
         and isinstance(ends, list)
         and all(type(id_) is int for id_ in ends)
     ):
-        raise ValueError("an entry of another shape")
+        raise ValueError("the entry has an unknown shape")
     return settled
 
 
@@ -151,8 +154,11 @@ def _sum(key: str, rest: bytes) -> bytes:
 
 
 def _digest_of(folder: Path) -> str:
-    """A digest of all files in a folder that a tokenizer may be read from; UserError where one is
-    not a regular file, or too large."""
+    """Return a digest of all files in a folder that a tokenizer may be read from.
+
+    Raises:
+        UserError: one of them is not a regular file, or is too large.
+    """
     digest = hashlib.sha256()
     for path in sorted({path for one in FILES for path in folder.glob(one) if not path.is_dir()}):
         try:
@@ -164,9 +170,9 @@ def _digest_of(folder: Path) -> str:
 
 
 def made(path: Path, key: str) -> bytes:
-    """Read the files and return the entry for the cache."""
+    """Read the files of a tokenizer in a child process and return the cache entry for them."""
     fault, gguf = f"{path}: no tokenizer can be read there", path.suffix == ".gguf"
-    if not gguf and needs_transformers(path):  # its import needs more than the child's memory
+    if not gguf and needs_transformers(path):  # the child has too little memory for this import
         import transformers
 
         assert transformers.PreTrainedTokenizerFast
@@ -183,14 +189,14 @@ def made(path: Path, key: str) -> bytes:
 
 
 def _settled(parts: TokenizerParts, path: Path) -> Settled:
-    """The parts, checked, with what follows from them."""
+    """Check the parts and add the values derived from them."""
     check_growth(parts.content)
     backend = load_backend(parts.content)
     texts = {id_: text for text, id_ in backend.get_vocab().items()}
     if (largest := max(texts, default=0)) >= _MOST_IDS:
         raise UserError(
-            f"{path}: the tokenizer has {texts[largest]!r} as id {largest}, and ids go to "
-            f"{_MOST_IDS - 1} here"
+            f"{path}: token {texts[largest]!r} of the tokenizer has id {largest}; the largest "
+            f"allowed id is {_MOST_IDS - 1}"
         )
     spelled = repr(sorted(texts.items())).encode()
     digest = hashlib.sha256(spelled)
@@ -205,8 +211,10 @@ def _settled(parts: TokenizerParts, path: Path) -> Settled:
 
 
 def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], str]:
-    """Return the function that renders messages. It imports transformers, before the process
-    may be forked for it (limited.py)."""
+    """Return the function that renders messages by a chat template.
+
+    transformers is imported here, before limited.py forks the process.
+    """
     import tokenizers
     import transformers
 
@@ -228,8 +236,10 @@ def renderer(template: str, special: Mapping[str, str]) -> Callable[[Messages], 
 
 @contextlib.contextmanager
 def refusals(fault: str) -> Iterator[None]:
-    """UserError, beginning with `fault`, for every error that the tokenizer libraries raise at a
-    file that is missing, broken or unknown. Panics of `tokenizers` are not Exceptions."""
+    """Turn every error of the tokenizer libraries into a UserError that begins with `fault`.
+
+    BaseException is caught, because panics of `tokenizers` are not Exceptions.
+    """
     try:
         yield
     except (UserError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -241,7 +251,7 @@ def refusals(fault: str) -> Iterator[None]:
 
 
 def trimmed(texts: Mapping[int, str], placeholder: re.Pattern[str]) -> int:
-    """One more than the largest id that is not a placeholder."""
+    """Return one more than the largest id that is not a placeholder."""
     return 1 + max(
         (id_ for id_, text in texts.items() if not placeholder.fullmatch(text)), default=-1
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TokenizerParts(NamedTuple):
-    """What the files of one tokenizer say, whatever their format.
+    """The parts of one tokenizer, in the same form for all file formats.
 
     content: the tokenizer in the format of tokenizer.json, as the `tokenizers` library reads it,
         or a SentencePiece model with its added tokens (backends.pieces_content).

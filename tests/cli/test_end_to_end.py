@@ -172,7 +172,7 @@ def test_a_prompt_longer_than_the_context_fails_and_the_others_run(place: Path) 
     rows = [json.loads(line) for line in (place / "o.jsonl").read_bytes().splitlines()]
     failed = [row for row in rows if row["finish_reason"] == "error"]
     assert [row["id"] for row in failed] == ["14"]
-    assert "tokens, and the model's context 256" in failed[0]["error"]
+    assert "tokens, and the model's context is 256" in failed[0]["error"]
     assert len(rows) == 43
 
 

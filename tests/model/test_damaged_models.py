@@ -256,11 +256,11 @@ def retyped(name: bytes, value: float) -> Callable[[bytes], bytes]:
 NEAR = "the header is truncated or corrupt near byte"
 GGUF: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "many tensors": (lambda raw: raw[:8] + struct.pack("<Q", 2**60) + raw[16:], "1152921504606846976 tensors and"),
-    "many fields": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "1152921504606846976 fields are more"),
+    "many fields": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "1152921504606846976 fields are too many"),
     "more fields": (lambda raw: raw[:16] + struct.pack("<Q", 10**4) + raw[24:], NEAR),
-    "a field twice": (field(UINT32, b"abcd", b"llama.block_count"), "a field or a tensor is there "
+    "a field twice": (field(UINT32, b"abcd", b"llama.block_count"), "a field or a tensor occurs "
                                                                     "twice"),
-    "a tensor twice": (renamed(b"blk.1.attn_k.weight", b"blk.0.attn_k.weight"), "a field or a tensor is there twice"),
+    "a tensor twice": (renamed(b"blk.1.attn_k.weight", b"blk.0.attn_k.weight"), "a field or a tensor occurs twice"),
     "long array": (field(ARRAY, struct.pack("<IQ", 0, 2**60)), NEAR),
     "longer array than "
     "any": (field(ARRAY, struct.pack("<IQ", 0, 2**22 + 1) + bytes(2**22 + 1)), NEAR),

@@ -78,7 +78,7 @@ def test_a_template_that_fills_the_memory_is_that_prompts_error(
 
 def test_a_template_that_writes_too_much(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template, "_LARGEST", 1000)
-    with pytest.raises(UserError, match="it makes 5004 characters of them"):
+    with pytest.raises(UserError, match="its text has 5004 characters"):
         with_template(folder, "{{ 'x' * 5000 }}").encode_chat(MESSAGES)
 
 

@@ -142,12 +142,12 @@ def test_fifty_megabytes_are_not_tokenised(tmp_path: Path, monkeypatch: pytest.M
     fewest = spelled.fewest_tokens(text)
     said = (
         f"the text has {len(text)} characters, so at least {fewest} tokens, and the model's "
-        "context 8192"
+        "context is 8192 tokens"
     )
     for ask in (tokenizer.encode, tokenizer.encode_part):
         with pytest.raises(UserError, match=said):
             ask(text, 8192)
-    with pytest.raises(UserError, match="the model's context 8192"):
+    with pytest.raises(UserError, match="the model's context is 8192"):
         tokenizer.encode_chat([{"role": "user", "content": text}], 8192)
 
 
@@ -176,7 +176,7 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused_when_it_is_loaded(
 ) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     with pytest.raises(
-        UserError, match=rf"{tmp_path}: .* characters of one, and 1000 are the most"
+        UserError, match=rf"{tmp_path}: .* can turn one character into .*; the limit is 1000"
     ):
         edited(tmp_path, lambda content: content.update(HOSTILE[kind]))
     after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

@@ -268,7 +268,7 @@ NORM = b"output_norm.weight"
 GGUF_FAULTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "truncated": (lambda raw: raw[:-10], "the file is truncated: it has"),
     "header cut": (lambda raw: raw[:500], "the header is truncated or corrupt near byte"),
-    "empty": (lambda raw: b"", "0 bytes are no GGUF file"),
+    "empty": (lambda raw: b"", "0 bytes, too few for a GGUF file"),
     "magic": (lambda raw: b"GGML" + raw[4:], "not a GGUF file of version 2 or 3"),
     "version": (lambda raw: raw[:4] + b"\1" + raw[5:], "not a GGUF file of version 2 or 3"),
     "huge string": (lambda raw: raw[:24] + b"\xff" * 8 + raw[32:], "the header is truncated or corrupt near byte"),
