@@ -12,7 +12,7 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
-from bass_cli.models.families import Family
+from bass_cli.models.families import FAMILIES, Family
 
 # Keys that cannot change the logits of a causal language model: any value is accepted.
 _HARMLESS = {
@@ -26,12 +26,15 @@ _HARMLESS = {
         "return_dict output_hidden_states output_attentions torchscript use_cache "
         "cache_implementation tie_last_hidden_states attn_implementation _attn_implementation "
         "_attn_implementation_autoset experts_implementation chunk_size_feed_forward "
-        "use_bfloat16 tf_legacy_loss pretraining_tp"
+        "use_bfloat16 tf_legacy_loss pretraining_tp use_return_dict output_past "
+        "_attn_implementation_internal _flash_attn_2_enabled use_flash_attn "
+        "output_router_logits"
     ),
     "heads for other tasks": (
         "id2label label2id num_labels problem_type is_decoder tie_encoder_decoder "
         "cross_attention_hidden_size summary_type summary_use_proj summary_activation "
-        "summary_proj_to_labels summary_first_dropout summary_last_dropout"
+        "summary_proj_to_labels summary_first_dropout summary_last_dropout _num_labels "
+        "n_special predict_special_tokens"
     ),
     "training": (
         "initializer_range init_std attention_dropout residual_dropout embedding_dropout "
@@ -49,9 +52,9 @@ _HARMLESS = {
         "top_p typical_p assistant_confidence_threshold assistant_lookbehind "
         "num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"
     ),
-    "rounding, a copy of the context, a default that transformers writes and ignores": (
+    "rounding, copies of the context, a default that transformers writes and ignores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
-        "n_ctx _sliding_window_pattern"
+        "n_ctx seq_length max_sequence_length model_max_length _sliding_window_pattern"
     ),
 }
 HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
@@ -126,7 +129,13 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "truncate",
     ),
 }
-_EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# "finetuned" says how a YaRN model was trained
+_EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+# Keys that one family reads and configs of other families repeat: these values switch nothing on.
+_OFF_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    **{flag: (False,) for family in FAMILIES.values() for flag in family.flags},
+    "use_sliding_window": (False,),
+}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LONGEST = 40  # characters of a key or a value in a note
 _NAMED = 12  # keys that a note names
@@ -183,17 +192,32 @@ def unread(config: Mapping[str, Any], family: Family, *, place: str) -> tuple[st
     for keys that are null."""
     known = family.reads | family.aliases.keys() | HARMLESS | NEUTRAL.keys()
     known |= {"no_rope_layers", "auto_map", *_QUANTISED}
-    found = {key: value for key, value in config.items() if key not in known}
+    if not config.get("use_sliding_window"):
+        known |= {"max_window_layers"}
+    if config.get("rotary_emb_base") == config.get("rope_theta"):
+        known |= {"rotary_emb_base"}  # an older name, which CodeQwen 1.5 has beside the new one
+    found = {
+        key: value
+        for key, value in config.items()
+        if key not in known and not is_neutral(value, _OFF_ELSEWHERE.get(key, ()))
+    }
     if "rope_parameters" in family.reads:
         for name in ("rope_scaling", "rope_parameters"):
             found |= _unread_rope(name, config.get(name))
     notes = name_keys(found, place)
-    if config.get("auto_map"):
+    if _has_own_code(config.get("auto_map")):
         notes += (
             f'{place}: key "auto_map": the model\'s own code is not run; the model is read as '
             f"{config.get('model_type')}",
         )
     return notes
+
+
+def _has_own_code(auto_map: Any) -> bool:
+    """Whether a folder has code for its model. Code for the tokenizer alone is of no use here."""
+    if isinstance(auto_map, Mapping):
+        return any(key != "AutoTokenizer" for key in auto_map)
+    return bool(auto_map)
 
 
 def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
