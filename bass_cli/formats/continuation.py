@@ -110,7 +110,7 @@ def special_stops(
 def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
     """The first character of the stop text that no token decodes to; None where bytes can spell
     any character."""
-    if stop in tokenizer.decode(tokenizer.encode_part(stop)):
+    if stop in tokenizer.decode(tokenizer.encode_part(stop, embedded=False)):
         return None
     known = set[str]()
     for id_, spelled in tokenizer.texts.items():
