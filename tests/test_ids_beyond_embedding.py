@@ -100,6 +100,14 @@ def test_a_draft_with_fewer_rows_than_the_targets_ids_changes_no_sample(
     assert sum(one.drafted for value in drafted.values() for one in value) > 0
 
 
+def test_stop_text_that_is_an_id_beyond_the_embedding_is_found_as_text(tmp_path: Path) -> None:
+    """The tokenizer reads it as one id that the model lacks, but other tokens spell it too."""
+    found = drawn(["the cat"], job(
+        model(tmp_path / "m"), sampling=Sampling(seed=3, max_new_tokens=8, stop=("<late>",))
+    ))  # fmt: skip
+    assert [one.finish_reason for one in found["0"]] == ["length"] * 2
+
+
 def test_an_end_id_beyond_the_embedding_is_named(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", eos_token_id=[2, 300])
     (note,) = [note for note in make_plan(job(folder)).notes if "eos_token_id" in note]

@@ -1,8 +1,8 @@
-"""Keys of config.json that no reader uses: which are harmless, which are refused, and a note that
-names the rest.
+"""Keys of config.json that bass does not use: the harmless ones, the ones that are refused, and a
+note about the rest.
 
-The keys that a family reads are in families.py. tests/model/test_config_keys.py holds these lists
-against the configuration classes and the modelling code of transformers.
+The keys that a family uses are in families.py. tests/model/test_config_keys.py compares these lists
+with the configuration classes and the modelling code of transformers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
-from bass_cli.models.families import Family
+from bass_cli.models.families import FAMILIES, Family
 
 # Keys that cannot change the logits of a causal language model: any value is accepted.
 _HARMLESS = {
@@ -26,12 +26,15 @@ _HARMLESS = {
         "return_dict output_hidden_states output_attentions torchscript use_cache "
         "cache_implementation tie_last_hidden_states attn_implementation _attn_implementation "
         "_attn_implementation_autoset experts_implementation chunk_size_feed_forward "
-        "use_bfloat16 tf_legacy_loss pretraining_tp"
+        "use_bfloat16 tf_legacy_loss pretraining_tp use_return_dict output_past "
+        "_attn_implementation_internal _flash_attn_2_enabled use_flash_attn "
+        "output_router_logits"
     ),
     "heads for other tasks": (
         "id2label label2id num_labels problem_type is_decoder tie_encoder_decoder "
         "cross_attention_hidden_size summary_type summary_use_proj summary_activation "
-        "summary_proj_to_labels summary_first_dropout summary_last_dropout"
+        "summary_proj_to_labels summary_first_dropout summary_last_dropout _num_labels "
+        "n_special predict_special_tokens"
     ),
     "training": (
         "initializer_range init_std attention_dropout residual_dropout embedding_dropout "
@@ -49,13 +52,13 @@ _HARMLESS = {
         "top_p typical_p assistant_confidence_threshold assistant_lookbehind "
         "num_assistant_tokens num_assistant_tokens_schedule target_lookbehind"
     ),
-    "rounding, a copy of the context, a default that transformers writes and ignores": (
+    "rounding, copies of the context, a default that transformers writes and ignores": (
         "reorder_and_upcast_attn attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
-        "n_ctx _sliding_window_pattern"
+        "n_ctx seq_length max_sequence_length model_max_length _sliding_window_pattern"
     ),
 }
 HARMLESS = frozenset(" ".join(_HARMLESS.values()).split())
-# Keys that change the computation in some model's code: the values that leave it as it is.
+# Keys that change the computation in some model's code, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # other shapes of a model
     "is_encoder_decoder": (False,),
@@ -109,7 +112,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "norm_type": ("layer_norm", "rms_norm"),
 }
 _QUANTISED = ("quantization_config", "compression_config")
-# The keys that each rope type uses, beside rope_type, type and rope_theta.
+# The keys that each rope type uses besides _EVERY_ROPE.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -126,17 +129,23 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
         "truncate",
     ),
 }
-_EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# "finetuned" says how a YaRN model was trained
+_EVERY_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+# Keys of some families that configs of other families repeat, with the values that need no note.
+_OFF_ELSEWHERE: dict[str, tuple[Any, ...]] = {
+    **{flag: (False,) for family in FAMILIES.values() for flag in family.flags},
+    "use_sliding_window": (False,),
+}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_LONGEST = 40  # characters of a key or a value in a note
-_NAMED = 12  # keys that a note names
+_LONGEST = 40  # maximum characters of a key or value in a note
+_NAMED = 12  # maximum keys in a note
 
 
 def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[str, Any]:
-    """The part of a config that the family's reader may see, under the names that it uses.
+    """Return the keys of a config that the family uses, with aliases replaced.
 
     Raises:
-        UserError: a key that no reader uses changes the computation.
+        UserError: an unsupported key changes the computation, or two names of one key differ.
     """
     for key in _QUANTISED:
         if config.get(key):
@@ -169,35 +178,50 @@ def read_keys(config: Mapping[str, Any], family: Family, *, place: str) -> dict[
 
 
 def is_neutral(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a key has one of these values, or none."""
+    """Return whether a value is None or one of these."""
     return value is None or any(_equal(value, one) for one in values)
 
 
 def _equal(value: Any, neutral: Any) -> bool:
-    """Equality that keeps True and 1 apart."""
+    """Compare two values. True and 1 are different."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
 def unread(config: Mapping[str, Any], family: Family, *, place: str) -> tuple[str, ...]:
-    """A note that names the keys that no reader uses and that are not known to be harmless; none
-    for keys that are null."""
+    """Return notes about keys that bass does not use and that are not known to be harmless. Keys
+    that are null need none."""
     known = family.reads | family.aliases.keys() | HARMLESS | NEUTRAL.keys()
     known |= {"no_rope_layers", "auto_map", *_QUANTISED}
-    found = {key: value for key, value in config.items() if key not in known}
+    if not config.get("use_sliding_window"):
+        known |= {"max_window_layers"}
+    if config.get("rotary_emb_base") == config.get("rope_theta"):
+        known |= {"rotary_emb_base"}  # an older name, which CodeQwen 1.5 has beside the new one
+    found = {
+        key: value
+        for key, value in config.items()
+        if key not in known and not is_neutral(value, _OFF_ELSEWHERE.get(key, ()))
+    }
     if "rope_parameters" in family.reads:
         for name in ("rope_scaling", "rope_parameters"):
             found |= _unread_rope(name, config.get(name))
     notes = name_keys(found, place)
-    if config.get("auto_map"):
+    if _has_own_code(config.get("auto_map")):
         notes += (
-            f'{place}: key "auto_map": the model\'s own code is not run; the model is read as '
-            f"{config.get('model_type')}",
+            f'{place}: key "auto_map": bass does not run the model\'s own code; it reads the model '
+            f"as {config.get('model_type')}",
         )
     return notes
 
 
+def _has_own_code(auto_map: Any) -> bool:
+    """Return whether a folder has its own code for the model, not for its tokenizer only."""
+    if isinstance(auto_map, Mapping):
+        return any(key != "AutoTokenizer" for key in auto_map)
+    return bool(auto_map)
+
+
 def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    """A note that names keys with their values, those that are null left out."""
+    """Return a note that lists keys and values, without those that are null."""
     named = [
         f"{_brief(shown(key)[1:-1])} ({_brief(shown(value))})"
         for key, value in found.items()
@@ -207,18 +231,18 @@ def name_keys(found: Mapping[str, Any], place: str) -> tuple[str, ...]:
         return ()
     more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return (
-        f"{place}: bass does not read these keys: {', '.join(named[:_NAMED])}{more}; if they "
-        "change the model's computation, its results are wrong",
+        f"{place}: bass does not read these keys: {', '.join(named[:_NAMED])}{more}; if one of "
+        "them changes what the model computes, the results are wrong",
     )
 
 
 def _brief(text: str) -> str:
-    """A key or a value from a file, short enough for a note."""
+    """Shorten a key or value for a note."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def _unread_rope(name: str, found: Any) -> dict[str, Any]:
-    """Keys of a mapping of rope parameters that its type does not use."""
+    """Return the keys of rope parameters that their type does not use."""
     if not isinstance(found, Mapping):
         return {}
     if any(kind in found for kind in _LAYER_TYPES):

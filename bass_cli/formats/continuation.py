@@ -125,7 +125,7 @@ def _unknown_character(tokenizer: Tokenizer, stop: str) -> str | None:
 
     With byte tokens every character can occur.
     """
-    if stop in tokenizer.decode(tokenizer.encode_part(stop)):
+    if stop in tokenizer.decode(tokenizer.encode_part(stop, embedded=False)):
         return None
     known = set[str]()
     for id_, spelled in tokenizer.texts.items():

@@ -1,8 +1,8 @@
-"""config.json to Spec: checked access to a config's values, and the few rules that make sizes,
-windows, rotary of them.
+"""Read config.json as a Spec: checked access to values, and the rules for sizes, windows and rotary
+embedding.
 
-What differs between families is data in families.py; GGUF metadata is read by gguf_config.py
-with what is here.
+The differences between families are data in families.py. gguf_config.py reads GGUF metadata with
+the same functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-# what published parallel drafts call the id of their mask token, in the order of preference
+# keys of the mask token's id in published parallel drafts, in order of preference
 MASKS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
-# More than any model has, and not too many to make room for before its tensors, which have to
-# fit, have been looked at.
+# Upper limits, larger than in any model. A corrupt config must not take much memory before its
+# tensors are checked against it.
 _MOST = {"layers": 1 << 12, "head_size": 1 << 16}
 _LARGEST = 2**31 - 1  # of all other sizes
 _KINDS = ("full_attention", "sliding_attention")  # of layers
@@ -40,8 +40,12 @@ _Value = TypeVar("_Value")
 
 
 class Values:
-    """Checked access to a config (or metadata) by our words; UserError names the file and its
-    own key."""
+    """Checked access to the values of a config or of metadata.
+
+    Args:
+        keys: the file's key for each word that callers use.
+        place: the file's name, for errors. A UserError names it and the file's own key.
+    """
 
     def __init__(self, values: Mapping[str, Any], keys: Mapping[str, str], place: str):
         self.values, self._keys, self.place = values, keys, place
@@ -50,21 +54,21 @@ class Values:
         return self._keys.get(word, word)
 
     def number(self, word: str, default: float | None = None) -> float:
-        """A finite number above 0; None in the config means the default."""
+        """Return a finite number above 0. A value of None means the default."""
         return self._checked(word, default, _above_0)
 
     def count(self, word: str, default: int | None = None) -> int:
-        """A whole number above 0, and no larger than it may be of any model."""
+        """Return a whole number above 0, at most the limit for this word."""
         return self._checked(
             word, default, lambda value: _whole(_above_0(value), _MOST.get(word, _LARGEST))
         )
 
     def flag(self, word: str) -> bool:
-        """True or false; what is not there is false."""
+        """Return a boolean; False if it is missing."""
         return self._checked(word, False, truth)
 
     def mapping(self, word: str) -> dict[str, Any]:
-        """An object; nothing is an empty one."""
+        """Return an object; an empty one if it is missing."""
         value = self.values.get(word) or {}
         if not isinstance(value, Mapping):
             raise UserError(f'{self.place}: key "{word}": a mapping is needed, not {shown(value)}')
@@ -88,12 +92,12 @@ def _above_0(value: Any) -> float:
 
 
 def _whole(value: float, most: int) -> int:
-    """As a config may have it, 8.0 for 8 too."""
+    """Convert to an integer. 8.0 is accepted for 8."""
     return whole(int(value) if value.is_integer() else value, least=1, most=most)
 
 
 def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, what: str) -> None:
-    """UserError unless the word is one of the choices; it lists them all."""
+    """Raise a UserError that lists the choices unless the word is one of them."""
     if not isinstance(word, str) or word not in choices:
         given = word if isinstance(word, str) else shown(word)
         close = nearest(given, choices)
@@ -102,8 +106,8 @@ def known(word: Any, choices: Mapping[str, Any] | tuple[str, ...], place: str, w
 
 
 def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
-    """The Spec of a parsed config.json, as hubs have it or as transformers 5 writes it. `place`
-    is for messages."""
+    """Return the Spec of a parsed config.json, in the layout of transformers 4 or 5. `place` is the
+    file's name, for errors."""
     name, family = _family(config, place)
     values = Values(
         {**family.defaults, **read_keys(config, family, place=place)}, family.keys, place
@@ -128,21 +132,20 @@ def spec_of_config(config: Mapping[str, Any], *, place: str) -> Spec:
         parallel=family.parallel,
         windows=_windows(values, shape["layers"], family),
         biases=biases,
-        query_scale=scalar**-0.5
-        * attention
-        * attention,  # of the cosines and sines of queries and keys
+        # queries and keys each have the factor of their cosines and sines
+        query_scale=scalar**-0.5 * attention * attention,
         embed_scale=shape["width"] ** 0.5 if name == "gemma3_text" else 1.0,
         tied=values.flag("tie_word_embeddings"),
     )
 
 
 def notes_of_config(config: Mapping[str, Any], *, place: str) -> tuple[str, ...]:
-    """What the user should know of keys that `spec_of_config` did not use."""
+    """Return notes about keys that `spec_of_config` did not use."""
     return unread(config, _family(config, place)[1], place=place)
 
 
 def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:
-    """A config's family and its name. Ministral is Mistral with layer types."""
+    """Return a config's family and its name. Ministral is Mistral with layer types."""
     name = config.get("model_type")
     if name == "ministral":
         name = "mistral"
@@ -153,8 +156,13 @@ def _family(config: Mapping[str, Any], place: str) -> tuple[str, Family]:
 def mask_of(
     values: Mapping[str, Any], *, vocab: int, place: str, keys: tuple[str, ...] = MASKS
 ) -> int:
-    """The id that stands for a token to be drafted, in a config (or metadata) of a model that
-    drafts in one pass: of the first key that is there. `vocab`: how many ids it embeds."""
+    """Return the mask token's id of a model that drafts in one pass.
+
+    Args:
+        values: its config or metadata.
+        vocab: rows of its embedding.
+        keys: names of the key, in order of preference.
+    """
     for key in keys:
         if (value := values.get(key)) is None:
             continue
@@ -166,23 +174,25 @@ def mask_of(
         return value
     others = f" (or {', '.join(keys[1:])})" if keys[1:] else ""
     raise UserError(
-        f'{place}: the key "{keys[0]}"{others} is missing: only a model that was trained with a '
-        "mask token can draft in one pass; write this one without parallel:"
+        f'{place}: the key "{keys[0]}"{others} is missing; only a model that was trained with a '
+        "mask token can draft in one pass; to use this one as an ordinary draft, leave out "
+        '"parallel:"'
     )
 
 
 def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
-    """The sizes of a Spec, checked against each other."""
+    """Return the sizes of a Spec, checked against each other."""
     width, heads = values.count("width"), values.count("heads")
     kv_heads = values.count("kv_heads", heads)
     if heads % kv_heads:
         raise UserError(
-            f'{values.place}: key "{values.key("kv_heads")}": {heads} heads cannot share {kv_heads}'
+            f'{values.place}: key "{values.key("kv_heads")}": {kv_heads} does not divide the '
+            f"number of attention heads, {heads}"
         )
     if not values.values.get(values.key("head_size")) and width % heads:
         raise UserError(
-            f'{values.place}: key "{values.key("heads")}": a width of {width} has no {heads} '
-            "equal heads"
+            f'{values.place}: key "{values.key("heads")}": {heads} does not divide the hidden '
+            f"size, {width}"
         )
     return {
         "layers": values.count("layers"),
@@ -197,7 +207,7 @@ def shape_of(values: Values, *, context: int, vocab: int) -> dict[str, Any]:
 
 
 def _refuse(values: Values, family: Family) -> None:
-    """UserError for what the decoder cannot do."""
+    """Raise a UserError for values that the decoder does not support."""
     for key, wanted in family.required.items():
         got = values.values.get(key, wanted)
         if (got or None) != (wanted or None):
@@ -212,14 +222,13 @@ def _refuse(values: Values, family: Family) -> None:
         )
     if family.tensors is FAMILIES["codegen"].tensors and values.count("heads") % CODEGEN_BLOCKS:
         raise UserError(
-            f'{values.place}: key "{values.key("heads")}": it must be a multiple of '
-            f"{CODEGEN_BLOCKS}"
+            f'{values.place}: key "{values.key("heads")}": the number of heads must be a multiple '
+            f"of {CODEGEN_BLOCKS}"
         )
 
 
 def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
-    """The window of each layer, 0 for none, from the layer types or the older keys that stood
-    for them."""
+    """Return the window of each layer, 0 for none, from `layer_types` or the older keys."""
     types, key = values.values.get("layer_types"), "sliding_window"
     there = values.values.get(key) is not None
     if "use_sliding_window" in family.defaults and not values.flag("use_sliding_window"):
@@ -238,18 +247,18 @@ def _windows(values: Values, layers: int, family: Family) -> tuple[int, ...]:
     _check_types(types, layers, values.place)
     if "sliding_attention" in types and not there:
         raise UserError(
-            f'{values.place}: key "layer_types": there are layers of sliding_attention, but no '
-            "window (sliding_window)"
+            f'{values.place}: key "layer_types": some layers have sliding_attention, but there is '
+            "no window (sliding_window)"
         )
     if family.windows != "types" and window and "full_attention" in types:
         raise UserError(
-            f'{values.place}: key "layer_types": all layers of this family have the same window'
+            f'{values.place}: key "layer_types": all layers of this family need the same window'
         )
     return tuple(window if kind == "sliding_attention" else 0 for kind in types)
 
 
 def _check_types(types: Any, layers: int, place: str) -> None:
-    """UserError unless this is a list of layer types, one a layer."""
+    """Raise a UserError unless this is a list with the type of each layer."""
     if not isinstance(types, list):
         raise UserError(f'{place}: key "layer_types": a list is needed, not {shown(types)}')
     for kind in types:
@@ -259,6 +268,7 @@ def _check_types(types: Any, layers: int, place: str) -> None:
 
 
 def _locals(values: Values, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has a window, by the older keys."""
     if "sliding_window_pattern" in values.values:
         pattern = values.count("sliding_window_pattern")
         return tuple(bool((i + 1) % pattern) for i in range(layers))
@@ -269,8 +279,8 @@ def _locals(values: Values, layers: int) -> tuple[bool, ...]:
 def _ropes(
     values: Values, family: Family, head_size: int
 ) -> tuple[Rope | None, Rope | None, float]:
-    """The rotary embedding of full layers, that of windowed ones where it is another, and the
-    factor of cosines and sines."""
+    """Return the rotary embedding, that of layers with a window if it differs, and the factor of
+    cosines and sines."""
     if family.rotary != "config":
         size = values.count("rotary_dim") if family.rotary == "partial" else 0
         rope = Rope(10000.0, rotary_size(size, head_size, values.place)) if size else None
@@ -281,7 +291,7 @@ def _ropes(
         if older.keys() & set(_KINDS) or (given and not given.keys() & set(_KINDS)):
             raise UserError(
                 f'{values.place}: key "rope_parameters": an object with full_attention and '
-                "sliding_attention is needed, and rope_scaling has neither"
+                "sliding_attention is needed (and no such keys in rope_scaling)"
             )
         kinds = Values(given, {}, f"{values.place}: rope_parameters")
         full = kinds.mapping("full_attention") | older
@@ -314,7 +324,7 @@ def _same_factor(full: float, local: float, place: str) -> float:
 def _rope(
     scaling: Mapping[str, Any], values: Values, theta: float, head_size: int
 ) -> tuple[Rope, float]:
-    """A rotary embedding, and the factor of its cosines and sines."""
+    """Return a rotary embedding and the factor of its cosines and sines."""
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     known(kind, tuple(ROPE_TYPES), values.place, "the rope type")
     own = Values(
@@ -342,7 +352,7 @@ def _rope(
         return Rope(theta, size, _llama3(own, theta, size)), 1.0
     if kind == "yarn":
         return _yarn(own, theta, size)
-    if kind == "dynamic":  # scales only beyond max_position_embeddings, the most that is run here
+    if kind == "dynamic":  # scales only beyond max_position_embeddings, bass's limit
         own.number("factor")
     return Rope(theta, size), 1.0
 
@@ -384,12 +394,11 @@ def _yarn(own: Values, theta: float, size: int) -> tuple[Rope, float]:
 
 
 def rotary_size(size: float, head_size: int, place: str) -> int:
-    """The dimensions of a head that are turned, in pairs: an even number, above 0 and no more
-    than there are."""
+    """Check the number of rotary dimensions of a head: even, above 0, at most `head_size`."""
     if not 2 <= int(size) <= head_size or int(size) % 2:
         raise UserError(
-            f"{place}: {int(size)} rotary dimensions of a head of {head_size} are not an even "
-            "number of them"
+            f"{place}: the number of rotary dimensions must be even and from 2 to {head_size} (the "
+            f"size of a head), not {int(size)}"
         )
     return int(size)
 
@@ -397,9 +406,12 @@ def rotary_size(size: float, head_size: int, place: str) -> int:
 def llama3_factors(
     theta: float, size: int, *, factor: float, low: float, high: float, original: float
 ) -> tuple[float, ...]:
-    """Llama 3's scaling: wavelengths above original / low are divided by `factor`, those below
-    original / high are kept, and between the two the frequency is interpolated by turns within
-    the original context."""
+    """Return Llama 3's divisors of the inverse frequencies, [size / 2].
+
+    Frequencies with wavelengths above original / low are divided by `factor`; those with
+    wavelengths below original / high are unchanged. Between the two the frequency is interpolated
+    by the number of turns within the original context.
+    """
     divisors = []
     for j in range(0, size, 2):
         turns = original / (2 * math.pi * theta ** (j / size))
@@ -419,12 +431,13 @@ def yarn_factors(
     truncate: bool = True,
     place: str,
 ) -> tuple[float, ...]:
-    """YaRN (arXiv 2309.00071, section 3.2): dimensions that turn more than `fast` times within
-    the original context keep their frequency, those that turn less than `slow` times are divided
-    by `factor`, with a linear ramp over the dimensions between the two.
+    """Return YaRN's divisors of the inverse frequencies, [size / 2] (arXiv 2309.00071, 3.2).
+
+    Dimensions with more than `fast` turns within the original context keep their frequency. Those
+    with less than `slow` turns are divided by `factor`. Between the two is a linear ramp.
 
     Raises:
-        UserError: there are no such dimensions, since a value is out of all proportion.
+        UserError: the values do not define such dimensions.
     """
     try:
         first, last = (
@@ -435,8 +448,8 @@ def yarn_factors(
             first, last = math.floor(first), math.ceil(last)
     except (ValueError, ArithmeticError):
         raise UserError(
-            f"{place}: yarn is not defined for a rope base of {theta:g}, an original context of "
-            f"{original:g} and {slow:g} to {fast:g} turns"
+            f"{place}: YaRN is undefined for rope_theta {theta:g}, an original context of "
+            f"{original:g}, beta_slow {slow:g} and beta_fast {fast:g}"
         ) from None
     first, last = max(first, 0), min(last, size - 1)
     if first == last:
@@ -446,5 +459,5 @@ def yarn_factors(
 
 
 def yarn_scale(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor of cosines and sines (equation 22)."""
+    """Return YaRN's factor of cosines and sines (equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

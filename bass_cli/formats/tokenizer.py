@@ -115,18 +115,27 @@ class Tokenizer:
         """
         return self._ids(text, most, special=True)
 
-    def encode_part(self, text: str, most: int | None = None) -> list[int]:
-        """Return the ids of a text without special tokens around it; else like `encode`."""
-        return self._ids(text, most, special=False)
+    def encode_part(
+        self, text: str, most: int | None = None, *, embedded: bool = True
+    ) -> list[int]:
+        """Return the ids of a text without special tokens around it; else like `encode`.
 
-    def _ids(self, text: str, most: int | None, *, special: bool) -> list[int]:
+        Args:
+            embedded: fail if the model's embedding has no row for one of the ids.
+        """
+        return self._ids(text, most, special=False, embedded=embedded)
+
+    def _ids(
+        self, text: str, most: int | None, *, special: bool, embedded: bool = True
+    ) -> list[int]:
         fault = f"{self.path}: the tokenizer cannot read the text"
         self._check(text, most)
         try:
             answer = self._encoded((text, special, most, fault))
         except RefusalError as error:
             raise UserError(f"{fault}: {error}") from None
-        return self._embedded(array.array("I", answer).tolist())
+        ids: list[int] = array.array("I", answer).tolist()
+        return self._embedded(ids) if embedded else ids
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], most: int | None = None

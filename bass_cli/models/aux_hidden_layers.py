@@ -1,8 +1,8 @@
-"""What layers of a decoder leave in the residual stream, for a drafter that reads it. A decoder
-that nobody reads has none of this.
+"""Auxiliary hidden states: the residual stream after chosen layers of a target, for a drafter that
+reads it. A decoder without such a drafter copies nothing.
 
-Not here: who reads (feature_head.py), where in a pass the stream is complete (decoder.py,
-fused_decode.py).
+Not here: the drafters (feature_head.py, chain_head.py), where in a pass the stream is complete
+(decoder.py, fused_decode.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from bass_cli.models.kv_cache import Layers, Pass
 
 
 class ReadsHidden(Protocol):
-    """Takes in the outputs of the layers `taps` of a decoder, pass by pass. `cached`: the layers
-    that it has in the decoder's store of keys and values, behind the decoder's own. `ahead`: how
-    many tokens behind a position what it keeps there depends on, 0 or 1."""
+    """A drafter that reads the outputs of the layers `aux_layers` of a decoder, pass by pass.
+
+    cached: its own layers in the decoder's key/value store, after the decoder's.
+    ahead: how many tokens after a position its keys and values there depend on, 0 or 1.
+    """
 
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
@@ -29,12 +31,17 @@ class ReadsHidden(Protocol):
     def cached(self) -> tuple[Layers, ...]: ...
 
     def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
-        """hidden [B, W, taps * width]: of the tokens [B, W] of `step`, side by side."""
+        """Read the layers' outputs for the tokens [B, W] of `step`.
+
+        Args:
+            hidden: [B, W, len(aux_layers) * width], one layer after the other.
+        """
 
 
 class AuxHiddenLayers:
     """The outputs of `layers` in one pass over tokens [B, W]: `hidden` [B, W, layers * width], in
-    the dtype of the embedding `like`. They are copied, since later layers may be added in place."""
+    the dtype of `like`, the embedding. They are copies, because later layers may be added to the
+    residual stream in place."""
 
     def __init__(self, layers: tuple[int, ...], tokens: Tensor, like: Tensor):
         self._place = {layer: place for place, layer in enumerate(layers)}
@@ -42,7 +49,7 @@ class AuxHiddenLayers:
         self.hidden = like.new_empty(*tokens.shape, len(layers) * self._width)
 
     def take(self, layer: int, residual: Tensor) -> None:
-        """The residual stream [..., width] after a layer of the pass."""
+        """Copy the residual stream [..., width] after `layer`, if that is one of `layers`."""
         place = self._place.get(layer)
         if place is not None:
             part = self.hidden.unflatten(-1, (-1, self._width))[:, :, place]

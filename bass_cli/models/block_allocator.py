@@ -1,8 +1,8 @@
-"""Rows that come, go and grow, and which pieces of a store each has: a run of one, two, four ... of
-them, the more the longer the row becomes (buddy allocation, Knowlton 1965).
+"""Buddy allocation (Knowlton 1965) of the rows' private key/value blocks. A row has a run of one,
+two, four ... blocks, called pieces, and takes a run of twice the size when it outgrows its own.
 
-Only numbers: keys and values are copied elsewhere (kv_cache.py), and when a row has outgrown its
-pieces others know (engine/batch.py). The same calls give the same places.
+Only bookkeeping, and deterministic. Not here: copying keys and values (kv_cache.py), when a row
+outgrows its run (engine/batch.py).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Integers = NDArray[numpy.int64]
 Worth = NDArray[numpy.float64]
 
 
-# Sent at once without waiting: a round's changes are two or three, and two rounds may be under way.
+# Copies in flight without waiting: a round sends two or three, and two rounds may be in flight.
 _PARTS = 8
 
 
 class Copied(NamedTuple):
-    """What `pieces` from `source` on hold is to stand from `target` on."""
+    """Copy the content of `pieces` blocks from block `source` to block `target`."""
 
     source: int
     target: int
@@ -32,9 +32,13 @@ class Copied(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How a store of rows' own keys is cut: into `total` equal pieces of `size` slots, of which a
-    row takes a power of two, up to `most`, which hold the longest. `beside`: the slots that a row
-    may need besides one for every token that it has generated."""
+    """How the store of private keys and values is divided.
+
+    total: number of blocks.
+    most: blocks of the longest row. A row has a power of two of blocks, up to this.
+    size: slots of a block.
+    beside: slots that a row needs beyond one for each generated token.
+    """
 
     total: int
     most: int = 1
@@ -42,17 +46,18 @@ class Pieces(NamedTuple):
     beside: int = 0
 
     def needed(self, generated: Integers) -> Integers:
-        """How many pieces rows [N] take that have generated so many tokens."""
+        """Return how many blocks rows [N] need that have generated so many tokens."""
         least = numpy.maximum(-(-(generated + self.beside) // self.size), 1)
         power = numpy.ceil(numpy.log2(least)).astype(numpy.int64)
         return numpy.minimum(2**power, self.most)
 
     def slot(self, piece: Integers) -> Integers:
-        """Where in the store these pieces begin."""
+        """Return the first slot of each of these blocks."""
         return self.beside + self.size * piece
 
     def slots(self, copied: Iterable[Copied]) -> Integers:
-        """From which slots of the store to which, [2, N]; none where a row stays in place."""
+        """Return the source and target slots of these copies, [2, N]. Copies of a block onto
+        itself are left out."""
         found = [numpy.zeros((2, 0), dtype=numpy.int64)]
         for source, target, pieces in copied:
             if source != target:
@@ -62,10 +67,15 @@ class Pieces(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Rows that come, go and grow at once. The rows at `ended` are over; then row `source` of each
-    (source, target) in `moved` becomes row `target`; then the places of each (places, key) in
-    `begun` are rows of that prompt. `runs` [2, rows]: the first piece of each row then, and how
-    many it has (None: as they were); pieces are `copied` in this order, where rows have grown."""
+    """Changes to the rows of a batch between two rounds, applied in this order.
+
+    ended: rows that end.
+    moved: (source, target): row `source` becomes row `target`.
+    begun: (rows, key): these rows begin, with the prompt of that key.
+    runs: [2, rows], the first block of each row afterwards and its number of blocks; None if
+        unchanged.
+    copied: copies for rows that have grown, to be made in this order.
+    """
 
     ended: tuple[int, ...]
     moved: tuple[tuple[int, int], ...]
@@ -75,13 +85,15 @@ class Change(NamedTuple):
 
 
 class Sender:
-    """Sends the host's numbers to a device, from pinned memory: the host waits for nothing that
-    runs there. The memory is its own, in so many parts by turns: torch gives up its own whenever a
-    graph is captured, and to get some again the host waits for the device."""
+    """Copies host arrays to a device from pinned memory, without waiting for the device.
+
+    It rotates through `_PARTS` pinned buffers of its own. torch's pinned cache would not do:
+    torch frees it whenever a graph is captured, and a new allocation waits for the device.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # by turns: a part, and what tells that it has been copied from
+        # each buffer with an event: the last copy from it is done
         self._parts = [
             (torch.zeros(0, dtype=torch.int64), torch.cuda.Event())
             for _ in range(_PARTS if device.type == "cuda" else 0)
@@ -89,7 +101,7 @@ class Sender:
         self._next = 0
 
     def send(self, array: Integers) -> Tensor:
-        """The same numbers there; on a CPU in the same memory."""
+        """Return the array on the device. On a CPU it shares the array's memory."""
         tensor = torch.from_numpy(array)
         if not self._parts:
             return tensor
@@ -106,8 +118,8 @@ class Sender:
 
 
 class Slabs:
-    """The pieces of up to `rows` rows. `runs` [2, rows]: the first piece of each, by place, and how
-    many it has: none where there is no row."""
+    """The blocks of up to `rows` rows. `runs` [2, rows]: the first block of each row and its number
+    of blocks, 0 for a place without a row."""
 
     def __init__(self, rows: int, pieces: Pieces):
         assert pieces.most & (pieces.most - 1) == 0
@@ -124,14 +136,14 @@ class Slabs:
 
     @property
     def free(self) -> int:
-        """Pieces that no row has."""
+        """Number of free blocks."""
         return self.pieces.total - int(self.runs[1].sum())
 
     def swap_rows(
         self, ended: Sequence[int], moved: Iterable[tuple[int, int]], begun: Iterable[int]
     ) -> None:
-        """Rows end; then of each (source, target) row `source` becomes row `target`; then rows
-        begin, with a piece each, which must be free."""
+        """Apply `ended`, `moved` and `begun` (see Change). A row begins with one block, which must
+        be free."""
         for row in ended:
             self._give(*self._run(row))
             self.runs[:, row] = 0
@@ -143,9 +155,12 @@ class Slabs:
             self.runs[:, row] = start, 1
 
     def grow(self, row: int, size: int) -> Copied | None:
-        """Give a row `size` pieces for those it has, a power of two; what is to be copied before
-        any other row grows, if only from where it is to where it is. None: there are not so many
-        together, and nothing has changed."""
+        """Move a row to a run of `size` blocks, a power of two.
+
+        Returns:
+            The copy to make before any other row grows (possibly of blocks onto themselves), or
+            None if there is no free run of that size; then nothing has changed.
+        """
         start, old = self._run(row)
         self._give(start, old)
         found = self._take(size)
@@ -157,8 +172,8 @@ class Slabs:
         return Copied(start, found, old)
 
     def least(self, size: int, worth: Worth, *, grows: int) -> list[int]:
-        """The rows that have to go before row `grows` can have `size` pieces: those in the run
-        whose rows are worth least, by `worth` [rows]; that row itself counts for nothing."""
+        """Choose the rows to evict so that row `grows` can have a run of `size` blocks: the rows
+        in the run with the smallest sum of `worth` [rows], in which row `grows` counts as 0."""
         starts, sizes = self.runs
         cost = numpy.zeros(self.pieces.total // size)
         others = numpy.nonzero(sizes * (numpy.arange(len(sizes)) != grows))[0]
@@ -173,7 +188,8 @@ class Slabs:
         return start, size
 
     def _take(self, size: int, start: int | None = None) -> int | None:
-        """The first free run of so many pieces, or the one at `start`, no longer free."""
+        """Allocate the first free run of `size` blocks, or the one at `start`. None if none is
+        free."""
         whole = size
         while whole <= self.pieces.most:
             there = self._free[whole]
@@ -186,14 +202,14 @@ class Slabs:
         return None
 
     def _split(self, start: int, whole: int, size: int) -> int:
-        """Of a run of `whole` pieces around `start`, all but `size` from there on are free."""
+        """Split a run of `whole` blocks around `start`: keep `size` from `start`, free the rest."""
         while whole > size:
             whole //= 2
             self._free[whole].add((start // whole * whole) ^ whole)
         return start
 
     def _give(self, start: int, size: int) -> None:
-        """A run is free, and with what is free beside it one of twice the size."""
+        """Free a run, and merge it with its free buddies."""
         while size < self.pieces.most and start ^ size in self._free[size]:
             self._free[size].remove(start ^ size)
             start, size = min(start, start ^ size), 2 * size

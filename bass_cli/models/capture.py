@@ -1,5 +1,5 @@
-"""One function as a CUDA graph: captured, then replayed. Not here: what is captured and when
-(engine/graphs.py for rounds, models/prefill.py for prompts)."""
+"""Capture one function as a CUDA graph. Not here: what is captured and when (engine/graphs.py for
+rounds, models/prefill.py for prompts)."""
 
 from __future__ import annotations
 
@@ -10,27 +10,31 @@ from typing import Any, Protocol
 
 import torch
 
-# from a warm function to what runs it again
+# takes a function that has run before, returns one that replays it
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """A captured CUDA graph."""
 
     def replay(self) -> None: ...
 
     def reset(self) -> None: ...
 
 
-# from a warm function, and a memory pool, to a graph of it
+# takes a function that has run before and a memory pool, returns its graph
 Capture = Callable[[Callable[[], None], Any], Graph]
 
 
 def capture(function: Callable[[], None], pool: Any) -> Graph:
-    """A graph of what `function` launches, its intermediate results in the memory pool `pool`
-    (a torch.cuda.graph_pool_handle). The function must have run
-    before: compiling and loading cannot be captured. Other threads may go on: NCCL's own asks
-    what its device has done."""
+    """Capture what `function` launches.
+
+    Args:
+        function: must have run before, because compiling and loading cannot be captured.
+        pool: memory for intermediate results, a torch.cuda.graph_pool_handle.
+
+    The capture is thread-local: NCCL's own thread queries events of its device meanwhile.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     recording = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
@@ -40,8 +44,8 @@ def capture(function: Callable[[], None], pool: Any) -> Graph:
 
 
 def recorder(device: torch.device) -> Recorder | None:
-    """Captures functions that run one after the other, in one memory pool; None where there are
-    no graphs."""
+    """Return a recorder for functions that run one after the other and share a memory pool. None
+    if the device has no graphs."""
     if device.type != "cuda":
         return None
     pool = torch.cuda.graph_pool_handle()
@@ -50,8 +54,7 @@ def recorder(device: torch.device) -> Recorder | None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A graph of some dead loop that happens to be freed while another is captured ends the
-    process."""
+    """Freeing an old graph while another one is captured would end the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,11 +1,11 @@
-"""A drafter that reads its target's hidden states and drafts token by token (EAGLE-3, arXiv
-2503.01840): one layer over a token's embedding beside the feature of the token before it.
+"""EAGLE-3 (arXiv 2503.01840): a drafter that reads its target's hidden states and drafts token by
+token. Its one layer takes a token's embedding beside the feature of the token before it.
 
-A pair of feature f_i, made of the target's layers, and token i + 1 stands at position i. Its key
-and value need no attention, so every pass of the target writes those of all tokens whose feature
-is known, and over the ones that were drafted by the layer's own output in a feature's place. The
-features stand in the store too, as if they were keys and values: a row's next draft begins from
-its last one. Not here: what is chosen (drafts/heads.py), configs (head_config.py).
+The pair of feature f_i (from the target's layers) and token i + 1 is at position i. Its key and
+value need no attention, so every pass of the target writes them for all tokens with a feature.
+They replace those of drafted tokens, for which the layer's own output stood in for the feature.
+The features are in the store too, as if they were keys and values, because a row's next draft
+begins from its last feature. Not here: sampling (drafts/heads.py), configs (head_config.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from bass_cli.models.spec import HeadSpec
 
 
 class ChainHead:
-    """Reads `target` (taps.ReadsHidden) and drafts for it. `weights` maps the names of
-    `head_parameters(spec)` to tensors; embedding and head are the target's where it has none."""
+    """An EAGLE-3 drafter for `target` (see ReadsHidden).
 
-    ahead = 1  # the token of a pair stands behind its feature's position
+    Args:
+        weights: tensors by the names of `head_parameters(spec)`. The target's embedding and head
+            are used if it has none.
+    """
+
+    ahead = 1  # a pair at position i has token i + 1
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
-        self._behind = len(target.layers)  # its own layers in the store are behind these
+        self._behind = len(target.layers)  # its layers in the store come after the target's
         self._fc = ops.pack(weights.pop("fc.weight"))
         self._feature_norm = weights.pop("context_norm.weight")
         self._ids = None if spec.ids is None else torch.tensor(spec.ids, device=target.device)
@@ -78,8 +82,8 @@ class ChainHead:
         )
 
     def found(self, step: Pass, positions: Tensor) -> Tensor:
-        """The features [B, 1, width] that stand at positions [B, 1] of the rows of `step`, of a
-        row's prompt or its own; zeros before its beginning."""
+        """Return the stored features [B, 1, width] at positions [B, 1] of the rows of `step`, from
+        the prompt or the row's private store. Zeros before position 0."""
         segments = step.segments
         own = (positions + (segments.own - segments.base)[:, None]).clamp(min=0)
         prompt = (positions + segments.start[:, None]).clamp(min=0)
@@ -95,9 +99,16 @@ class ChainHead:
         return found.masked_fill((positions < 0)[..., None], 0.0)
 
     def draft(self, tokens: Tensor, features: Tensor, step: Pass) -> tuple[Tensor, Tensor]:
-        """Of the pairs of tokens [B, 1] and features [B, 1, width] at the positions of `step`,
-        logits [B, U] of what follows, over the drafter's own tokens, and what stands in for the
-        feature of that, [B, 1, width]. May write in place of the features."""
+        """Draft one token for each row.
+
+        Args:
+            tokens: [B, 1], at the positions of `step`.
+            features: [B, 1, width] of the tokens before them. May be overwritten.
+
+        Returns:
+            Logits [B, U] of the next token, over the drafter's own vocabulary, and the layer's
+            output [B, 1, width], which stands in for the next feature.
+        """
         body, layer = self.spec.body, step._replace(first=self._behind)
         normed = self._normed(features)
         q = ops.rope_write(
@@ -114,12 +125,12 @@ class ChainHead:
         return self.body.logits(self.body.normed(output))[:, 0], output
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own."""
+        """Map logits [..., U] over the drafter's own tokens to [..., vocab] over the target's."""
         return over_target(logits, self._ids, self.spec.body.vocab, self._vocab)
 
     def _slots(self, step: Pass, positions: Tensor) -> Tensor:
-        """Where pairs at positions [B, W] of rows go. What a row's prompt has already, its last
-        pair, goes where rows that are not live write, at 0."""
+        """Return the slots of pairs at positions [B, W]. Pairs inside a row's prompt are stored
+        already, and go to slot 0, the scrap slot of rows that are not live."""
         slots = positions + (step.segments.own - step.segments.base)[:, None]
         return slots.masked_fill(positions < step.segments.base[:, None], 0)
 
@@ -128,7 +139,7 @@ class ChainHead:
         return ops.norm(None, features, self._feature_norm, None, eps=eps, kind="rms")[0]
 
     def _joined(self, tokens: Tensor, normed: Tensor) -> Tensor:
-        """What the layer's projections take, [B, W, 2 width]."""
+        """Return the input of the layer's projections, [B, W, 2 width]."""
         embedded = ops.embed(tokens, self._embed)
         eps = self.spec.body.norm.eps
         first = ops.norm(None, embedded, self._token_norm, None, eps=eps, kind="rms")[0]
@@ -139,5 +150,5 @@ Head = FeatureHead | ChainHead
 
 
 def make_head(spec: HeadSpec, weights: dict[str, Tensor], target: Decoder) -> Head:
-    """The drafter that a spec describes, reading `target`; takes the weights over."""
+    """Return the drafter that a spec describes. It takes ownership of `weights`."""
     return (FeatureHead if spec.block else ChainHead)(spec, weights, target)

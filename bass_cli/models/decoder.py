@@ -1,9 +1,8 @@
-"""The one decoder for all families: a Spec (spec.py) says how the blocks differ, the weights say
-the rest.
+"""The decoder for all families. A Spec (spec.py) describes how their blocks differ.
 
-Not here: how a checkpoint names its tensors (families.py), how they get here (weights.py), where
-keys and values live (kv_cache.py). Rotary embedding is always the half-split kind; interleaved
-checkpoints are reordered at load.
+Rotary embedding is always of the half-split kind; interleaved checkpoints are reordered at load.
+Not here: the names of a checkpoint's tensors (families.py), loading (weights.py), the key/value
+store (kv_cache.py).
 """
 
 from __future__ import annotations
@@ -26,15 +25,22 @@ _MATRICES = (".qkv.weight", ".o.weight", ".up.weight", ".down.weight")
 
 
 class Decoder:
-    """A decoder-only transformer over fused weights; holds no state of any sequence.
+    """A decoder-only transformer over fused weights. It has no state of any sequence.
 
-    `weights` maps the names of `parameters(spec)` to tensors of their `stored_dtype` on one
-    device; the decoder takes the dict over, and replaces matrices in it by packed ones where
-    that is faster. Embedding and head may be missing: they are those of `shared` then. `vocab`
-    cuts the head to the first ids (those the tokenizer knows: a checkpoint's padding rows must
-    never be sampled). `layers` are the layers that are run; `reader`: see `read_by`. With
-    `ranks` spec and weights are one process's part (partition.part_of), `vocab` is the whole
-    model's, and every pass is one that all of them take.
+    Args:
+        weights: tensors of their `stored_dtype` on one device, by the names of
+            `parameters(spec)`. The decoder takes ownership of the dict, and replaces matrices by
+            packed ones where that is faster.
+        vocab: number of ids that the head keeps, the first ones. It is the tokenizer's size: the
+            padding rows of a checkpoint must never be sampled. Default: all.
+        shared: provides embedding and head if `weights` has none.
+        ranks: the group of a split model. Then spec and weights are one process's part
+            (partition.part_of), `vocab` is the whole model's, and all processes make every pass
+            together.
+
+    Attributes:
+        layers: the layers that are run.
+        reader: see `read_by`.
     """
 
     def __init__(
@@ -60,7 +66,7 @@ class Decoder:
         self._head: tuple[Tensor, Tensor | None]
         if "head.weight" in weights:
             bias = weights.pop("head.bias", None)
-            most = self.vocab if ranks is None else spec.vocab  # all parts are of one size
+            most = self.vocab if ranks is None else spec.vocab  # all parts have the same size
             self._head = (
                 ops.pack(weights.pop("head.weight")[:most]),
                 None if bias is None else bias[:most],
@@ -77,35 +83,38 @@ class Decoder:
 
     @property
     def context(self) -> int:
-        """The most positions a sequence may have."""
+        """Maximum number of positions of a sequence."""
         return self.spec.context
 
     @property
     def cached(self) -> tuple[Layers, ...]:
-        """What a store of keys and values has for it, its reader's layers last."""
+        """The layers of its key/value store, its reader's last."""
         own = Layers(len(self.layers), self.spec.kv_heads, self.spec.head_size)
         return (own,) if self.reader is None else (own, *self.reader.cached)
 
     def keep_layers(self, layers: Sequence[int]) -> Decoder:
-        """The same weights with only these layers run: the others are skipped
-        (self-speculation)."""
+        """Return a decoder with the same weights that runs these layers only (self-speculation)."""
         other = copy.copy(self)
         other.layers = tuple(layers)
         return other
 
     def read_by(self, reader: ReadsHidden) -> Decoder:
-        """The same weights, whose passes `reader` is given some layers' outputs of."""
+        """Return a decoder with the same weights whose passes give `reader` the outputs of its
+        `aux_layers`."""
         other = copy.copy(self)
         other.reader = reader
         return other
 
     def forward(self, tokens: Tensor, step: Pass, *, last: int | None = None) -> Tensor | None:
-        """Run tokens [B, W] int64 at `step.positions` [B, W]; writes their keys and values into the
-        cache of `step`.
+        """Run tokens [B, W] int64 at `step.positions` [B, W], and write their keys and values to
+        the store of `step`.
 
-        Returns logits [B, min(last, W), vocab] in the weights' dtype for the last `last`
-        positions of each row (all by default), or None for last = 0 (prefill: only the cache is
-        wanted).
+        Args:
+            last: positions of each row to return logits of, from its end. Default: all. 0 for a
+                prefill.
+
+        Returns:
+            Logits [B, min(last, W), vocab] in the weights' dtype; None if `last` is 0.
         """
         aux_layers, reader = None, self.reader
         if reader is not None:
@@ -116,17 +125,17 @@ class Decoder:
         return None if normed is None else self.logits(normed)
 
     def hidden(self, tokens: Tensor, step: Pass) -> Tensor:
-        """As `forward`, but what the head takes: the final norm's output [B, W, width]."""
+        """Run tokens as `forward` does. Return the final norm's output [B, W, width]."""
         normed = self._normed(tokens, step, None, None)
         assert normed is not None
         return normed
 
     def normed(self, residual: Tensor) -> Tensor:
-        """The final norm's output, of the residual stream [..., width]."""
+        """Apply the final norm to the residual stream [..., width]."""
         return self._norm("norm", residual)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., vocab] of the final norm's output [..., width]."""
+        """Return logits [..., vocab] from the final norm's output [..., width]."""
         found = ops.linear(hidden, *self._head)
         return found if self.ranks is None else self.ranks.join_logits(found, self.vocab)
 
@@ -135,7 +144,7 @@ class Decoder:
     ) -> Tensor | None:
         """The final norm's output [B, min(last, W), width], or None for last = 0."""
         embed = self._weights["embed.weight"]
-        alone = self.ranks is None  # five launches a layer leave no place for sums
+        alone = self.ranks is None  # the fused launches have no exchanges between processes
         if (
             alone
             and self._frequencies[0] is not None
@@ -171,8 +180,12 @@ class Decoder:
     def _block(
         self, i: int, slot: int, residual: Tensor, step: Pass, slots: Tensor, angles: tuple
     ) -> Tensor:
-        """The residual stream [B, W, width] after layer i with cache layer `slot`; keys go to
-        `slots` [B, W]."""
+        """Return the residual stream [B, W, width] after layer i.
+
+        Args:
+            slot: the layer's index in the key/value store.
+            slots: [B, W], where the tokens' keys and values go.
+        """
         spec, at = self.spec, f"layers.{i}."
         q = ops.project(
             residual,
@@ -191,11 +204,15 @@ class Decoder:
         return self.behind(i, slot, q, residual, step)
 
     def behind(self, i: int, slot: int, q: Tensor, residual: Tensor, step: Pass) -> Tensor:
-        """The rest of layer i, whose queries q [B, W, H, D] and keys are there; it may be written
-        in place of the residual stream."""
+        """Run layer i from attention on. Its keys are written already. The residual stream may be
+        changed in place.
+
+        Args:
+            q: queries [B, W, H, D].
+        """
         spec, at, segments = self.spec, f"layers.{i}.", step.segments
         mixed = ops.attention(
-            q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row: its tiles
+            q.view(*segments.positions.shape, *q.shape[2:]),  # a prefill's one row in tiles
             step.own(slot),
             step.prompt(slot),
             segments,
@@ -213,14 +230,14 @@ class Decoder:
         return self._added(at + "down", inner, residual)
 
     def _added(self, name: str, x: Tensor, residual: Tensor) -> Tensor:
-        """The residual stream and a linear map out of heads or feed-forward; may be written in
-        place of it."""
+        """Add the map `o` or `down` of x to the residual stream, which may be changed in place."""
         if self.ranks is None:
             return ops.linear_add(x, *self._affine(name), residual)
         return residual + self._mapped(name, x)
 
     def _mapped(self, name: str, x: Tensor) -> Tensor:
-        """Such a map alone, of which each process may have some columns; the bias comes once."""
+        """Return the map `o` or `down` of x. In a split model each process has some of its
+        columns, and the bias is added once, after the sum."""
         weight, bias = self._affine(name)
         if self.ranks is None:
             return ops.linear(x, weight, bias)
@@ -228,7 +245,7 @@ class Decoder:
         return found if bias is None else found.add_(bias)
 
     def _up(self, at: str, residual: Tensor) -> Tensor:
-        """The feed-forward's inner values [B, W, inner] from the residual stream."""
+        """Return the feed-forward's inner values [B, W, inner]."""
         spec = self.spec
         norm = self._affine(at + ("norm1" if spec.parallel else "norm2"))
         return ops.norm_up(
@@ -251,7 +268,7 @@ class Decoder:
 
 
 def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | None:
-    """[size / 2] float32, scaled."""
+    """Return the scaled inverse frequencies, [size / 2] float32. None without rotary embedding."""
     if rope is None:
         return None
     exponents = torch.arange(0, rope.size, 2, dtype=torch.int64).float() / rope.size
@@ -262,5 +279,5 @@ def inverse_frequencies(rope: Rope | None, device: torch.device) -> Tensor | Non
 
 
 def angles_of(positions: Tensor, inverse: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """cos and sin, each [B, W, size / 2] float32."""
+    """Return cos and sin, each [B, W, size / 2] float32. None without rotary embedding."""
     return None if inverse is None else ops.angles(positions, inverse)

@@ -1,9 +1,8 @@
-"""The known families as data: which keys of config.json say what, and which checkpoint tensor is
-which decoder tensor.
+"""The known families as data: their keys of config.json, and their tensors by name.
 
-`slots` gives the map of names, with the name of a transform for each (weights.py performs them).
-Not here: reading a config (hf_config.py), the names in GGUF files (gguf_config.py). No tensor is
-touched.
+`slots` maps each checkpoint tensor to a decoder tensor and names a transform (weights.py performs
+it). Not here: reading a config (hf_config.py), the names in GGUF files (gguf_config.py). No tensor
+is read.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bass_cli.models.spec import Spec, parameters
 
-# Buffers that some checkpoints carry along; they hold no weights.
+# Buffers in some checkpoints that are no weights.
 IGNORED = (
     r"rotary_emb\.inv_freq$",
     r"attn\.(masked_)?bias$",
@@ -22,12 +21,12 @@ IGNORED = (
 
 
 class Slot(NamedTuple):
-    """Where a checkpoint tensor goes: rows [first, first + rows) of decoder tensor `name`, after
+    """The target of a checkpoint tensor: rows [first, first + rows) of decoder tensor `name`, after
     the transform `how`.
 
-    how: "" as it is; "transpose"; "plus_one" adds 1; "skip_two" drops the first two rows;
-    "deinterleave" reorders the rotary dimensions of each head, even ones first; "codegen" sorts
-    fused blocks of q, v, k into q, k, v and does the same to q and k.
+    how: "" for none; "transpose"; "plus_one" adds 1; "skip_two" drops the first two rows;
+        "deinterleave" reorders the rotary dimensions of each head, even ones first; "codegen"
+        sorts fused blocks of q, v, k into q, k, v and deinterleaves q and k.
     """
 
     name: str
@@ -37,16 +36,20 @@ class Slot(NamedTuple):
 
 
 class Family(NamedTuple):
-    """What sets a family apart. `tensors`: checkpoint name, decoder name (":" and part of a fused
-    one), transform.
+    """The properties of a family.
 
-    `prefix` may or may not stand before a checkpoint's names. `keys` translates our words into
-    the config's, "" for a value that the family's config does not have. `defaults` are the values
-    of keys that a config leaves out. A value other than those of `required` is refused. `flags`
-    are config keys that switch biases on. `rotary`: "config", "partial" (of the first rotary_dim)
-    or "" for learned positions. `windows`: "" for none, "all" for one in every layer, "types" for
-    one in the layers that the config names. `aliases`: other names of keys. `eps`: of the norms,
-    where no key of the config sets it.
+    prefix: optional prefix of a checkpoint's tensor names.
+    tensors: (checkpoint name, decoder name with ":" and a part if it is fused, transform).
+    keys: the config's key for each word that the reader uses; "" if the config has none.
+    defaults: values of keys that a config leaves out.
+    required: the only supported value of these keys.
+    rotary: "config"; "partial" for the first `rotary_dim` dimensions; "" for learned positions.
+    windows: "" for none; "all" for the same in every layer; "types" for the layers that the
+        config names.
+    biases: the linear maps that always have a bias.
+    flags: config keys that switch biases on, with their linear maps.
+    aliases: other names of keys.
+    eps: epsilon of the norms, if the config has no key for it.
     """
 
     prefix: str
@@ -67,12 +70,12 @@ class Family(NamedTuple):
 
     @property
     def reads(self) -> frozenset[str]:
-        """The keys of config.json that decide what the model computes."""
+        """The keys of config.json that the reader uses."""
         keys = {"model_type", *self.keys.values(), *self.defaults, *self.required, *self.flags}
         return frozenset(keys - {""})
 
 
-CODEGEN_BLOCKS = 4  # its fused rows are this many blocks of q, v, k
+CODEGEN_BLOCKS = 4  # CodeGen's fused qkv rows are this many blocks of q, v, k
 
 _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 _LLAMA_KEYS = {
@@ -355,7 +358,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def slots(spec: Spec, tensors: tuple[tuple[str, str, str], ...]) -> dict[str, Slot]:
-    """Checkpoint name (without the family's prefix) to Slot, for every tensor of
+    """Map checkpoint names, without the family's prefix, to Slots, for all tensors of
     `parameters(spec)`."""
     shapes = parameters(spec)
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size

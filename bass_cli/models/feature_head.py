@@ -1,11 +1,11 @@
-"""A drafter that reads its target's hidden states (DFlash, arXiv 2602.06036; DSpark): a few layers,
-whose keys and values of what has been read come from the target's own layers.
+"""DFlash (arXiv 2602.06036) and DSpark: drafters that read their target's hidden states and draft a
+block of tokens in one pass of a few layers.
 
-The outputs of some layers of the target, side by side, become one context feature a token (`fc`,
-norm); each draft layer projects it to keys and values, which stand in the target's store, behind
-the target's own: so prompts, rows that move and rejected drafts are the store's matter alone. A
-block of an anchor and masks sees all of that, and all of itself. Not here: which tokens a block
-has and what is chosen (drafts/heads.py), how a config says it (head_config.py).
+The outputs of some layers of the target, concatenated, become one context feature a token (`fc`,
+then a norm). Each draft layer projects it to keys and values. They are in the target's store,
+after the target's layers, so the store alone handles prompts, moved rows and rejected drafts. A
+block of an anchor and masks attends to all of them and to all of itself. Not here: the tokens of
+a block and sampling (drafts/heads.py), configs (head_config.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from bass_cli.models.spec import HeadSpec
 
 
 class FeatureHead:
-    """Reads `target` (taps.ReadsHidden) and drafts for it. `weights` maps the names of
-    `head_parameters(spec)` to tensors; embedding and head are the target's where it has none."""
+    """A DFlash or DSpark drafter for `target` (see ReadsHidden).
+
+    Args:
+        weights: tensors by the names of `head_parameters(spec)`. The target's embedding and head
+            are used if it has none.
+    """
 
     ahead = 0
 
     def __init__(self, spec: HeadSpec, weights: dict[str, Tensor], target: Decoder):
         self.spec, body, self._vocab = spec, spec.body, target.vocab
-        self._behind = len(target.layers)  # its own layers in the store are behind these
+        self._behind = len(target.layers)  # its layers in the store come after the target's
         self._fc = ops.pack(weights.pop("fc.weight"))
         self._norm = weights.pop("context_norm.weight")
         self._before = weights.pop("markov.before.weight", None)
@@ -61,8 +65,7 @@ class FeatureHead:
         return (Layers(body.layers, body.kv_heads, body.head_size),)
 
     def read(self, tokens: Tensor, hidden: Tensor, step: Pass) -> None:
-        """Write the keys and values of the tokens [B, W] of `step`, from hidden [B, W, taps *
-        width]."""
+        """Write the keys and values of the tokens [B, W] of `step`. See ReadsHidden."""
         eps = self.spec.body.norm.eps
         fused = ops.linear(hidden, self._fc, None)
         context = ops.norm(None, fused, self._norm, None, eps=eps, kind="rms")[0]
@@ -79,28 +82,38 @@ class FeatureHead:
             )
 
     def draft(self, tokens: Tensor, step: Pass, length: int) -> Tensor:
-        """Logits [B, length, U] of the first drafts of blocks [B, block], over the drafter's own
-        tokens, without what the tokens before them add (`after`); those of a place lie together."""
+        """Return logits [B, length, U] of the first drafts of blocks [B, block], over the
+        drafter's own tokens, without the bias by the token before (`after`). The logits of one
+        place are contiguous in memory."""
         hidden = self.body.hidden(tokens, step.block(self._behind))
         first = self.spec.first
         by_place = hidden[:, first : first + length].transpose(0, 1).contiguous()
         return self.body.logits(by_place).transpose(0, 1)
 
     def after(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """Logits [B, U] of a place, with what the tokens [B] before it add; may be written in
-        place."""
+        """Add to logits [B, U] of a place the bias by the tokens [B] before it. The logits may be
+        changed in place."""
         assert self._before is not None
         assert self._after is not None
         return ops.linear_add(ops.embed(tokens, self._before), self._after, None, logits)
 
     def whole(self, logits: Tensor) -> Tensor:
-        """Logits [..., vocab] over the target's tokens, of [..., U] over the drafter's own."""
+        """Map logits [..., U] over the drafter's own tokens to [..., vocab] over the target's."""
         return over_target(logits, self._ids, self.spec.body.vocab, self._vocab)
 
 
 def over_target(logits: Tensor, ids: Tensor | None, every: int, vocab: int) -> Tensor:
-    """Logits [..., vocab] over the first of a target's `every` tokens, of [..., U] over those of
-    `ids` [U] (None: all): those that a drafter does not know cannot come."""
+    """Map a drafter's logits to its target's vocabulary. Tokens that it lacks get -inf.
+
+    Args:
+        logits: [..., U].
+        ids: the target's ids of the drafter's tokens, [U]. None: it has all, and nothing changes.
+        every: rows of the target's head.
+        vocab: ids that can be sampled, the first of them.
+
+    Returns:
+        [..., vocab].
+    """
     if ids is None:
         return logits
     found = logits.new_full((*logits.shape[:-1], every), -torch.inf)

@@ -1,6 +1,6 @@
-"""A decoder's layers for a few tokens on a GPU, in five launches a layer, where the family
-allows it (residual.py, products.py and mixing.py of bass_kernels). Not here: the same layers op by
-op, for any family and number of tokens (decoder.py).
+"""A decoder's layers in five kernel launches each, for few tokens on a GPU and families that allow
+it (residual.py, products.py and mixing.py of bass_kernels). Not here: the same layers op by op, for
+any family and number of tokens (decoder.py).
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 
 def serves(spec: Spec, tokens: Tensor, like: Tensor, step: Pass) -> bool:
-    """Whether `run` takes these tokens [B, W]: few of them, as many of each row, no prefill, none
-    that sees those behind it, a family without exceptions, and queries and keys that fit the
-    device."""
+    """Return whether `run` supports this pass over tokens [B, W].
+
+    It must be a causal decoding pass of few tokens with the same number for each row, of a family
+    with RMS norms, one rotary embedding and a gated feed-forward, and its queries and keys must
+    fit the device's shared memory.
+    """
     if ops.kind_for(like) != "triton" or like.dtype == torch.float16:
-        return False  # float16: the residual stream times a norm's weight may not fit
+        return False  # float16: the residual stream times a norm's weight may overflow
     from bass_kernels import cuts, dispatch, mixing
 
     plain = spec.norm.kind == "rms" and not spec.norm.sandwich and not spec.parallel and spec.gated
@@ -55,13 +58,14 @@ def run(
     step: Pass,
     aux_layers: AuxHiddenLayers | None = None,
 ) -> Tensor:
-    """The final norm's output [B, W, width] for tokens [B, W], whose keys and values are
-    written. Positions must not lie before a row's own slot 0. frequencies [half]: of rope."""
+    """Run the layers over tokens [B, W], write their keys and values, and return the final norm's
+    output [B, W, width]. `frequencies` [size / 2]: inverse, of the rotary embedding. Positions must
+    not lie before a row's private slot 0."""
     from bass_kernels import mixing, products, residual
 
     eps, early = spec.norm.eps, _large(spec, len(layers))
     norms = [weights[f"layers.{i}.norm1.weight"] for i in layers] + [weights["norm.weight"]]
-    # before the chain of launches
+    # any copy is made here, before the chain of launches
     segments = replace(step.segments, positions=step.positions.contiguous())
     stream, angles = residual.begin(
         tokens.flatten(),
@@ -108,8 +112,8 @@ def run(
 
 
 def _large(spec: Spec, layers: int) -> bool:
-    """Whether launches should overlap: on an H200 that gains 2 % with models of 1.5B and 7B, and
-    costs drafts as much."""
+    """Return whether launches should overlap. On an H200 that gains 2 % with models of 1.5B and
+    7B, and costs as much with drafts."""
     queries = spec.heads * spec.head_size
     maps = spec.width * (2 * queries + 2 * spec.kv_heads * spec.head_size + 3 * spec.inner)
     return layers * maps >= 1_000_000_000

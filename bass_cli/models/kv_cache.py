@@ -1,9 +1,10 @@
-"""The ragged key/value store: each prompt's keys and values once, shared by its samples, and for
-every row a run of pieces of a second store, which grows with it.
+"""The ragged key/value store. The keys and values of a prompt are stored once and shared by its
+samples. Each row also has private blocks of a second store, which grow with it.
 
-A row's own slot 0 holds position `base`, the length of its prompt's span. Positions say where a
-key goes and who may see it; nothing is erased when drafts are rejected. Not here: which pieces a
-row has (block_allocator.py), which tokens are fed (runner.py), attention (kernels).
+Private slot 0 of a row holds position `base`, the length of its prompt's span. Positions alone
+determine where a key goes and which queries see it, so nothing is erased when drafts are
+rejected. Not here: the blocks of a row (block_allocator.py), the tokens (runner.py), attention
+(kernels).
 """
 
 from __future__ import annotations
@@ -21,19 +22,24 @@ from bass_cli.models.prefix_groups import TeamTable
 from bass_cli.system.host import free_memory
 from bass_kernels import Group, Packed, Segments
 
-# Positions that the prompt store starts with; it doubles as needed, or has four times as many where
-# that is a small part of what is free: all graphs are captured anew when it moves.
+# Initial positions of the prompt store. It grows to twice its size, or to four times if a sixteenth
+# of the free memory suffices, because all graphs are captured again when it moves.
 ARENA = {"cpu": 1024, "cuda": 8192}
-_LITTLE, _UNIT = 16, 16  # Triton compiles anew where strides are no multiples of the second
-# the length from which a prompt is read once for several rows: shorter ones are not worth a merge
+_SMALL_PART = 16  # a growth is small if this many of it would fit
+_UNIT = 16  # Triton recompiles kernels if strides are no multiples of this
+# Minimum length of a prompt whose keys are read once for several rows. The merge of the two parts
+# of attention costs more for shorter ones.
 _TEAMED = 1024
-_MOVED = 2**26  # bytes of keys and values that are copied at once, and stand elsewhere meanwhile
+_COPY_BYTES = 2**26  # bytes of keys and values that are copied at once, through a temporary
 
 
 @dataclass(slots=True, eq=False)
 class Span:
-    """A prompt's place in the store: `length` positions from `start` on; the rows that read it,
-    and whether new rows may still come."""
+    """A prompt's place in the store: `length` positions from `start` on.
+
+    rows: the rows that read it.
+    open: whether new rows may begin.
+    """
 
     start: int
     length: int
@@ -42,12 +48,12 @@ class Span:
 
     @property
     def taken(self) -> bool:
-        """Whether its place is its own: what it holds stays."""
+        """Whether its place is in use, so that its content is valid."""
         return self.open or bool(self.rows)
 
 
 class Layers(NamedTuple):
-    """How many layers' keys and values a store has of one shape."""
+    """`number` layers of a store whose keys and values have one shape."""
 
     number: int
     kv_heads: int
@@ -55,12 +61,16 @@ class Layers(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """One forward pass's view of a store: where its tokens stand and what they may see. positions
-    [B, W] int64, or packed [1, M]. `prefill` [1, W] int64: where in the prompt store the one row
-    of tokens goes, parts of several prompts one after the other, which `segments` takes for rows,
-    and `following` [1, W] the token behind each; None: these are the first B rows. `first`: the
-    store's layer that is the pass's layer 0; `mutual`: its tokens see each other, also those
-    behind them."""
+    """One forward pass's view of a store: the positions of its tokens and what they attend to.
+
+    positions: [B, W] int64, or [1, M] if packed.
+    prefill: [1, W] int64, the slots of the prompt store where the tokens go; None for a pass of
+        rows 0 to B - 1. In a prefill the one row holds parts of several prompts, one after the
+        other, and `segments` describes each tile of it as a row.
+    following: [1, W], in a prefill, the token after each.
+    first: the store's layer that is layer 0 of the pass.
+    mutual: whether a token also attends to later tokens of its block.
+    """
 
     positions: Tensor
     segments: Segments
@@ -71,44 +81,46 @@ class Pass(NamedTuple):
     following: Tensor | None = None
 
     def block(self, first: int) -> Pass:
-        """The same tokens as a block in which all see all, by the store's layers from `first` on:
-        what a query sees goes by its row's last position, where keys go by their own."""
+        """Return a pass of the same tokens as blocks without a causal mask, over the store's
+        layers from `first` on. A query sees up to its row's last position; keys are still written
+        at their own."""
         last = self.positions[:, -1:].expand_as(self.positions)
         segments = replace(self.segments, positions=last)
         return self._replace(segments=segments, first=first, mutual=True)
 
     def slots(self) -> Tensor:
-        """Where in `own` the keys and values of its tokens go, as `positions`."""
+        """Return the slots in `own` of the tokens' keys and values, in the shape of `positions`."""
         if self.prefill is not None:
             return self.prefill
         return self.segments.once("slots", lambda: self.segments.slots(self.positions))
 
     def own(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that it writes to, the rows' own or the prompt store, [K, S, D]
-        each."""
+        """Return the keys and values that the pass writes: the rows' private store, or in a
+        prefill the prompt store. [K, S, D] each."""
         if self.prefill is not None:
             return self.prompt(layer)
         at = self.first + layer
         return self.store.own_keys[at], self.store.own_values[at]
 
     def prompt(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompt store, [K, T, D] each."""
+        """Return the keys and values of the prompt store, [K, T, D] each."""
         at = self.first + layer
         return self.store.prompt_keys[at], self.store.prompt_values[at]
 
 
 class KVCache:
-    """Keys and values of up to `rows` rows of up to `span` own positions, and of the prompts they
-    share.
+    """Keys and values of up to `rows` rows with up to `span` private positions each, and of their
+    prompts. Rows are dense: rows 0 to B - 1 are live.
 
-    Rows are dense: rows 0 to B - 1 are live. `own_keys`, `own_values`: one tensor [K, S, D] a
-    layer, of the `shapes` one after the other; those of one shape are views of one block [layers,
-    2, K, S, D], so that rows grow in one copy. Their first slots, `beside` of `pieces`, are where
-    rows that are not live write, at base 0; then come the pieces (None: one of `span` slots a
-    row, and as many aside), the rows' own. `prompt_keys`, `prompt_values`: [K, T, D] a layer, T
-    growing. `version` changes when they move to another address, and when the first rows share a
-    long prompt (passes are launched otherwise then). A prompt span that no row reads and that is
-    closed is free again.
+    own_keys, own_values: a tensor [K, S, D] for each layer, in the order of `shapes`. Layers of one
+        shape are views of one tensor [layers, 2, K, S, D], so that a row grows by one copy. The
+        first `pieces.beside` slots are scrap: rows that are not live write there, at base 0. The
+        blocks of the rows follow. Default of `pieces`: one block of `span` slots for each row.
+    prompt_keys, prompt_values: a tensor [K, T, D] for each layer. T grows.
+    version: changes when these tensors move, and when rows share a long prompt for the first
+        time, because passes are launched differently from then on.
+
+    A prompt's span is freed when it is closed and no row reads it.
     """
 
     def __init__(
@@ -142,11 +154,11 @@ class KVCache:
         self.prompt_keys, self.prompt_values = zeros(), zeros()
         self.span, self.version = span, 0
         self._sender = Sender(device)
-        # together, so that one operation sets both
+        # in one tensor, so that one copy sets all three
         self._places = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._base, self._start, self._slot = self._places
         self._host = numpy.zeros((3, rows), dtype=numpy.int64)
-        # of each row, the first piece and how many it has
+        # each row's first block and number of blocks
         self._runs: Integers = numpy.stack((numpy.arange(rows), numpy.ones(rows, numpy.int64)))
         self._live = numpy.zeros(rows, dtype=bool)
         self._of_row: list[Span | None] = [None] * rows
@@ -156,7 +168,7 @@ class KVCache:
         self._sharing = False
 
     def reserve(self, length: int) -> Span:
-        """A free span for a prompt of `length` positions, growing the store if there is none."""
+        """Allocate a span for a prompt of `length` positions. Grow the store if it is full."""
         start, at = 0, 0
         for at, taken in enumerate(self._spans):  # noqa: B007 (first gap that is large enough)
             if taken.start - start >= length:
@@ -170,13 +182,13 @@ class KVCache:
         return span
 
     def copy(self, source: Span, target: Span, count: int) -> None:
-        """The first `count` positions of one span are those of another too."""
+        """Copy the first `count` positions of one span to another."""
         old, new = (slice(span.start, span.start + count) for span in (source, target))
         for layer in (*self.prompt_keys, *self.prompt_values):
             layer[:, new] = layer[:, old]
 
     def close(self, span: Span) -> None:
-        """No further row will be attached to this span."""
+        """Accept no further rows for this span."""
         span.open = False
         self._collect(span)
 
@@ -189,9 +201,11 @@ class KVCache:
         runs: Integers | None = None,
         copied: Sequence[Copied] = (),
     ) -> None:
-        """Rows end; then of each (source, target) row `source` becomes row `target`, which must
-        be free and is no other's source; then rows begin, whose own slot 0 is position
-        span.length. `runs`, `copied`: see Change. The device is told by one copy of all."""
+        """Apply a Change to the rows, with one copy to the device.
+
+        A target of `moved` must be free and no other's source. Private slot 0 of a row that
+        begins is position span.length.
+        """
         for row in ended:
             self._span_of(row).rows.discard(row)
             self._collect(self._span_of(row))
@@ -221,12 +235,12 @@ class KVCache:
         self._regroup()
 
     def _copy(self, copied: Sequence[Copied]) -> None:
-        """In parts, of which each is read before it is written: a row's new pieces may be those
-        that one before it has left."""
+        """Copy blocks in order, a part at a time: a row's new blocks may be the old ones of a row
+        before it."""
         places = self._pieces.slots(copied)
         for own in self._own:
             each = own[:, :, :, :1].numel() * own.element_size()
-            at_once = max(_MOVED // max(each, 1), 1)
+            at_once = max(_COPY_BYTES // max(each, 1), 1)
             for part in range(0, places.shape[1], at_once):
                 old, new = self._sender.send(places[:, part : part + at_once].copy())
                 own[:, :, :, new] = own[:, :, :, old]
@@ -237,19 +251,23 @@ class KVCache:
         return span
 
     def base(self, row: int) -> int:
-        """The position of the row's own slot 0."""
+        """Return the position of the row's private slot 0."""
         return self._span_of(row).length
 
     def bases(self, rows: int) -> Tensor:
-        """The positions of own slot 0 of rows 0 to rows - 1, [rows] int64."""
+        """Return the positions of private slot 0 of rows 0 to rows - 1, [rows] int64."""
         return self._base[:rows]
 
     def decode(
         self, positions: Tensor, ends: Sequence[int] | None, packed: Packed | None = None
     ) -> Pass:
-        """A pass of rows 0 to B - 1 at positions [B, W], or [1, M] `packed`. ends: each row's last
-        position + 1, or more, on the host; None if the host is not to take part (a captured
-        graph): the kernels then go by what is on the device alone."""
+        """Return a pass of rows 0 to B - 1.
+
+        Args:
+            positions: [B, W], or [1, M] if `packed`.
+            ends: each row's last position + 1, or more, on the host. None in a captured graph:
+                the kernels then use the tensors on the device alone.
+        """
         rows = len(positions) if packed is None else packed.rows
         assert not any(self._of_row[rows:]), "a pass takes all rows"
         groups: tuple[Group, ...] | None = None
@@ -258,13 +276,13 @@ class KVCache:
             used = ends - self._host[0, :rows]
             extent = int(used.max())
             spare = self._pieces.size * self._runs[1, :rows] - used
-            assert spare.min() >= 0, f"a row lacks {-spare.min()} own slots"
+            assert spare.min() >= 0, f"a row lacks {-spare.min()} private slots"
         if ends is not None or self._base.device.type == "cpu":
             groups = self._rows_by_span(rows)
         teams = self._teams.of(rows) if self._sharing else None
         base, start, own = self._places[:, :rows]
         segments = Segments(positions, base, start, own, groups, extent, teams, packed)
-        # positions of its prompt that a row is fed again have their keys in the span already
+        # a row may be fed the end of its prompt again: those keys are in the span already
         return Pass(positions, segments, self, None)
 
     def fill(
@@ -276,20 +294,27 @@ class KVCache:
         following: Tensor,
         groups: tuple[Group, ...] | None,
     ) -> Pass:
-        """A pass over parts of prompts, one after the other in tiles of W / N tokens, each of one
-        prompt: of the tokens positions, slots (of the store) and the tokens behind them, [W]; of
-        the tiles where their prompt starts in the store, and up to which position it is there
-        after the pass, [N]; int64. groups: the tiles by prompt, None in a captured pass."""
+        """Return a pass over parts of prompts, one after the other in N tiles of W / N tokens. A
+        tile has tokens of one prompt. All tensors are int64.
+
+        Args:
+            positions: of the tokens, [W].
+            slots: of the tokens in the prompt store, [W].
+            starts: the slot where each tile's prompt begins, [N].
+            ends: positions of each tile's prompt that are stored after the pass, [N].
+            following: the token after each token, [W].
+            groups: the tiles by prompt; None in a captured pass.
+        """
         segments = Segments(positions.view(len(ends), -1), ends, starts, starts, groups, 0)
         return Pass(positions[None], segments, self, slots[None], following=following[None])
 
     @property
     def positions(self) -> int:
-        """Positions of the prompt store, which moves to another address when this changes."""
+        """Positions of the prompt store. It moves to another address when this changes."""
         return self.prompt_keys[0].shape[1]
 
     def bytes(self) -> int:
-        """Memory held, in bytes."""
+        """Return the memory of the store in bytes."""
         stores = (self.own_keys, self.own_values, self.prompt_keys, self.prompt_values)
         return sum(t.numel() * t.element_size() for store in stores for t in store)
 
@@ -314,7 +339,7 @@ class KVCache:
         have = self.prompt_keys[0].shape[1]
         if needed <= have:
             return
-        sizes = ((4 * have, _LITTLE), (2 * have, 1), (-(-needed // _UNIT) * _UNIT, 1))
+        sizes = ((4 * have, _SMALL_PART), (2 * have, 1), (-(-needed // _UNIT) * _UNIT, 1))
         free = free_memory(self.prompt_keys[0].device)
         size = next(
             (n for n, few in sizes if n >= needed and few * self._takes(n - have) <= free), None
@@ -330,7 +355,8 @@ class KVCache:
                 store[layer][:, :have] = old
 
     def _takes(self, positions: int) -> int:
-        """Bytes of so many more in the prompt store, of which one tensor is there twice then."""
+        """Return the bytes that the prompt store needs to grow by so many positions. One tensor
+        exists twice meanwhile."""
         each = [layer[:, :1].numel() * layer.element_size() for layer in self.prompt_keys]
         return 2 * sum(each) * positions + max(each) * self.positions
 

@@ -1,9 +1,9 @@
-"""Passes over prompts: parts of several, one after the other, in one pass; as captured graphs where
-there are any.
+"""Prefill: passes over parts of several prompts at once, as captured CUDA graphs where the device
+has them.
 
-A prompt read alone is hundreds of launches and all weights for few tokens. Products run over the
-tokens of all parts at once; attention takes tiles, each of one prompt. Not here: what a pass is
-(decoder.py), where a prompt's keys stand (kv_cache.py), CUDA itself (models/capture.py).
+A pass over a single short prompt takes hundreds of launches and reads all weights for few tokens.
+Here matrix products run over the tokens of all parts, and attention over tiles, each of one
+prompt. Not here: a pass itself (decoder.py), the store (kv_cache.py), CUDA (models/capture.py).
 """
 
 from __future__ import annotations
@@ -25,39 +25,41 @@ from bass_cli.models.kv_cache import KVCache, Span
 from bass_kernels import Group
 
 SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)  # tokens of a captured pass, padding included
-# Tokens of a pass at most. Some 230 keep an H200's products as busy as reading their weights does;
-# with twice as many reading hides behind them, and more only keeps running rows waiting.
+# Maximum tokens of a pass. On an H200, computing about 230 tokens takes as long as reading the
+# weights. With 512 the reading is hidden; more would only delay the rows that are running.
 PASS = SIZES[-1]
-# A prompt of which so many tokens are left has passes of its own, not captured, of up to so many:
-# 13 ms of launches are hidden by then, products run at their full rate, and attention reads the
-# keys before them more rarely. An H200, 1.5B, 32,000 tokens, with torch's own attention: 0.70 s by
-# 512, 0.50 by 2048, 0.44, 0.42 by 16,384; running rows would wait twice as long. Now 0.32.
+# (least, most): a prompt with at least `least` tokens left is read in passes of its own of up to
+# `most` tokens, uncaptured. Such a pass hides its 13 ms of launches, runs products at full rate and
+# reads earlier keys less often. An H200, 1.5B, 32,000 tokens, with torch's own attention: 0.70 s in
+# passes of 512, 0.50 of 2048, 0.44 of 8192, 0.42 of 16,384, but then running rows would wait twice
+# as long. Now 0.32 s.
 LONG = {"cuda": (2048, 8192)}
-# Tokens of a tile, all of one prompt: the queries that a kernel takes at once, for each of which
-# some four heads share a key. In plain torch nothing is gained by more than 1, and nothing padded.
+# Tokens of a tile, all of one prompt: the queries that a kernel takes at once (about four heads
+# share a key). In plain torch larger tiles gain nothing, and tiles of 1 need no padding.
 TILE = {"cuda": 16}
-# Uncaptured passes that a capture takes, its own run included: 42 ms, an H200's host, for 20 to 26.
+# Cost of a capture, its own run included, in uncaptured passes: 42 ms against 20 to 26 on an H200's
+# host.
 PATIENCE = 2
-# Of an uncaptured pass, what a captured one of PASS tokens takes longer than one of few, at most:
-# the 1.5B's operations there are 3 ms.
+# Maximum extra time of a captured pass of PASS tokens over one of few tokens, in uncaptured passes:
+# 3 ms of operations for the 1.5B.
 _PADDING = 0.15
 
 
 def padded(tokens: int) -> int:
-    """The tokens of a captured pass that takes so many (up to the largest of SIZES)."""
+    """Return the size of the captured pass for so many tokens, at most the largest of SIZES."""
     return SIZES[bisect.bisect_left(SIZES, tokens)]
 
 
 def alone(left: int, device: str) -> int:
-    """How many of the tokens that are left of a prompt go into a pass of their own; 0: none, they
-    share one of PASS tokens."""
+    """Return the tokens of a prompt's next pass of its own, given how many are left; 0 if it shares
+    a pass of PASS tokens with other prompts."""
     least, most = LONG.get(device, (left + 1, 0))
     return min(left, most) if left >= least else 0
 
 
 class Part(NamedTuple):
-    """Some tokens of a prompt, for positions from `first` on of its span; `behind`: the token
-    that follows them."""
+    """Some tokens of a prompt, at positions from `first` of its span. `behind`: the token after
+    them."""
 
     tokens: Sequence[int]
     span: Span
@@ -66,19 +68,21 @@ class Part(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The position after them."""
+        """The position after the last token."""
         return self.first + len(self.tokens)
 
 
 def tiled(tokens: int, tile: int) -> int:
-    """The tokens of the tiles that so many take."""
+    """Return so many tokens rounded up to whole tiles."""
     return -(-tokens // tile) * tile
 
 
 class Table(NamedTuple):
-    """A pass over parts as the device takes it: tokens, positions and slots in the store [W]; by
-    tile [N] where its prompt starts and up to which position it is there; and the token behind
-    each [W]. int64."""
+    """The inputs of a pass over parts, on the device, int64. See KVCache.fill.
+
+    tokens, positions, slots, following: [W].
+    starts, ends: [N], by tile.
+    """
 
     tokens: Tensor
     positions: Tensor
@@ -89,21 +93,27 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, size: int, tile: int) -> Table:
-        """Views of `numbers`, in which they stand one after the other."""
+        """Return views of `numbers`, which holds the fields one after the other."""
         tiles = size // tile
         return cls(*numbers[: _numbers(size, tile)].split([size] * 3 + [tiles] * 2 + [size]))
 
 
 def _numbers(size: int, tile: int) -> int:
-    """How many a Table of `size` tokens has."""
+    """Return the number of integers in a Table of `size` tokens."""
     return 4 * size + 2 * (size // tile)
 
 
 def laid_out(
     parts: Iterable[Part], size: int, tile: int, scrap: int
 ) -> tuple[NDArray[numpy.int64], tuple[Group, ...]]:
-    """The numbers of a Table of `size` tokens, and its tiles by prompt. What fills tiles and the
-    pass up is stored at `scrap`, a slot that no prompt has."""
+    """Lay parts out as the integers of a Table of `size` tokens.
+
+    Args:
+        scrap: slot of the store for the keys of padding tokens; no prompt uses it.
+
+    Returns:
+        The integers, and the tiles by prompt.
+    """
     tiles, at = size // tile, 0
     numbers = numpy.zeros(_numbers(size, tile), dtype=numpy.int64)
     tokens, positions, slots, starts, ends, following = numpy.split(
@@ -118,7 +128,7 @@ def laid_out(
         tokens[at : at + count] = part.tokens
         following[at : at + count] = [*part.tokens[1:], part.behind]
         positions[at : at + count] = numpy.arange(part.first, part.end)
-        positions[at + count : behind] = part.end - 1  # sees nothing that is not there
+        positions[at + count : behind] = part.end - 1  # padding attends to stored keys only
         slots[at : at + count] = numpy.arange(part.first, part.end) + part.span.start
         starts[own], ends[own] = part.span.start, part.end
         groups.append(Group(part.span.start, part.end, own, count))
@@ -127,8 +137,7 @@ def laid_out(
 
 
 class Passes:
-    """One model's passes over prompts. `scrap`: see laid_out; `record` captures them, if it is
-    given."""
+    """The passes of one model over prompts. `record` captures them; None: no captures."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, record: Recorder | None):
         self._decoder, self._cache, self._sender = decoder, cache, Sender(decoder.device)
@@ -141,8 +150,11 @@ class Passes:
         self._scrap = scrap
 
     def run(self, parts: Sequence[Part], *, capture: bool) -> None:
-        """Store these parts, whose tiles have up to PASS tokens together, or one part of more.
-        `capture`: this may take longer, if later passes take less."""
+        """Store the keys and values of these parts: up to PASS tokens in tiles, or one longer part.
+
+        Args:
+            capture: whether this pass may be captured, which takes longer now and less later.
+        """
         size = sum(tiled(len(part.tokens), self.tile) for part in parts)
         graphs = self.graphs
         if graphs is not None and size <= PASS:
@@ -155,7 +167,7 @@ class Passes:
         self._run(Table.of(self._sender.send(numbers), size, self.tile), groups)
 
     def prepare(self) -> None:
-        """Capture now what reads prompts, rather than when it has come often enough."""
+        """Capture passes of all sizes now, not when they have been frequent enough."""
         if self.graphs is not None:
             for size in SIZES:
                 if not self.graphs.holds(size, store=self._cache.positions):
@@ -167,12 +179,19 @@ class Passes:
 
 
 class PromptGraphs:
-    """The graphs of one model's passes, by their tokens. `run(table)` stores the keys and values
-    of a Table on `device`, in tiles of `tile` tokens; `record` captures it.
+    """The graphs of one model's prefill passes, by number of tokens.
 
-    A pass is served by the smallest graph that it fits into. A size is captured when what it lost
-    without comes to a capture (the ski-rental rule); its first run is an uncaptured one, which
-    compiles and loads what the capture needs. `captures` counts them.
+    A pass uses the smallest graph that is large enough. A size is captured when the time lost
+    without it reaches the cost of a capture (the ski-rental rule). Its first run is uncaptured: it
+    compiles and loads what the capture needs.
+
+    Args:
+        run: stores the keys and values of a Table.
+        record: captures `run`.
+        tile: tokens of a tile.
+
+    Attributes:
+        captures: number of captures so far.
     """
 
     def __init__(
@@ -181,22 +200,21 @@ class PromptGraphs:
         self._run, self._record, self._tile = run, record, tile
         self._input = torch.zeros(_numbers(SIZES[-1], tile), dtype=torch.int64, device=device)
         self._held: dict[int, Callable[[], None]] = {}
-        self._dropped: dict[int, Callable[[], None]] = {}  # not run any more, see _renew
+        self._dropped: dict[int, Callable[[], None]] = {}  # no longer replayed, see _renew
         self._warm: set[int] = set()  # sizes that have been captured before
         self._lost: dict[int, float] = {}  # by size, in uncaptured passes
         self._store = 0
         self.captures = 0
 
     def holds(self, size: int, *, store: int) -> bool:
-        """Whether there is a graph of this size for a store of so many positions; a store moves
-        when that changes."""
+        """Return whether there is a graph of this size. `store`: the store's positions; a store
+        that grows moves, and its old graphs are invalid."""
         self._renew(store)
         return size in self._held
 
     def serving(self, size: int, *, store: int, capture: bool) -> int | None:
-        """The size of the graph that is to take a pass of this size: one that is there, or this
-        one if it is time to capture it, and `capture` allows that. None: it is to run
-        uncaptured."""
+        """Return the size of the graph for a pass of this size: an existing one, or `size` itself
+        if a capture is due and allowed. None if the pass should run uncaptured."""
         if self.holds(size, store=store):
             return size
         larger = min((held for held in self._held if held > size), default=None)
@@ -205,8 +223,8 @@ class PromptGraphs:
         return size if capture and self._lost[size] >= PATIENCE else larger
 
     def feed(self, size: int, numbers: NDArray[numpy.int64]) -> None:
-        """Run the pass of this size over what `numbers` say (see laid_out), captured if there is
-        no graph yet. One copy that the host does not wait for."""
+        """Run the pass of this size on `numbers` (see laid_out). Capture it if there is no graph.
+        The host does not wait for the copy."""
         given, pinned = torch.from_numpy(numbers), self._input.is_cuda
         self._input[: len(given)].copy_(
             given.pin_memory() if pinned else given, non_blocking=pinned
@@ -227,8 +245,8 @@ class PromptGraphs:
 
     def _renew(self, store: int) -> None:
         if store != self._store:
-            # The memory that all of them share must not be without any: CUDA's allocator refuses
-            # to capture into it then.
+            # Keep the old graphs until the next capture: CUDA's allocator refuses to capture into
+            # a memory pool without a live graph.
             self._store, self._dropped, self._held = store, self._held or self._dropped, {}
-            # Sizes that were worth a capture are at the next pass that nothing serves.
+            # Sizes that were captured before are captured again at their next uncaptured pass.
             self._lost = dict.fromkeys(self._warm, PATIENCE - 1)

@@ -1,6 +1,6 @@
-"""Which rows read one prompt, as tables at fixed addresses on the device, so that captured
-passes follow rows that come and go. Not here: the spans themselves (kv_cache.py), how they are
-read (kernels).
+"""Shared-prefix groups: tables on the device of the rows that read one prompt. They are at fixed
+addresses, so that captured passes see rows that begin and end. Not here: the prompts' spans
+(kv_cache.py), attention (kernels).
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import torch
 
 from bass_kernels import Teams
 
-SIZES = (2, 4, 8, 16, 32)  # rows of a tile, at most: as many as fill a kernel's tile of queries
+SIZES = (2, 4, 8, 16, 32)  # maximum rows of a tile; a kernel takes what fills its tile of queries
 
 
 def most_tiles(rows: int, size: int) -> int:
-    """The most tiles of up to `size` rows that `rows` rows can need, if only rows that are not
-    alone are in one."""
-    return (
-        2 * rows // 3 if size == 2 else rows // 2
-    )  # threes make two tiles of two; otherwise pairs are the worst
+    """Return the maximum number of tiles of up to `size` rows that `rows` rows can need. A row that
+    shares its prompt with no other is in no tile."""
+    # the worst case: groups of three for tiles of two, otherwise pairs
+    return 2 * rows // 3 if size == 2 else rows // 2
 
 
 class TeamTable:
-    """`rows` rows at most. For every size: a table of tiles, one after the other from the first
-    on, then -1."""
+    """The groups of up to `rows` rows. For each of SIZES a table of tiles, filled up with -1."""
 
     def __init__(self, rows: int, device: torch.device):
         self._teams: list[list[int]] = []
@@ -41,8 +39,7 @@ class TeamTable:
         self._of: dict[int, Teams] = {}
 
     def update(self, spans: Iterable[list[int]]) -> None:
-        """From now on the rows of each of these read one span; those alone in theirs are left
-        out."""
+        """Set the groups: the rows of each list read one span. Lists of one row are ignored."""
         teams = [rows for rows in spans if len(rows) > 1]
         if teams == self._teams:
             return
@@ -58,10 +55,10 @@ class TeamTable:
             table[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
             table[len(entries) :] = -1
         host = self._host.pin_memory() if self._flat.is_cuda else self._host
-        self._flat.copy_(host, non_blocking=True)  # the host waits for no round
+        self._flat.copy_(host, non_blocking=True)  # the host does not wait for the device
 
     def of(self, rows: int) -> Teams:
-        """The tables for a pass of rows 0 to `rows` - 1, which must be all that there are."""
+        """Return the tables for a pass of rows 0 to `rows` - 1, which must be all live rows."""
         if rows not in self._of:
             member, *tables = self._views
             tiles = {

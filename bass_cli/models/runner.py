@@ -1,6 +1,6 @@
-"""A decoder with its cache: prompts are filled in once, then rows take ragged passes.
+"""A decoder with its key/value store: prompts are prefilled once, then rows take ragged passes.
 
-Not here: what is fed and why (drafting/, engine/loop.py), passes over prompts (prefill.py).
+Not here: which tokens are fed (drafts/, engine/), passes over prompts (prefill.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from bass_cli.models.kv_cache import KVCache, Span
 from bass_cli.models.prefill import PASS, Part, Passes, alone, tiled
 from bass_kernels import Packed
 
-# prompt tokens a pass where a deadline may stop it in between: about what a round takes
+# tokens of a prefill pass if a deadline may stop it between passes: about as long as a round
 _TIMED_PASS = {"cpu": 64}
-# Tokens from which a common beginning is copied: it takes two launches a layer, in which an H200
-# reads some 60 tokens of a small model.
+# Minimum length of a common prefix to copy instead of computing it. A copy takes two launches a
+# layer, in which an H200 reads about 60 tokens of a small model.
 _COPIED = 128
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt's tokens, its place, how many of them are stored there (`read`), and one opened
-    before that begins with the same tokens (`like`), so that some need not be computed."""
+    """A prompt and its span in the store.
+
+    like: an earlier prompt with the same first tokens, from which keys and values are copied.
+    read: positions that are stored already.
+    """
 
     tokens: Sequence[int]
     span: Span
@@ -42,13 +45,17 @@ class Prompt:
 
 
 class Runner:
-    """`decoder` over up to `rows` rows that each generate up to `span` positions.
+    """Runs `decoder` over up to `rows` rows that each generate up to `span` positions.
 
-    `lag` tokens at a prompt's end are left to the rows: 1 for a target (the pending token), 2
-    for a draft model, whose first step always feeds a row's last two tokens. Prompts that are
-    opened one after the other are read together, when a row of one of them begins; by graphs
-    where `record` (by default that of the device) captures them. `pieces`: see KVCache. `ahead`:
-    as the decoder's reader's, if another process has that.
+    Prompts that are opened one after the other are prefilled together, when a row of one of them
+    begins.
+
+    Args:
+        lag: tokens at a prompt's end that the rows are fed, not the prefill: 1 for a target (the
+            pending token), 2 for a draft model, whose first step feeds a row's last two tokens.
+        record: captures prefill passes. Default: the device's recorder.
+        pieces: see KVCache.
+        ahead: see ReadsHidden; needed if the reader is in another process.
     """
 
     def __init__(
@@ -72,9 +79,9 @@ class Runner:
             pieces=pieces,
         )
         self._prompts: dict[str, Prompt] = {}
-        self._unread: dict[str, Prompt] = {}  # those of them that are not all there, oldest first
-        self._newest: dict[tuple[int, ...], Prompt] = {}  # by how they begin
-        if record is None and decoder.ranks is None:  # what several take part in is not captured
+        self._unread: dict[str, Prompt] = {}  # prompts not fully stored, oldest first
+        self._newest: dict[tuple[int, ...], Prompt] = {}  # by their first tokens
+        if record is None and decoder.ranks is None:  # no captured prefill of a split model
             record = recorder(decoder.device)
         self._passes = Passes(decoder, self.cache, record)
         reader = decoder.reader
@@ -84,9 +91,16 @@ class Runner:
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None
     ) -> bool:
-        """Make place for a prompt (its token ids) under `key`, for rows to attach to. With
-        `in_time` it is read now: that is asked before each pass whether so many tokens can still
-        be taken in; if not, nothing is stored, and this is False."""
+        """Reserve space for a prompt under `key`. Rows can begin with that key.
+
+        Args:
+            tokens: the prompt's ids.
+            in_time: if given, prefill now. It is called before each pass with a number of tokens,
+                and returns whether there is time for them.
+
+        Returns:
+            False if there was no time; then nothing is stored.
+        """
         assert key not in self._prompts
         assert tokens
         span = self.cache.reserve(max(len(tokens) - self.lag, 0))
@@ -106,9 +120,9 @@ class Runner:
 
     @torch.inference_mode()
     def read(self) -> bool:
-        """One pass over what is open and not read, as much as goes into one, oldest first;
-        whether something is left."""
-        # What others are to copy is there after a pass, not before.
+        """Run one prefill pass over the open prompts, oldest first. Return whether tokens are
+        left."""
+        # A prompt waits until the prefix that it copies is stored.
         waiting = [one for one in self._unread.values() if self._copy(one) and one.left]
         if waiting and (most := alone(waiting[0].left, self.device.type)):
             self._passes.run([self._part(waiting[0], most)], capture=False)
@@ -118,7 +132,7 @@ class Runner:
         return bool(self._unread)
 
     def _parts(self, waiting: Iterable[Prompt]) -> Iterator[Part]:
-        """As much of these prompts as goes into a pass."""
+        """Yield the parts of these prompts that fit into one pass."""
         room = PASS
         for prompt in waiting:
             part = self._part(prompt, room)
@@ -128,8 +142,8 @@ class Runner:
                 return
 
     def read_by_nobody(self) -> Runner:
-        """The same store and prompts, with rounds that leave their reader's layers out: for plain
-        decoding beside it, never with rows of the other."""
+        """Return a runner over the same store and prompts whose passes skip the reader's layers:
+        for plain decoding. The two must not have rows at the same time."""
         other = copy.copy(self)
         other.decoder = copy.copy(self.decoder)
         other.decoder.reader = None
@@ -137,17 +151,17 @@ class Runner:
 
     @torch.inference_mode()
     def prepare_prompts(self) -> None:
-        """Capture now what reads prompts, rather than when it has come often enough."""
+        """Capture the prefill passes now. See Passes.prepare."""
         self._passes.prepare()
 
     def close(self, key: str) -> None:
-        """No further row will attach to this prompt."""
+        """Accept no further rows for this prompt."""
         self.cache.close(self._prompts.pop(key).span)
         self._unread.pop(key, None)
 
     @torch.inference_mode()
     def follow(self, change: Change) -> None:
-        """Rows have ended, moved and begun."""
+        """Apply a Change to the rows. Prefill the prompts of rows that begin."""
         while any(key in self._unread for _, key in change.begun):
             self.read()
         self.cache.swap_rows(
@@ -160,7 +174,7 @@ class Runner:
 
     @property
     def version(self) -> int:
-        """Changes when what a captured graph reads has moved."""
+        """Changes when memory that captured graphs read has moved. See KVCache."""
         return self.cache.version
 
     def forward(
@@ -171,9 +185,12 @@ class Runner:
         *,
         last: int | None = None,
     ) -> Tensor:
-        """Logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W]. ends: each
-        row's last position + 1; None: rows up to B may be dummies, and only what is on the
-        device counts (KVCache.decode)."""
+        """Return logits [B, min(last, W), V] of tokens [B, W] int64 at positions [B, W].
+
+        Args:
+            ends: each row's last position + 1. None in a captured graph (see KVCache.decode),
+                where the last rows may be padding.
+        """
         logits = self.decoder.forward(tokens, self.cache.decode(positions, ends), last=last)
         assert logits is not None
         return logits
@@ -181,19 +198,19 @@ class Runner:
     def forward_packed(
         self, tokens: Tensor, positions: Tensor, packed: Packed, ends: Sequence[int] | None
     ) -> Tensor:
-        """Logits [M, V] of tokens [M] int64 at positions [M], of which each row has a number of
-        its own; ends: as `forward`'s, or more."""
+        """Return logits [M, V] of tokens [M] int64 at positions [M]. `packed` gives the number of
+        tokens of each row; `ends` may be larger than in `forward`."""
         step = self.cache.decode(positions[None], ends, packed)
         logits = self.decoder.forward(tokens[None], step)
         assert logits is not None
         return logits[0]
 
     def feed(self, tokens: Tensor, positions: Tensor, ends: Sequence[int] | None) -> None:
-        """Only write the keys and values of tokens [B, W] at positions [B, W]."""
+        """Write the keys and values of tokens [B, W] at positions [B, W], without logits."""
         self.decoder.forward(tokens, self.cache.decode(positions, ends), last=0)
 
     def _like(self, tokens: Sequence[int], span: Span) -> Prompt | None:
-        """The newest prompt that begins as these do, if there is one and its place is its own."""
+        """Return the newest stored prompt with the same first tokens, if there is one."""
         if span.length < _COPIED:
             return None
         found = self._newest.get(tuple(tokens[:_COPIED]))
@@ -202,13 +219,13 @@ class Runner:
     def _remember(self, prompt: Prompt) -> None:
         if prompt.span.length < _COPIED:
             return
-        if len(self._newest) > 2 * self.rows:  # no more than that are of use
+        if len(self._newest) > 2 * self.rows:  # drop those that are no longer stored
             self._newest = {begin: one for begin, one in self._newest.items() if one.span.taken}
         self._newest[tuple(prompt.tokens[:_COPIED])] = prompt
 
     def _copy(self, prompt: Prompt) -> bool:
-        """Take over what a prompt has in common with the one it is like; False while that is
-        still to be read."""
+        """Copy the prefix that a prompt shares with `like`. Return False if that prefix is not
+        stored yet."""
         like = prompt.like
         if like is None:
             return True
@@ -225,8 +242,8 @@ class Runner:
         return True
 
     def _part(self, prompt: Prompt, most: int) -> Part:
-        """The next tokens of a prompt, which are read now."""
+        """Take the next tokens of a prompt, up to `most`, and count them as read."""
         first, prompt.read = prompt.read, min(prompt.read + most, prompt.span.length)
-        # none follows the last one where there is no lag
+        # without a lag no token follows the last one
         behind = prompt.tokens[prompt.read] if prompt.read < len(prompt.tokens) else 0
         return Part(prompt.tokens[first : prompt.read], prompt.span, first, behind)

@@ -1,7 +1,7 @@
-"""Spec: everything in which the known families of decoders differ, as data, and the names, shapes
-and dtypes of the tensors that follow from it.
+"""Spec: the shape of a decoder and the differences between families, as data. The names, shapes and
+dtypes of its tensors follow from it.
 
-Not here: the decoder itself (decoder.py), how a checkpoint names its tensors (families.py).
+Not here: the decoder (decoder.py), the names of a checkpoint's tensors (families.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _NORMS = {"norm", "norm1", "norm2", "post1", "post2", "q_norm", "k_norm", "conte
 class Rope(NamedTuple):
     """Rotary position embedding of the first `size` dimensions of a head (arXiv 2104.09864).
 
-    `factors` ([size / 2], or None) divide the inverse frequencies: every published scaling that
-    does not depend on the length (linear, Llama 3) comes down to them.
+    `factors` ([size / 2], or None) divide the inverse frequencies. Every published scaling that
+    does not depend on the length (linear, Llama 3, YaRN) can be written so.
     """
 
     theta: float
@@ -29,9 +29,13 @@ class Rope(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Normalisation: kind "rms" or "layer" (with bias); `qk` also norms each head's q and k;
-    `sandwich` also norms what attention and feed-forward return, before it joins the residual
-    stream (Gemma 3)."""
+    """Normalisation.
+
+    kind: "rms" or "layer" (with bias).
+    qk: whether each head's q and k are normed too.
+    sandwich: whether the outputs of attention and feed-forward are normed too, before they are
+        added to the residual stream (Gemma 3).
+    """
 
     kind: str
     eps: float
@@ -41,12 +45,15 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The shape of a decoder-only transformer, and everything in which the known families differ.
+    """The shape of a decoder-only transformer and everything in which the known families differ.
 
-    `windows` has one entry a layer: the number of most recent positions (itself included) a
-    query sees, 0 for all. `rope` None means learned absolute positions. `local_rope`, if any,
-    serves the layers with a window. `biases` names the linear maps that have one: of "qkv", "o",
-    "up", "down", "head".
+    inner: size of the feed-forward.
+    windows: for each layer, how many positions a query attends to, its own included; 0 for all.
+    rope: None for learned absolute positions.
+    local_rope: the rotary embedding of layers with a window, if they have their own.
+    parallel: attention and feed-forward read the same norm and are added together (GPT-J).
+    biases: the linear maps with a bias, of "qkv", "o", "up", "down", "head".
+    tied: the head is the embedding.
     """
 
     family: str
@@ -65,19 +72,16 @@ class Spec:
     windows: tuple[int, ...]
     query_scale: float
     local_rope: Rope | None = None
-    parallel: bool = (
-        False  # attention and feed-forward read the same norm and are added together (GPT-J)
-    )
+    parallel: bool = False
     embed_scale: float = 1.0
     biases: frozenset[str] = frozenset()
-    tied: bool = False  # the head is the embedding
+    tied: bool = False
 
 
 def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of every tensor the decoder needs; `head.weight` is listed also when it is
-    tied.
+    """Return the names and shapes of all tensors of a decoder, `head.weight` also if it is tied.
 
-    qkv stacks q, k, v by rows; a gated `up` stacks gate, then up.
+    `qkv` stacks q, k, v by rows. A gated `up` stacks gate, then up.
     """
     query, key = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
     up = (2 if spec.gated else 1) * spec.inner
@@ -119,9 +123,11 @@ def parameters(spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a tensor of `parameters` has in a decoder of `dtype`: norms stay float32,
-    in which they are computed. (In bfloat16 1 + w, which Gemma's norms multiply by, would keep 8
-    bits of the sum.)"""
+    """Return the dtype of a tensor of `parameters` in a decoder of `dtype`.
+
+    Norms stay float32, in which they are computed: in bfloat16 the factor 1 + w of Gemma's norms
+    would have 8 significant bits.
+    """
     import torch
 
     return torch.float32 if name.split(".")[-2] in _NORMS else dtype
@@ -129,12 +135,19 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """A drafter over the outputs of a target's layers `taps`: `body` are its own layers. A block
-    has `block` places, the anchor and masks of id `mask`; `first`: the one that drafts first, 0
-    for the anchor. `rank`: of the bias by the token before, 0 for none. Without a block it drafts
-    token by token; `norms_residual`: its residual stream begins at the normed feature. `embeds`,
-    `heads`: whether it has an embedding and a head of its own, not the target's. `ids`: of the
-    tokens that its head has, in its order; None for all."""
+    """A drafter that reads the outputs of some layers of a target.
+
+    kind: "dflash", "dspark" or "eagle3".
+    body: its own layers.
+    aux_layers: the target's layers that it reads, from 0.
+    block: places of a block, the anchor and masks; 0 if it drafts token by token.
+    first: the place that gives the first draft, 0 for the anchor.
+    mask: id of the mask token.
+    rank: of the bias by the token before; 0 for none.
+    norms_residual: whether its residual stream begins at the normed feature (token by token).
+    embeds, heads: whether it has its own embedding and head, not the target's.
+    ids: the target's ids of its head's tokens, in its order; None for all.
+    """
 
     kind: str
     body: Spec
@@ -150,19 +163,19 @@ class HeadSpec:
 
     @property
     def drafts(self) -> int:
-        """The most tokens that it drafts in a round."""
+        """Maximum number of drafts of a round."""
         return self.block - self.first if self.block else sys.maxsize
 
     @property
     def inputs(self) -> int:
-        """Columns of its projections to queries, keys and values: token by token it reads an
-        embedding beside each feature."""
+        """Columns of its qkv projection. A drafter that drafts token by token reads an embedding
+        beside each feature."""
         return self.body.width * (1 if self.block else 2)
 
 
 def head_parameters(head: HeadSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all its tensors: those of its layers, and of what makes one context
-    feature of the taps."""
+    """Return the names and shapes of all tensors of a drafter: its layers, the map and norm from
+    auxiliary hidden states to a feature, and the bias by the token before."""
     width, vocab = head.body.width, head.body.vocab
     known = vocab if head.ids is None else len(head.ids)
     shapes = parameters(head.body) | {"head.weight": (known, width)}

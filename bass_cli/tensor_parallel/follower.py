@@ -1,8 +1,8 @@
-"""A process that holds one part of a split model: it does what the leader's runners do, with its
-own part, and ends when the leader does, whatever the leader dies of.
+"""The process of ranks 1 to K - 1 of a split model. It holds one part of the weights and repeats
+the calls of the leader's runners on that part.
 
-It knows no batch, no sampling and no clock: it is told calls (leader.py), and takes part in their
-passes. Messages come by standard input, pickled; what it has to say goes to standard output.
+The leader (leader.py) sends calls as pickles on standard input. Replies go to standard output. A
+follower has no batch, no sampling and no clock. It ends when the leader ends, for any reason.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class Source(Protocol):
-    """Where the parts of a model come from; it is pickled, so it is made of functions that have a
-    name."""
+    """Loads one part of a model. It is sent to another process, so it must be picklable: a function
+    of a module, not a lambda."""
 
     def __call__(
         self,
@@ -44,13 +44,20 @@ class Source(Protocol):
         device: torch.device,
         on_read: Callable[[int], None],
     ) -> tuple[Spec, dict[str, torch.Tensor]]:
-        """A part's spec (partition.part_of) and weights; `on_read` is told how many bytes are
-        read."""
+        """Return the part's spec (partition.part_of) and its weights.
+
+        Args:
+            on_read: called with the number of bytes after each tensor.
+        """
 
 
 class JobSpec(NamedTuple):
-    """Which part of which model a process holds. `vocab`: as a Decoder's; `needed`: bytes
-    that its device must have free; `port`: see Ranks.join."""
+    """What a follower needs to load its part.
+
+    vocab: see Decoder.
+    needed: bytes that its device must have free.
+    port: see Ranks.join.
+    """
 
     source: Source
     share: Share
@@ -63,25 +70,28 @@ class JobSpec(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The part is loaded, of which so many bytes were read."""
+    """Reply: the part is loaded. `read`: bytes read from the checkpoint."""
 
     read: int
 
 
 class Fault(NamedTuple):
-    """Why a process cannot go on: the sentence of a UserError ("user") or MachineError
-    ("machine"), or a traceback ("bug")."""
+    """Reply: the process failed.
+
+    kind: "user" or "machine" for the message of a UserError or MachineError, "bug" for a
+        traceback.
+    """
 
     kind: str
     text: str
 
 
 def main() -> None:
-    """Take an order and then calls from standard input, until it is closed."""
+    """Read a JobSpec and then calls from standard input, until it is closed."""
     threading.Thread(target=_end_with_leader, daemon=True).start()
     terminal.guard()  # it shares the leader's standard error
     channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints must not come between
+    os.dup2(2, 1)  # a stray print must not corrupt the replies
     calls = sys.stdin.buffer
     try:
         _follow(pickle.load(calls), calls, lambda message: _say(channel, message))
@@ -96,14 +106,14 @@ def main() -> None:
         kind = "machine" if is_refused_memory(error) else "bug"
         text = f"memory ran out: {error}" if kind == "machine" else traceback.format_exc()
         _say(channel, Fault(kind, text))
-    os._exit(1)  # others may never come to what waits for them
+    os._exit(1)  # a normal exit could wait for ever for an exchange with other processes
 
 
 def _end_with_leader() -> None:
-    """The leader's end of the pipe closes with it, also while this process waits for others."""
-    ends = select.poll()
-    ends.register(0, 0)  # of the hanging up alone it is told unasked
-    ends.poll()
+    """End this process when the leader's end of the pipe closes, even in the middle of a pass."""
+    poll = select.poll()
+    poll.register(0, 0)  # no events asked for: poll always reports a closed pipe
+    poll.poll()
     os._exit(0)
 
 
@@ -112,26 +122,26 @@ def _say(channel: BinaryIO, message: Ready | Fault) -> None:
     channel.flush()
 
 
-def _follow(order: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None]) -> None:
+def _follow(job: JobSpec, calls: BinaryIO, say: Callable[[Ready | Fault], None]) -> None:
+    """Load the part, join the group and repeat the leader's calls until it says `leave`."""
     import torch
 
     from bass_cli.models.decoder import Decoder
     from bass_cli.models.ranks import Ranks
 
-    torch.set_num_threads(order.threads)
-    if order.device.type == "cuda" and (free := free_memory(order.device)) < order.needed:
+    torch.set_num_threads(job.threads)
+    if job.device.type == "cuda" and (free := free_memory(job.device)) < job.needed:
         raise MachineError(
-            f"{gigabytes(order.needed)} of memory are needed and {gigabytes(free)} can be had there"
+            f"this part needs {gigabytes(job.needed)} of memory on its device, and "
+            f"{gigabytes(free)} are free"
         )
-    read, ranks = list[int](), Ranks(order.share)
-    spec, weights = order.source(
-        order.share, dtype=order.dtype, device=order.device, on_read=read.append
-    )
-    decoder = Decoder(spec, weights, vocab=order.vocab, ranks=ranks)
+    read, ranks = list[int](), Ranks(job.share)
+    spec, weights = job.source(job.share, dtype=job.dtype, device=job.device, on_read=read.append)
+    decoder = Decoder(spec, weights, vocab=job.vocab, ranks=ranks)
     say(Ready(sum(read)))
-    pickle.load(calls)  # all are there
-    ranks.join(order.port, order.device)
-    ranks.can_capture(order.device)
+    pickle.load(calls)  # "join": all parts are loaded
+    ranks.join(job.port, job.device)
+    ranks.can_capture(job.device)
     with torch.inference_mode():
         _take_part(decoder, ranks, calls)
 
@@ -144,7 +154,7 @@ def read_part(
     device: torch.device,
     on_read: Callable[[int], None],
 ) -> tuple[Spec, dict[str, torch.Tensor]]:
-    """The Source of a checkpoint on this machine."""
+    """Load a part of a checkpoint on this machine. See `Source`."""
     from bass_cli.formats.checkpoint import open_checkpoint
     from bass_cli.formats.partition import part_of
     from bass_cli.formats.weights import load
@@ -155,8 +165,8 @@ def read_part(
 
 
 def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
-    """Do what is told: (number of a runner, what it does, the arguments), or what concerns the
-    graphs of all runners, or the end."""
+    """Run the leader's calls until `leave`. A call is (number of a runner, method, *arguments);
+    "capture", "replay" and "leave" concern all runners."""
     from bass_cli.tensor_parallel.led_graphs import FollowedGraphs
 
     member = _Member(decoder, ranks, calls)
@@ -179,23 +189,23 @@ def _take_part(decoder: Decoder, ranks: Ranks, calls: BinaryIO) -> None:
 
 
 class _Member:
-    """A follower's runners, by their numbers."""
+    """The follower's runners, by number."""
 
     def __init__(self, decoder: Decoder, ranks: Ranks, calls: BinaryIO):
         self._decoder, self._ranks, self._calls = decoder, ranks, calls
         self._runners: dict[int, Runner] = {}
 
     def listen(self) -> tuple[Any, ...]:
-        """The next call."""
+        """Wait for the next call and return it."""
         call: tuple[Any, ...] = pickle.load(self._calls)
         return call
 
     def version(self, numbers: frozenset[int]) -> frozenset[tuple[int, int]]:
-        """Changes when what a captured pass of these runners reads has moved."""
+        """Return a value that changes when memory that these runners' graphs read has moved."""
         return frozenset((number, self._runners[number].version) for number in numbers)
 
     def perform(self, call: tuple[Any, ...]) -> None:
-        """Do what one of the leader's runners does."""
+        """Run one call of the leader's runners on this part."""
         number, name, *given = call
         if name == "begin":
             self._begin(number, *given)
@@ -228,7 +238,7 @@ class _Member:
     ) -> None:
         from bass_cli.models.runner import Runner
 
-        self._runners.pop(number, None)  # its memory is free before the next one takes any
+        self._runners.pop(number, None)  # free its memory before the new one allocates
         self._runners[number] = Runner(
             self._decoder.keep_layers(layers),
             rows=rows,
@@ -239,6 +249,6 @@ class _Member:
         )
 
     def _in_time(self, count: int) -> bool:
-        """The leader's clock says what there is time for."""
+        """Return the leader's answer: only the leader has a clock."""
         (answer,) = pickle.load(self._calls)
         return bool(answer)

@@ -1,8 +1,8 @@
-"""The processes that hold the other parts of a split model, from the leader's side: it begins them,
-tells them what its runners do before they do it, and finds out what became of them.
+"""The leader (rank 0) of a split model. It starts the other processes, sends them each call of its
+runners before it makes the call itself, and detects processes that have died.
 
-The leader alone reads prompts, drafts, chooses tokens, looks at clocks and writes. Not here: what
-the others do (follower.py), what is exchanged inside a pass (ranks.py).
+Only the leader reads prompts, drafts, samples tokens, reads clocks and writes results. Not here:
+the other processes (follower.py), the exchanges inside a pass (ranks.py).
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from bass_cli.models.runner import Runner
 from bass_cli.tensor_parallel.follower import Fault, JobSpec, Ready, Source
 from bass_cli.tensor_parallel.led_graphs import LedGraphs
 
-_NOTICE = 2.0  # seconds until a process that has died is known to have
-# Seconds that a pass has to fail in when one that takes part in it has died: between CPUs it does
-# at once, between GPUs it would wait for ever.
+_NOTICE = 2.0  # seconds within which the death of a process is detected
+# Seconds for a pass to fail after one of its processes has died. Between CPUs it fails at once;
+# between GPUs it would wait for ever.
 _GRACE = 15.0
-# Seconds for all processes to leave the group together. One that is stopped never does, and the
-# command is to end within five seconds of a signal.
-_POLITE = 1.5
+# Seconds for all processes to leave the group together. A stopped process never leaves, and a
+# command must end within five seconds of a signal.
+_LEAVE = 1.5
 _CODE = (
     "import sys; sys.path[:] = sys.argv[1:]; "
-    # before torch is imported, which takes seconds
+    # before the import of torch, which takes seconds
     "from bass_cli.system.signals import end_with_parent; end_with_parent(); "
     "from bass_cli.tensor_parallel.follower import main; main()"
 )
 
 
 class Part(NamedTuple):
-    """What of a model all of its processes are told: see follower.JobSpec."""
+    """The fields of JobSpec (follower.py) that are equal for all processes of a model."""
 
     source: Source
     ranks: int
@@ -59,13 +59,18 @@ class Part(NamedTuple):
 
 
 class Followers:
-    """The processes 1 to K - 1 of a model, which load their parts from now on. `ranks`: the
-    leader's own view of all; `graphs`: those that they take part in."""
+    """The processes of ranks 1 to K - 1. The constructor starts them, and they load their parts
+    in the background.
+
+    ranks: the leader's member of the group.
+    graphs: the CUDA graphs that all processes take part in.
+    read: bytes that each process has read, by rank, once its part is loaded.
+    """
 
     def __init__(self, part: Part):
         self.ranks, self._part = Ranks(Share(0, part.ranks)), part
         self.graphs = LedGraphs(self)
-        self.read: dict[int, int] = {}  # bytes, by process
+        self.read: dict[int, int] = {}
         self._port = self.ranks.meet()
         self._faults: dict[int, str] = {}
         self._kinds: dict[int, type[UserError]] = {}
@@ -88,7 +93,7 @@ class Followers:
             target=self._begin_and_listen, args=(rank, environment, started), daemon=True
         ).start()
         process = started.result()
-        order = JobSpec(
+        job = JobSpec(
             part.source,
             Share(rank, part.ranks),
             part.dtype,
@@ -98,21 +103,21 @@ class Followers:
             part.needed,
             self._port,
         )
-        with contextlib.suppress(BrokenPipeError):  # `_listen` says why
-            self._send(process, order)
+        with contextlib.suppress(BrokenPipeError):  # `_listen` reports why
+            self._send(process, job)
 
     def _begin_and_listen(
         self, rank: int, environment: dict[str, str], started: Future[subprocess.Popen[bytes]]
     ) -> None:
-        """Start a process from the thread that listens to it: the process is killed when that
-        thread ends (signals.end_with_parent)."""
+        """Start a process and listen to it in the same thread: the system kills the process when
+        the thread that started it ends (signals.end_with_parent)."""
         try:
             process = self._processes[rank] = subprocess.Popen(
                 [sys.executable, "-c", _CODE, *sys.path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the leader's
+                start_new_session=True,  # Ctrl-C reaches the leader only
             )
         except BaseException as error:
             started.set_exception(error)
@@ -121,7 +126,11 @@ class Followers:
         self._listen(rank, process)
 
     def join(self) -> None:
-        """Wait until all parts are loaded, and meet."""
+        """Wait until all parts are loaded, then form the group.
+
+        Raises:
+            UserError, MachineError: a process could not load its part, or has died.
+        """
         with self._news:
             self._news.wait_for(lambda: self._faults or len(self.read) == len(self._processes))
         with self.taking_part():
@@ -132,11 +141,12 @@ class Followers:
             self.graphs.wanted = self.ranks.can_capture(self._part.device)
         if self._part.device.type == "cuda" and not self.graphs.wanted:
             terminal.line(
-                f"bass: --tensor-parallel {self._part.ranks}: rounds are launched op by op here"
+                f"bass: --tensor-parallel {self._part.ranks}: no CUDA graphs, because exchanges "
+                "between these GPUs cannot be captured; rounds are slower"
             )
 
     def tell(self, *message: Any) -> None:
-        """To all of them, which do as they are told in the order in which they are."""
+        """Send a call to all processes. They run calls in the order of sending."""
         raw = pickle.dumps(message)
         for process in self._processes.values():
             assert process.stdin is not None
@@ -145,8 +155,8 @@ class Followers:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Around loading the leader's part: behind it the others have theirs; after an error here
-        they have ended. Errors: see join."""
+        """Wrap the loading of the leader's part: on exit the group is formed (see `join`), after
+        an error all processes have ended."""
         try:
             yield
             self.join()
@@ -156,11 +166,16 @@ class Followers:
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Around what all do together. After an error here, of whatever kind, they no longer stand
-        at the same place, and can do nothing together any more. MachineError where one has
-        died."""
+        """Wrap a step that all processes take together. After any error in it the processes are
+        out of step, and every later use fails.
+
+        Raises:
+            MachineError: a process has died.
+        """
         if self._broken:
-            raise MachineError("--tensor-parallel: the processes of this model have been given up")
+            raise MachineError(
+                "--tensor-parallel: the processes of this model were ended after an earlier error"
+            )
         try:
             yield
         except BaseException as error:
@@ -174,24 +189,28 @@ class Followers:
             raise
 
     def close(self) -> None:
-        """End all processes; what they hold is lost. One that is stopped is killed, too."""
+        """End all processes, stopped ones too, and free what they hold."""
         if not self._faults:
             self._over.set()
-        if not self._broken:  # a group between GPUs is given up together
-            self._leave(_POLITE, lost=False)
+        if not self._broken:  # NCCL wants all members to leave together
+            self._leave(_LEAVE, lost=False)
         self._broken = True
         for process in list(self._processes.values()):
             process.kill()
-        if self._leave(_GRACE + _NOTICE, lost=True):  # `_listen` comes before
-            self._over.set()  # else what waits for a device ends this process too: see _listen
+        if self._leave(_GRACE + _NOTICE, lost=True):  # `_listen` gives up first
+            self._over.set()  # if not, `_listen` ends this process, which waits for its device
         for process in self._processes.values():
             process.wait()
             with contextlib.suppress(BrokenPipeError):
                 process.__exit__(None, None, None)  # its pipes
 
     def _leave(self, limit: float, *, lost: bool) -> bool:
-        """Leave the group; whether that is done within so many seconds. `lost`: the others do not
-        take part. It may never end where others have died in the middle of a pass."""
+        """Leave the group. Return whether that took at most `limit` seconds; it may hang if other
+        processes have died in the middle of a pass.
+
+        Args:
+            lost: the other processes do not take part.
+        """
 
         def leave() -> None:
             if not lost:
@@ -206,14 +225,14 @@ class Followers:
         return not leaving.is_alive()
 
     def _fault(self) -> UserError:
-        """Of the first that has one."""
+        """Return the error of the first process that failed."""
         rank = next(iter(self._faults))
         ranks = self._part.ranks
         text = f"--tensor-parallel {ranks}: process {rank} of 0 to {ranks - 1}: "
-        return self._kinds[rank](*(text + self._faults[rank]).split("\n"))  # a traceback has lines
+        return self._kinds[rank](*(text + self._faults[rank]).split("\n"))  # one line an argument
 
     def _listen(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Take in what a process says, until it is gone."""
+        """Read the replies of a process until it ends, and record why if it failed."""
         assert process.stdout is not None
         found: Fault | None = None
         with contextlib.suppress(EOFError, OSError, ValueError, pickle.UnpicklingError):
@@ -234,7 +253,8 @@ class Followers:
             self._faults.setdefault(rank, text)
             self._news.notify_all()
         if not self._over.wait(_GRACE) and rank in self.read:
-            # What waits for a device cannot be interrupted. Lines that are written are whole.
+            # The main thread may wait for its device, which no exception can interrupt. Results
+            # are written line by line, so the output file is valid.
             terminal.error(self._fault())
             os._exit(3)
 
@@ -246,8 +266,8 @@ class Followers:
 
 
 def _devices() -> list[str]:
-    """What CUDA_VISIBLE_DEVICES has to be for a process that sees one of the GPUs that this one
-    does, by its number here."""
+    """For each GPU that this process sees, the value of CUDA_VISIBLE_DEVICES under which a child
+    sees that GPU alone."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(number) for number in range(torch.cuda.device_count())]
@@ -261,9 +281,13 @@ def _end_of(code: int) -> str:
 
 
 class LedRunner:
-    """A Runner (see there) over one part of a model: whatever it is asked, the others are told
-    first. What reads its decoder, and is not split, has layers in the leader's cache only.
-    `number`: a new one takes the place of an older one of the same number."""
+    """A Runner over one part of a model. It sends each call to the other processes before it runs
+    the call itself. A drafter that reads hidden states is not split: its layers are in the
+    leader's cache only.
+
+    Args:
+        number: identifies the runner in calls. A new runner replaces an older one of its number.
+    """
 
     def __init__(
         self,
@@ -295,13 +319,14 @@ class LedRunner:
         return self._runner.version
 
     def read_by_nobody(self) -> LedRunner:
-        """Runner.read_by_nobody: for the others it is the same one, for they have no reader."""
+        """See Runner.read_by_nobody. The other processes have no reader, so nothing changes
+        there."""
         other = copy.copy(self)
         other._runner = self._runner.read_by_nobody()
         return other
 
     def prepare_prompts(self) -> None:
-        """Nothing is captured that several processes take part in."""
+        """Do nothing: passes over prompts of a split model are not captured."""
 
     def open(
         self, key: str, tokens: Sequence[int], in_time: Callable[[int], bool] | None = None

@@ -1,10 +1,10 @@
-"""CUDA graphs that all processes of a split model have a part of: the leader captures what it does,
-each of the others the passes that it is told meanwhile, and from then on they are told by number
-which graph is next.
+"""CUDA graphs of a split model. The leader captures a round; each follower captures the passes of
+the calls that it receives meanwhile. Afterwards one message, the graph's number, replays it.
 
-What they exchange is in the graphs too (ranks.py), so they meet on their devices: no host waits for
-another. All of them capture at the same time, since a library may want to meet for that. Not here:
-which rounds are captured (engine/), how calls are told (leader.py, follower.py).
+The exchanges between processes (ranks.py) are inside the graphs, so processes wait for each other
+on their devices and no host waits for another. All processes capture at the same time, because
+NCCL may synchronise its members during a capture. Not here: which rounds are captured (engine/),
+how calls are sent (leader.py, follower.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 
 from bass_cli.models.capture import Graph, capture
 
-# a call as it is told: number of a runner, what it does, the arguments
+# a call as sent: number of a runner, method, arguments
 Call = tuple[Any, ...]
-_CAPTURED = (0, "captured")  # told behind the last call of a graph
+_CAPTURED = (0, "captured")  # sent after the last call of a graph
 
 
 class Channel(Protocol):
-    """The leader's way to the others (leader.Followers)."""
+    """Sends calls to the followers (leader.Followers)."""
 
     def tell(self, *message: Any) -> None: ...
 
@@ -33,32 +33,32 @@ class Channel(Protocol):
 
 
 class LedGraph:
-    """One graph's part on the leader's device."""
+    """The leader's part of a graph."""
 
     def __init__(self, graphs: LedGraphs, number: int, graph: Graph):
         self._graphs, self.number, self._graph = graphs, number, graph
 
     def replay(self) -> None:
-        """Begin it everywhere."""
+        """Replay the graph in all processes."""
         with self._graphs.told(self.number):
             self._graph.replay()
 
     def reset(self) -> None:
-        """It will not be run again."""
+        """Free the graph. It cannot be replayed afterwards."""
         self._graph.reset()
 
 
 class LedGraphs:
-    """All graphs that the leader has with the others. `wanted`: whether there are to be any."""
+    """All graphs of a split model, in the leader. `wanted`: whether rounds may be captured."""
 
     def __init__(self, channel: Channel):
         self.wanted = False
         self._channel, self._numbers = channel, itertools.count(1)
-        # what nobody replays any more is forgotten by the others too
+        # followers free the graphs that are no longer referenced here
         self._live: weakref.WeakValueDictionary[int, LedGraph] = weakref.WeakValueDictionary()
 
     def capture(self, function: Callable[[], None], pool: Any) -> LedGraph:
-        """capture.capture, and the same in all processes."""
+        """Capture `function` in all processes (capture.capture)."""
         with self.recorded() as number:
             graph = capture(function, pool)
         made = self._live[number] = LedGraph(self, number, graph)
@@ -66,7 +66,8 @@ class LedGraphs:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[int]:
-        """What the others are told meanwhile they do when this number is told, not now."""
+        """Have the followers record the calls of the block under the number that this yields,
+        instead of running them."""
         number = next(self._numbers)
         with self._channel.taking_part():
             self._channel.tell(0, "capture", number, frozenset(self._live))
@@ -75,20 +76,20 @@ class LedGraphs:
 
     @contextlib.contextmanager
     def told(self, number: int) -> Iterator[None]:
-        """Around what the leader does while the others run this graph."""
+        """Have the followers replay this graph while the leader runs the block."""
         with self._channel.taking_part():
             self._channel.tell(0, "replay", number)
             yield
 
     def close(self) -> None:
-        """Drop all: a group waits for graphs that have its exchanges before it can be left."""
+        """Free all graphs: NCCL cannot leave a group whose exchanges are in live graphs."""
         for graph in list(self._live.values()):
             graph.reset()
 
 
 class _Held(NamedTuple):
-    """What was captured (None: nothing), the calls that are in it, of which runners, and what
-    these read then."""
+    """A captured graph, or None; the calls in it; the runners of those calls, and their version
+    at the capture."""
 
     graph: Graph | None
     calls: list[Call]
@@ -97,9 +98,14 @@ class _Held(NamedTuple):
 
 
 class FollowedGraphs:
-    """A follower's parts. `listen` gives the next call that is told, `perform` does one; a graph
-    holds as long as the `version` of the runners in its calls is what it was. On a CPU the calls of
-    a graph are done one by one."""
+    """The graphs of a follower. On a CPU the calls of a graph are run one by one instead.
+
+    Args:
+        listen: returns the next call.
+        perform: runs a call.
+        version: returns a value for a set of runners. A graph is valid while the value for its
+            runners is unchanged.
+    """
 
     def __init__(
         self,
@@ -114,11 +120,15 @@ class FollowedGraphs:
         self._held: dict[int, _Held] = {}
 
     def capture(self, number: int, live: Collection[int]) -> None:
-        """The calls that come next, up to the last one, are a graph of that number; of the
-        others only those that are `live` will be run again."""
+        """Capture the next calls, up to `_CAPTURED`, as a graph.
+
+        Args:
+            number: of the new graph.
+            live: numbers of the older graphs that may be replayed again. The rest are freed.
+        """
         calls, call = list[Call](), self._listen()
 
-        def pass_on() -> None:
+        def run_calls() -> None:
             nonlocal call
             while call != _CAPTURED:
                 calls.append(call)
@@ -127,18 +137,19 @@ class FollowedGraphs:
                 call = self._listen()
 
         graph = None
-        if self._pool is None or call == _CAPTURED:  # the latter: the leader's own business
-            pass_on()
+        if self._pool is None or call == _CAPTURED:  # the latter: the graph has no calls
+            run_calls()
         else:
-            graph = capture(pass_on, self._pool)
-        # Not before: the memory that all share must not be without any (engine/graphs.py).
+            graph = capture(run_calls, self._pool)
+        # After the capture: CUDA cannot capture into a pool without a graph (engine/graphs.py).
         self._held = {one: held for one, held in self._held.items() if one in live}
         runners = frozenset(call[0] for call in calls)
         self._held[number] = _Held(graph, calls, runners, self._version(runners))
 
     def replay(self, number: int) -> None:
-        """Run a graph, or its calls, which meet those of the others in the same order: what it
-        reads may have moved here and nowhere else, since devices may differ in what is free."""
+        """Replay a graph. If memory that it reads has moved, run its calls instead: their
+        exchanges come in the same order. Memory may move in one process only, because devices
+        differ in what is free."""
         graph, calls, runners, version = self._held[number]
         if graph is not None and version == self._version(runners):
             graph.replay()

@@ -157,7 +157,7 @@ def test_a_note_quotes_hostile_keys_briefly() -> None:
 def test_a_folder_with_its_own_code_is_named(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path, shards=False)
     edited(tmp_path, auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    assert "own code is not run; the model is read as llama" in open_checkpoint(tmp_path).notes[0]
+    assert "the model's own code; it reads the model as llama" in open_checkpoint(tmp_path).notes[0]
 
 
 def test_one_model_for_target_and_draft_is_named_once(tmp_path: Path) -> None:

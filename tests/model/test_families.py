@@ -231,9 +231,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                                               "'big'"),
     (changed("llama-3.1", num_hidden_layers=2.5), '"num_hidden_layers": a whole number from 1 to '
                                                   '4096 is needed, not 2.5'),
-    (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 32 heads cannot share 5'),
+    (changed("llama-3.1", num_key_value_heads=5), '"num_key_value_heads": 5 does not divide the number of attention heads, 32'),
     (changed("llama-3.1", num_attention_heads=24), '"num_attention_heads": a width of 4096 has no '
-                                                   '24 equal heads'),
+                                                   '24 does not divide the hidden size'),
     ({k: v for k, v in OLD["llama-3.1"].items() if k != "vocab_size"}, 'the key "vocab_size" is '
                                                                        'missing'),
     (changed("llama-3.1", quantization_config={"bits": 4}), '"quantization_config".*GGUF'),
@@ -250,7 +250,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("opt-125m", word_embed_proj_dim=512), '"word_embed_proj_dim": 512 is not supported'),
     (changed("gpt2", scale_attn_by_inverse_layer_idx=True), '"scale_attn_by_inverse_layer_idx": '
                                                             'True is not supp'),
-    (changed("codegen", n_head=2), '"n_head": it must be a multiple of 4'),
+    (changed("codegen", n_head=2), '"n_head": the number of heads must be a multiple of 4'),
     (changed("gptj", rotary_dim=0), '"rotary_dim": a number above 0 is needed, not 0'),
     (changed("gptj", rotary_dim=258), "258 rotary dimensions of a head of 256"),
     (changed("gpt2", model_type=["gpt2"]), r'"model_type": the family "\[\'gpt2\'\]" is not supported'),
@@ -289,9 +289,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (changed("llama-3.1", rope_scaling={**OLD["llama-3.1"]["rope_scaling"], "high_freq_factor": 1.0}),
      'key "high_freq_factor": 1 is not above low_freq_factor, 1'),
     (changed("gemma-3-1b", rope_parameters={"full_attention": [1]}), r'"full_attention": a mapping is needed, not \[1\]'),
-    (changed("gemma-3-1b", rope_scaling={"full_attention": {}}), 'rope_scaling has neither'),
+    (changed("gemma-3-1b", rope_scaling={"full_attention": {}}), 'no such keys in rope_scaling'),
     (changed("gemma-3-1b", rope_parameters={"rope_type": "default"}), 'an object with full_attention and sliding'),
-    (changed("gemma-3-1b", sliding_window=None), "there are layers of sliding_attention, but no window"),
+    (changed("gemma-3-1b", sliding_window=None), "some layers have sliding_attention, but there is no window"),
     (changed("qwen2-windows", layer_types=4), '"layer_types": a list is needed, not 4'),
     (changed("qwen2-windows", layer_types=[[], {}, 1, None]), '"layer_types": the type .* is not '
                                                               'supported'),
@@ -318,7 +318,7 @@ def test_refusals_name_file_key_and_choices(config: dict[str, Any], message: str
     ({"split.count": 3}, '"split.count"'),
     ({"llama.rope.scaling.type": "longrope"}, 'the rope type "longrope"'),
     ({"llama.rope.scaling.type": ""}, 'the rope type "" is not supported'),
-    ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'yarn is not defined for a rope base of 1'),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.freq_base": 1.0}, 'YaRN is undefined for rope_theta 1'),
     ({"llama.rope.scaling.factor": -2.0}, '"llama.rope.scaling.factor": a number above 0'),
     ({"llama.rope.dimension_count": 4, "llama.rope.scaling.attn_factor": 1.5}, "only a part of each head is rotary"),
     ({"llama.attention.value_length": 9}, '"llama.attention.value_length": 9 differs'),

@@ -136,7 +136,7 @@ def test_a_row_moves_without_a_copy_and_layers_are_plain_tensors():
 def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(moved, monkeypatch):
     """One row's new pieces are those that the one before it has left; and however little is
     copied at once, each is read before it is written."""
-    monkeypatch.setattr("bass_cli.models.kv_cache._MOVED", moved)
+    monkeypatch.setattr("bass_cli.models.kv_cache._COPY_BYTES", moved)
     slabs, whole = Slabs(4, Pieces(6, 4, 6, 5)), torch.Generator().manual_seed(0)
     cache = KVCache(
         [Layers(2, 2, 4), Layers(1, 1, 3)],
@@ -176,7 +176,7 @@ def test_rows_that_grow_take_their_keys_along_in_the_order_in_which_they_grow(mo
     slots = cache.decode(positions, [15] * 3).slots()[:, 0]
     assert slots.tolist() == (5 + 6 * slabs.runs[0, :3] + 11).tolist()
     assert not (places[0, :3] == slabs.runs[0, :3]).all()
-    with pytest.raises(AssertionError, match="lacks 1 own slots"):
+    with pytest.raises(AssertionError, match="lacks 1 private slots"):
         cache.decode(positions + 1, [16] * 3)
 
 
@@ -222,7 +222,7 @@ def test_a_row_that_outgrows_its_span_is_our_own_mistake():
     cache = store(span=4)
     cache.swap_rows(begun=[([0], cache.reserve(2))])
     cache.decode(torch.tensor([[5]]), [6])
-    with pytest.raises(AssertionError, match="own slots"):
+    with pytest.raises(AssertionError, match="private slots"):
         cache.decode(torch.tensor([[6]]), [7])
 
 
@@ -364,7 +364,7 @@ def test_what_a_row_gained_stays_its_own_wherever_it_moves():
         counts = numpy.array([[len(tokens) - 1] for tokens in gained])
         scores = (-block).astype(numpy.float32).view(numpy.int32)
         table = numpy.concatenate((counts, block, scores), axis=1)
-        batch.host_state.take(table, numpy.arange(len(gained)), width=2, meant=2)
+        batch.host_state.take(table, numpy.arange(len(gained)), width=2, num_drafts=2)
 
     batch.swap_rows([], rows[:3])
     take([10], [11, 12, 13], [14, 15])

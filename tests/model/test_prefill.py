@@ -247,7 +247,7 @@ def test_rows_see_what_an_ordinary_prefill_stores(decoders, family, lag, monkeyp
 def test_long_prompts_are_read_in_passes_and_the_store_may_move_between(decoders, monkeypatch):
     """One pass and one more token; then prompts that make the store grow, here by no more than
     they need: what was captured before must not be used."""
-    monkeypatch.setattr(cache, "_LITTLE", 1 << 40)
+    monkeypatch.setattr(cache, "_SMALL_PART", 1 << 40)
     eager, graphed = runners(decoders("qwen2"), 1)
     for length in (33, 34, 40, 100, 10, 40, 150, 10, 33):
         found = []

@@ -1,5 +1,5 @@
-"""Decoders that each have one part of a model give, together, the logits of the whole one: every
-family, in threads that stand for processes (tests/test_tensor_parallel.py has real ones)."""
+"""A model split over two decoders gives the logits of the whole model, for every family. Threads
+stand in for processes; tests/test_tensor_parallel.py has real ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PROMPTS = ([5, 9, 7, 8, 3, 2, 6, 4, 11], [9, 3, 7], [12, 250, 300, 17, 150, 151]
 
 
 class Exchanges:
-    """What Ranks takes of torch.distributed, between threads, of which each says who it is."""
+    """The functions of torch.distributed that Ranks uses, between threads. A thread sets
+    `own.rank`. Exchanges are complete when they return, so there is no work to wait for."""
 
     def __init__(self, ranks: int):
         self.own = threading.local()
@@ -38,17 +39,17 @@ class Exchanges:
         self._there.wait()
         return list(self._given)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> None:
         tensor.copy_(torch.stack(self._every(tensor)).sum(0))
 
-    def all_gather_single(self, every: Tensor, tensor: Tensor) -> None:
+    def all_gather_single(self, every: Tensor, tensor: Tensor, async_op: bool) -> None:
         every.copy_(torch.cat(self._every(tensor)))
 
 
 @torch.inference_mode()
 def logits_of(decoder: Decoder) -> Tensor:
-    """Of three rows of unequal prompts, two passes of three tokens, the second behind rejected
-    ones."""
+    """Logits of three rows with unequal prompts in two passes of three tokens. The second pass
+    overwrites rejected tokens of the first."""
     runner = Runner(decoder, rows=3, span=12, lag=1)
     for row, prompt in enumerate(PROMPTS):
         runner.open(str(row), prompt)
@@ -68,7 +69,7 @@ def logits_of(decoder: Decoder) -> Tensor:
 def test_parts_give_the_logits_of_the_whole(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 of 301 tokens are known: parts of 151 are joined, and cut to them."""
+    """The vocabulary is 301 ids, of which 300 are kept: parts of 151 are joined and cut."""
     fewer = {"num_attention_heads": 4, "num_key_value_heads": 1} if family == "qwen2" else {}
     write_checkpoint(family, tmp_path, shards=False, **fewer)
     checkpoint = open_checkpoint(tmp_path)

@@ -46,10 +46,10 @@ def test_rows_that_come_grow_move_and_go(power, more, data):
         what = data.draw(st.sampled_from(["begin", "begin", "grow", "grow", "end"]))
         calls = []
         if what == "begin" and live < ROWS and slabs.free:
-            calls, live = [("exchange", (), (), [live])], live + 1
+            calls, live = [("swap_rows", (), (), [live])], live + 1
         elif what == "end" and live:
             row, live = data.draw(st.integers(0, live - 1)), live - 1
-            calls = [("exchange", [row], [] if row == live else [(live, row)], ())]
+            calls = [("swap_rows", [row], [] if row == live else [(live, row)], ())]
         elif what == "grow" and live:
             row = data.draw(st.integers(0, live - 1))
             size = 2 * int(slabs.runs[1, row])
