@@ -21,7 +21,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 import bass_cli
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "generate.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
 
 
 @pytest.fixture(autouse=True)
@@ -323,8 +323,8 @@ def test_errors_speak_of_fields(
     changes = dict(changes)
     prompts, memory = changes.pop("prompts", ["a"]), changes.pop("memory", None)
     if memory is not None:
-        for place in ("plan", "footprint"):
-            monkeypatch.setattr(f"bass_cli.{place}.free_memory", lambda device: memory)
+        for place in ("plan", "memory"):
+            monkeypatch.setattr(f"bass_cli.run.{place}.free_memory", lambda device: memory)
     with pytest.raises(UserError, match=said) as caught:
         list(generate(prompts, job(plain, **changes)))
     assert not re.search(r"(?<!\w)--?[a-z]|BASS_", str(caught.value))
@@ -332,7 +332,9 @@ def test_errors_speak_of_fields(
 
 def test_a_prompt_that_cannot_run_says_so_in_fields(model: Path) -> None:
     chat = [{"messages": [{"role": "user", "content": "a"}]}]
-    (found,) = generate(chat, job(model, chat=False))
+    with pytest.raises(UserError, match=r"messages, but chat=False was given"):
+        generate(chat, job(model, chat=False))
+    (found,) = generate(iter(chat), job(model, chat=False))  # which is not checked beforehand
     assert found.finish_reason == "error"
     assert found.error is not None
     assert "--" not in found.error

@@ -50,8 +50,8 @@ def bass(*arguments: str) -> Any:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in ("plan", "footprint"):
-        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: count)
+    for module in ("plan", "memory"):
+        monkeypatch.setattr(f"bass_cli.run.{module}.free_memory", lambda device: count)
 
 
 def job(**fields: Any) -> Job:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import stat
 import sys
 import tempfile
@@ -43,10 +44,21 @@ _ROLES = ("system", "user", "assistant")
 _MESSAGE = ("role", "content")  # what chat templates are given of a message
 # Reserved fields, with what to use instead. A setting of the whole run, by its flag:
 _FLAGS = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), "--max-new-tokens"),
-    **dict.fromkeys(("stop_sequences", "stop_strings"), "--stop"),
-    **dict.fromkeys(("num_return_sequences", "num_samples"), "--n"),
-    "do_sample": "--temperature",
+    **dict.fromkeys(
+        (
+            *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tokens_to_sample"),
+            *("n_predict", "num_predict", "max_gen_len", "max_gen_toks"),
+        ),
+        "--max-new-tokens",
+    ),
+    **dict.fromkeys(
+        ("stop_sequences", "stop_strings", "stop_words", "stopping_strings", "stop_token"), "--stop"
+    ),
+    **dict.fromkeys(
+        ("num_return_sequences", "num_samples", "num_completions", "candidate_count"), "--n"
+    ),
+    **dict.fromkeys(("do_sample", "greedy"), "--temperature"),
+    "random_seed": "--seed",
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
@@ -58,9 +70,16 @@ _FLAGS = {
     },
 }
 # a part of the prompt in another place:
-_AS_MESSAGE = ("system", "system_prompt", "system_message")
+_AS_MESSAGE = ("system", "system_prompt", "system_message", "system_instruction")
+# parts of a prompt that bass cannot read:
 _TOOLS = ("tools", "functions")
-# and what other engines and servers can be asked for, and this one cannot.
+_UNREADABLE = (
+    *_TOOLS,
+    *("documents", "images", "image", "image_url", "videos", "audios"),
+    *("multi_modal_data", "mm_processor_kwargs", "prompt_token_ids", "prompt_embeds", "input_ids"),
+)
+_OBJECTS = ("reasoning", "thinking")  # settings if they are objects, else data
+# and settings of other engines and servers that bass does not have:
 _UNKNOWN = frozenset(
     (
         *("tool_choice", "function_call", "parallel_tool_calls", "response_format", "min_p"),
@@ -72,10 +91,29 @@ _UNKNOWN = frozenset(
         *("reasoning_effort", "verbosity", "web_search_options", "structured_outputs"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
         *("chat_template", "chat_template_kwargs", "add_generation_prompt"),
-        *("continue_final_message", "enable_thinking", "prediction"),
+        *("continue_final_message", "enable_thinking", "prediction", *_OBJECTS),
+        *("repeat_penalty", "repeat_last_n", "no_repeat_ngram_size", "diversity_penalty"),
+        *("num_beam_groups", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff"),
+        *("top_a", "tfs_z", "mirostat", "dynatemp_range", "dry_multiplier", "penalty_alpha"),
+        *("guidance_scale", "negative_prompt", "bad_words_ids", "truncate_prompt_tokens"),
+        *("max_time", "num_ctx", "json_schema", "lora_request"),
     )
 )
-RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_TOOLS, *_UNKNOWN))
+RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_UNREADABLE, *_UNKNOWN))
+# Objects in which the requests of other engines have their settings
+_CONTAINERS = (
+    *("sampling", "sampling_params", "sampling_parameters", "parameters", "params", "options"),
+    *(
+        "speculation",
+        "generation_config",
+        "generation_kwargs",
+        "gen_kwargs",
+        "generate_kwargs",
+        "generation_params",
+    ),
+    *("config", "settings", "kwargs", "extra_body", "body"),
+)
+_OWN = ("id", "messages", "reference", "meta")
 _META = 'to carry it to the results, put it into "meta": {...}'
 _MARKS, _MARK, _WHOLE = 512, 8, 32  # of a PromptDigest: so many marks; digits of one, of the last
 _encode = json.JSONEncoder(default=str).encode
@@ -315,7 +353,7 @@ def check_prompts(
         notes = tuple(
             f'{source.name}: column "{name}" sets nothing; it is carried to the results as meta'
             for name in first.meta
-            if name in RESERVED
+            if _reserved(name) is not None
         )
         return Checked(None, "", check([first], chat=chat).plain, notes=notes)
     digest = PromptDigest(source, column)
@@ -427,7 +465,8 @@ def _to_prompt(
     if text is None and messages is None:
         known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""
-        _refuse(place, column, f'it is missing, and there is no "messages"{hint}')
+        other = "" if column == "messages" else ', and there is no "messages"'
+        _refuse(place, column, f"it is missing{other}{hint}")
     if text is not None and messages is not None:
         _refuse(place, column, 'there is "messages" too; give one of the two')
     if text is not None:
@@ -441,9 +480,8 @@ def _to_prompt(
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
-    for key in fields:
-        if key in _TOOLS or key in _AS_MESSAGE or (key in RESERVED and not columns):
-            _refuse(place, key, _instead(key))
+    for key, value in fields.items():
+        _check_unreserved(key, value, place, columns=columns)
     fields = _with_meta(fields, place)
     fault = (
         None
@@ -456,6 +494,41 @@ def _to_prompt(
     return Prompt(identity, text, messages, fields, reference, place, fault)
 
 
+def _spelling(name: str) -> str:
+    """The name without what spellings of one name differ by: "maxTokens", "Max-Tokens"."""
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+_BY_SPELLING = {_spelling(name): name for name in (*_CONTAINERS, *_OWN, *sorted(RESERVED))}
+
+
+def _reserved(key: Any) -> str | None:
+    """The reserved name that a key spells; None if there is none."""
+    name = _BY_SPELLING.get(_spelling(str(key)))
+    return name if name in RESERVED else None
+
+
+def _check_unreserved(key: Any, value: Any, place: str, *, columns: bool) -> None:
+    """UserError at a field that asks for something that would not happen, in any spelling.
+
+    `columns`: the fields are a dataset's columns, of which only tools and system messages are
+    refused.
+    """
+    field, name = shown(key)[1:-1], _BY_SPELLING.get(_spelling(str(key)))
+    if name in _OBJECTS and not isinstance(value, Mapping):
+        return
+    if name in RESERVED and (name in _TOOLS or name in _AS_MESSAGE or not columns):
+        _refuse(place, field, _instead(name))
+    if columns:
+        return
+    if name in _OWN and key != name:
+        _refuse(place, field, f'did you mean "{name}"? Otherwise, {_META}')
+    if name in _CONTAINERS and isinstance(value, Mapping):
+        for inner in value:
+            if (setting := _reserved(inner)) is not None:
+                _refuse(place, f"{field}.{shown(inner)[1:-1]}", _instead(setting))
+
+
 def _instead(key: str) -> str:
     """Why a reserved field is refused, and what to do."""
     if key in _AS_MESSAGE:
@@ -465,7 +538,9 @@ def _instead(key: str) -> str:
         )
     if key in _FLAGS:
         return f"it is set for the whole run, with {_FLAGS[key]}, not by a prompt; {_META}"
-    return f"bass has nothing of the kind, and would draw as if it were not there; {_META}"
+    if key in _UNREADABLE:
+        return f"bass cannot give it to the model, and would draw without it; {_META}"
+    return f"bass has no such setting and would ignore it; {_META}"
 
 
 def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import IO, Any, NoReturn
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.hub import refusal
+from bass_cli.io.reading import shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
@@ -68,8 +69,25 @@ def read_txt(stream: IO[bytes], name: str) -> Records:
     )
 
 
+class _RefusedError(ValueError):
+    """What Python's reader of JSON accepts and this one does not."""
+
+
 def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+    raise _RefusedError(f"{word} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these keys and values; an error if a key is given twice, because one of its
+    values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
+        raise _RefusedError(f'the key "{shown(key)[1:-1]}" is given twice in one object')
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
 
 
 def _broken(name: str, line: int, error: Exception) -> UserError:
@@ -77,8 +95,10 @@ def _broken(name: str, line: int, error: Exception) -> UserError:
         reason = f"{error.msg} at column {error.colno}"
     elif isinstance(error, RecursionError):
         reason = "it is nested too deep"
-    else:  # NaN, or the digits that Python limits, which it says in its own words
-        reason = "a number has too many digits" if "digits" in str(error) else str(error)
+    elif isinstance(error, _RefusedError):
+        reason = str(error)
+    else:  # Python limits the digits of an integer
+        reason = "a number has too many digits"
     return UserError(f"{name}:{line}: broken JSON: {reason}")
 
 
@@ -86,7 +106,7 @@ def read_jsonl(stream: IO[bytes], name: str) -> Records:
     """One JSON value a line; blank lines are skipped."""
     for number, line in read_txt(stream, name):
         try:
-            yield number, json.loads(line, parse_constant=_no_constant)
+            yield number, _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
             raise _broken(name, number, error) from None
 
@@ -102,14 +122,13 @@ def read_json(stream: IO[bytes], name: str) -> Records:
     text = "".join(
         line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST)
     )
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
     position, line = _skip_blank(text, 0, 1)
     if text[position : position + 1] != "[":
         raise UserError(f"{name}:{line}: a .json file of prompts is one list: [{{...}}, ...]")
     position, line = _skip_blank(text, position + 1, line)
     while text[position : position + 1] != "]":
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             here = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise _broken(name, here, error) from None

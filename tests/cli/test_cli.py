@@ -14,7 +14,7 @@ import pytest
 from stand_in import install, loaded
 from typer.testing import CliRunner
 
-import bass_cli
+import bass_cli.run
 from bass_cli.cli.commands import app
 
 
@@ -22,9 +22,9 @@ from bass_cli.cli.commands import app
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code,
     stdout, stderr."""
-    for name in ("plan", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)

@@ -62,7 +62,8 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
         ("n", "--n"),
         ("stop", "--stop"),
         ("system", '"messages" with {"role": "system"'),
-        ("tools", "nothing of the kind"),
+        ("tools", "cannot give it to the model"),
+        ("min_p", "no such setting"),
     ],
 )
 def test_the_remedy_is_the_flag_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
@@ -89,6 +90,69 @@ def test_all_formats_have_one_rule(
     prompts = prompts_of(rows) if format == "library" else read_prompts(source)
     with pytest.raises(UserError, match=r'2: field "seed"|prompts\[1\]: field "seed"'):
         list(prompts)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Temperature", "--temperature"),
+        ("maxTokens", "--max-new-tokens"),
+        ("max-tokens", "--max-new-tokens"),
+        ("SYSTEM", '"role": "system"'),
+        ("systemPrompt", '"role": "system"'),
+        ("Tools", "cannot give it to the model"),
+        ("images", "cannot give it to the model"),
+        ("ID", 'did you mean "id"?'),
+        ("Messages", 'did you mean "messages"?'),
+    ],
+)
+def test_another_spelling_of_a_reserved_field_is_refused(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", name: "x"})
+    assert said.startswith(f'p.jsonl:2: field "{name}": ')
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("field", "inside"),
+    [
+        ("sampling_params", "temperature"),
+        ("parameters", "maxNewTokens"),
+        ("options", "num_predict"),
+        ("generationConfig", "stopSequences"),
+        ("body", "tools"),
+    ],
+)
+def test_a_setting_inside_an_object_of_settings_is_refused(
+    tmp_path: Path, field: str, inside: str
+) -> None:
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", field: {"x": 1, inside: 1}})
+    assert said.startswith(f'p.jsonl:2: field "{field}.{inside}": ')
+
+
+def test_data_that_is_called_like_an_object_of_settings_becomes_meta() -> None:
+    line = {"options": ["A", "B"], "config": {"level": 1}, "reasoning": "because", 5: 6}
+    (found,) = prompts_of([{"prompt": "a", **line}])  # type: ignore[dict-item]
+    assert found.meta == line
+    with pytest.raises(UserError, match='"reasoning": bass has no such setting'):
+        list(prompts_of([{"prompt": "a", "reasoning": {"effort": "high"}}]))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "a", "meta": {"x": 1, "x": 1}}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, name: str, line: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"[\n{line}]" if path.suffix == ".json" else f'{{"prompt": "c"}}\n{line}\n')
+    with pytest.raises(UserError, match=r'2: broken JSON: the key "\w+" is given twice in one obj'):
+        list(read_prompts(str(path)))
 
 
 def test_a_field_that_is_the_prompt_or_null_is_no_setting(tmp_path: Path) -> None:
