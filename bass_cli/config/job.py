@@ -268,7 +268,7 @@ def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, othe
         content = read_bytes(path, MOST_BYTES)
     except (OSError, ValueError) as error:  # ValueError: no file can have this name
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{shown(name_or_file)[1:-1]}: cannot read the pair file: {reason}") from None
+        raise UserError(f"{name_or_file}: cannot read the pair file: {reason}") from None
     return _parse_pair(content, name_or_file, path.parent.absolute())
 
 
