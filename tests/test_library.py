@@ -115,7 +115,7 @@ def test_prompts_may_be_texts_without_an_end(model: Path) -> None:
 @pytest.mark.parametrize(("prompts", "fault"), [
     ([], "there is no "
          "prompt"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
-    ([{"id": "1", "prompt": "x"}, "y"], r'"1" is already the id of prompts\[0\]'),
+    ([{"id": "1", "prompt": "x"}, "y"], r'"1" is also the id of prompts\[0\]'),
 ])  # fmt: skip
 def test_wrong_prompts_are_refused_when_it_is_called(
     model: Path, prompts: list[Any], fault: str

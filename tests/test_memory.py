@@ -235,7 +235,7 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
         assert "Traceback" not in result.stderr
         assert not (place / "o.jsonl").exists()
     assert re.search(
-        r"6 rows of up to 255 new tokens each: .* can be had here; .*--batch-size (\d+), or --max-new-tokens "
+        r"6 rows of up to 255 new tokens each: .* are free; .*--batch-size (\d+), or --max-new-tokens "
         r"(\d+)$",
         result.stderr.strip(),
     )

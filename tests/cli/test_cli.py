@@ -109,7 +109,7 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
     )
     other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
     assert other.exit_code == 2
-    assert '\n  target: "models/t.gguf" there, "models/u.gguf" now' in other.stderr
+    assert '\n  target: "models/t.gguf" before, "models/u.gguf" now' in other.stderr
     (tmp_path / "same.yaml").write_text(
         "target: models/t.gguf\n"
     )  # the same target by another road goes on
@@ -381,7 +381,7 @@ def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_compl
     manifest.write_text(json.dumps(begun | {"finished": False}))
     refused = cli(*warm, "--n", "3")
     assert refused.exit_code == 2
-    assert "n can grow when the file is complete; go on with n 2 first" in refused.stderr
+    assert "so complete it with n 2 first" in refused.stderr
     manifest.write_text(json.dumps(begun))
     grown = cli(*warm, "--n", "3")
     assert grown.exit_code == 0, grown.stderr

@@ -83,25 +83,25 @@ def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> 
     [
         (
             [LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]],
-            'number 2 (now "1", p.jsonl:2) is not',
+            'number 2 (id "1", p.jsonl:2) has changed',
         ),
         (
             [*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]],
-            'number 3 (now "2", p.jsonl:3) is not',
+            'number 3 (id "2", p.jsonl:3) has changed',
         ),
         (
             [*LINES[:3], LINES[4], LINES[3], LINES[0]],
-            'number 4 (now "3", p.jsonl:4) is not the prompt that it was',
+            'number 4 (id "3", p.jsonl:4) has changed',
         ),
-        (LINES[:3], "5 there, 3 now; those after number 3 are missing"),
-        (LINES[1:], '5 there, 4 now; number 1 (now "0", p.jsonl:1) is not the prompt that it was'),
+        (LINES[:3], "5 before, 3 now; those after number 3 are missing"),
+        (LINES[1:], '5 before, 4 now; number 1 (id "0", p.jsonl:1) has changed'),
         (
             [{**LINES[0], "id": "a"}, *LINES[1:]],
-            'number 1 (now "a", p.jsonl:1) is not the prompt that it was',
+            'number 1 (id "a", p.jsonl:1) has changed',
         ),
         (
             [*LINES[:4], {**LINES[4], "reference": "r"}],
-            'number 5 (now "4", p.jsonl:5) is not the prompt',
+            'number 5 (id "4", p.jsonl:5) has changed',
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> Non
     assert len(keys()) == 8
     path.write_text(json.dumps(manifest))
     Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
-    assert "the file has other prompts" in run("p.jsonl").stderr
+    assert "the prompt file has changed" in run("p.jsonl").stderr
 
 
 def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:
@@ -169,7 +169,7 @@ def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:
     path.write_text(json.dumps(manifest | {"finished": False}))
     done = run("p.jsonl", *flags)
     assert done.exit_code == 2
-    assert "go on with the 3 prompts that it had first" in done.stderr
+    assert "complete it with the prompts that it was begun with first" in done.stderr
     path.write_text(json.dumps(manifest))
     assert run("p.jsonl", *flags).exit_code == 0
     assert len(keys()) == 10
@@ -222,7 +222,7 @@ def test_a_budgets_cuts_are_no_failure_of_a_merged_file(place: Path) -> None:
         assert done.exit_code == 0
     merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
     assert merged.exit_code == 0
-    assert "lines that ran out of time: 2" in merged.stderr
+    assert "lines that the budget truncated: 2" in merged.stderr
 
 
 def test_prompts_may_grow_where_the_manifest_is_damaged(place: Path) -> None:

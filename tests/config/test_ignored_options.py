@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to "
                                                                    "/dev/stderr, where no"),
     (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): "
-                                                       "lines of text have no"),
+                                                       "a text file has no"),
     (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add "
                                          "--budgets"),
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),

@@ -90,7 +90,7 @@ def test_all_prompts_are_held_where_there_is_no_shard() -> None:
 @pytest.mark.parametrize("text", ["9/8", "0/8", "-1/8", "2/0", "2", "2/8/3", "half", "", "1.5/2"])
 def test_what_is_no_shard_is_refused(text: str) -> None:
     with pytest.raises(
-        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is no part of a job; .* 2/8'
+        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is not a part of a job; .* 1/8 to 8/8'
     ):
         parse_shard(text)
     assert parse_shard(" 8 / 8 ") == (8, 8)
@@ -127,8 +127,8 @@ def test_without_the_prompts_numbers_or_parts_stand_in_order(
     with (place / "p.jsonl").open("a") as file:
         file.write(' \n{"prompt": "one more"}')
     said = merge("all.jsonl", *reversed(names))
-    assert "not here as they were" in said
-    assert ("by their numbers" in said) == numbered
+    assert "prompt file is missing or has changed" in said
+    assert ("by the numbers in their ids" in said) == numbered
     rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
     found = [row["id"] for row in rows]
     if numbered:  # 2 before 10
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
     with (place / "2.jsonl").open("a") as file:
         file.write('{"id": "torn')
     said = merge("all.jsonl", *names, code=1)
-    assert "2.jsonl: 12 bytes of torn lines are left out" in said
+    assert "2.jsonl: leaving out 12 bytes of torn lines" in said
     assert f"missing: {len(mine) + 1} samples of {len(mine)} prompts: " in said
     assert f'"{mine[0]}" (0, 1), "{mine[1]}" (0)' in said
     with open_output("all.jsonl", manifest(None), resume=True) as writer:
@@ -181,7 +181,7 @@ def test_a_part_that_was_killed_leaves_the_whole_unfinished(place: Path) -> None
     assert not finished()
     (place / "p.jsonl").unlink()
     said = merge("all.jsonl", *names, "--overwrite", code=1)
-    assert "2.jsonl: the run that wrote it did not come to its end" in said
+    assert "2.jsonl: the run that wrote it did not finish" in said
     assert "missing" not in said
     assert not finished()
 
@@ -209,15 +209,15 @@ def test_parts_of_different_jobs_are_refused_with_what_differs(place: Path) -> N
     names = three()
     write("2.jsonl", "2/3", seed=7, temperature=0.5)
     said = merge("all.jsonl", *names, code=2)
-    assert "2.jsonl: it is of another job than 1.jsonl" in said
-    assert "seed: 0 there, 7 here" in said
-    assert "temperature: not given there, 0.5 here" in said
+    assert "2.jsonl: it is part of another job than 1.jsonl" in said
+    assert "seed: 0 in " in said
+    assert "temperature: not given in 1.jsonl, 0.5 here" in said
     write("2.jsonl", "2/4")
-    assert 'shard: "one of 3" there, "one of 4" here' in merge("all.jsonl", *names, code=2)
+    assert 'shard: "one of 3" in 1.jsonl, "one of 4" here' in merge("all.jsonl", *names, code=2)
     write("2.jsonl", None)
-    assert "2.jsonl: it is no part of a job" in merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: it is not a part of a job" in merge("all.jsonl", *names, code=2)
     write("2.jsonl", "1/3")
-    assert "2.jsonl: it is shard 1/3, as 1.jsonl is" in merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: 1.jsonl is also shard 1/3" in merge("all.jsonl", *names, code=2)
     Path("2.jsonl.manifest.json").write_text("{}")
     assert "2.jsonl.manifest.json: the manifest cannot be read" in merge(
         "all.jsonl", *names, code=2
@@ -233,7 +233,7 @@ def test_lines_that_belong_elsewhere_or_are_twice_are_refused() -> None:
     lines = write("2.jsonl", "2/3")
     write("2.jsonl", "2/3", [*lines, lines[0]])
     said = merge("all.jsonl", *names, code=2)
-    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" is in the file twice' in said
+    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" occurs twice' in said
     other = next(id_ for id_ in IDS if Shard(1, 3).holds(id_))
     write("2.jsonl", "2/3", [sample(other, 0)])
     assert f'2.jsonl:1: "{other}" belongs to shard 1/3, not to 2/3' in merge(
@@ -251,7 +251,7 @@ def test_nothing_is_lost_for_a_merged_file(place: Path) -> None:
     assert (place / "all.jsonl").read_text() == "something else\n"
     merge("all.jsonl", *names, "--overwrite")
     assert "this is a part" in merge("2.jsonl", *names, "--overwrite", code=2)
-    assert "a file is needed" in merge("-", *names, code=2)
+    assert "name a file" in merge("-", *names, code=2)
     with (place / "2.jsonl").open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         assert "2.jsonl: another process is writing" in merge("new.jsonl", *names, code=2)

@@ -62,7 +62,7 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
         ("n", "--n"),
         ("stop", "--stop"),
         ("system", '"messages" with {"role": "system"'),
-        ("tools", "cannot give it to the model"),
+        ("tools", "cannot pass it to the model"),
         ("min_p", "no such setting"),
     ],
 )
@@ -100,8 +100,8 @@ def test_all_formats_have_one_rule(
         ("max-tokens", "--max-new-tokens"),
         ("SYSTEM", '"role": "system"'),
         ("systemPrompt", '"role": "system"'),
-        ("Tools", "cannot give it to the model"),
-        ("images", "cannot give it to the model"),
+        ("Tools", "cannot pass it to the model"),
+        ("images", "cannot pass it to the model"),
         ("ID", 'did you mean "id"?'),
         ("Messages", 'did you mean "messages"?'),
     ],
@@ -167,7 +167,7 @@ def test_meta_carries_what_is_reserved(tmp_path: Path) -> None:
     (found,) = read_prompts(str(tmp_path / "p.jsonl"))
     assert found.meta == {"level": 3, "user": 1, "temperature": 0.2, "system": "x"}
     said = fault(tmp_path / "p.jsonl", {"prompt": "a", "level": 3, "meta": {"level": 4}})
-    assert said == 'p.jsonl:2: field "meta": "level" is a field beside it too'
+    assert said == 'p.jsonl:2: field "meta": "level" is also a field of the prompt'
     (found,) = prompts_of([{"prompt": "a", "meta": "a text"}])
     assert found.meta == {"meta": "a text"}
 

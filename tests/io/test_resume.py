@@ -80,7 +80,7 @@ def test_the_rewritten_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
         ('{"id": "b", "sam', "out.jsonl:2: the line is broken"),
         ("{}", 'out.jsonl:2: this is not a result line: field "id": a text is needed, not None'),
         ("[" * 10**5, "out.jsonl:2: the line is broken"),
-        (sample("a", 0).to_line(), 'out.jsonl:2: sample 0 of "a" is in the file twice'),
+        (sample("a", 0).to_line(), 'out.jsonl:2: sample 0 of "a" occurs twice'),
     ],
 )
 def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path, line: str, expected: str) -> None:
@@ -131,7 +131,7 @@ def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: objec
         json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value})
     )
     with pytest.raises(
-        UserError, match=r"out\.jsonl: it was begun with other settings;.*; n: .* there, 2 now"
+        UserError, match=r"out\.jsonl: it was begun with other settings;.*; n: .* before, 2 now"
     ):
         open_output(str(path), MANIFEST)
 
@@ -159,9 +159,9 @@ def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:
     before = path.read_bytes(), manifest_path(str(path)).read_bytes()
     with pytest.raises(UserError) as caught:
         open_output(str(path), manifest(seed=1, target="u", chat=True))
-    assert "; seed: 0 there, 1 now" in str(caught.value)
-    assert '; target: "t" there, "u" now' in str(caught.value)
-    assert "; chat: not given there, true now" in str(caught.value)
+    assert "; seed: 0 before, 1 now" in str(caught.value)
+    assert '; target: "t" before, "u" now' in str(caught.value)
+    assert "; chat: not given before, true now" in str(caught.value)
     assert "--overwrite" in str(caught.value)
     assert (path.read_bytes(), manifest_path(str(path)).read_bytes()) == before
     open_output(str(path), MANIFEST).close(finished=True)

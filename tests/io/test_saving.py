@@ -235,17 +235,17 @@ def test_the_same_command_rebuilds_a_damaged_manifest(
     beside.write_text(damage)
     again = cli(*command)
     assert again.exit_code == 0, again.stderr
-    assert "o.jsonl.manifest.json: it is damaged and written anew" in again.stderr
+    assert "o.jsonl.manifest.json: it is damaged and is written again" in again.stderr
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
     assert json.loads(beside.read_text())["results"] == settings
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (("--seed", "1"), "seed: 0 there, 1 now"), (("--n", "1"), "sample: 1 there, --n 1 now"),
+    (("--seed", "1"), "seed: 0 before, 1 now"), (("--n", "1"), "sample 1 before, --n 1 now"),
     (("--limit", "1"), 'there is no prompt '
-                       '"b"'), (("--max-new-tokens", "2"), "tokens: 3 there, --max-new-tokens 2 "
+                       '"b"'), (("--max-new-tokens", "2"), "3 tokens before, --max-new-tokens 2 "
                                                            "now"),
-    (("--token-ids",), "token_ids: not given there, given "
+    (("--token-ids",), "token_ids: without before, with "
                        "now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
 ])  # fmt: skip
 def test_another_command_is_refused_where_the_manifest_is_damaged(
@@ -280,7 +280,7 @@ def test_a_hole_that_a_power_cut_left_costs_its_lines_alone(tmp_path: Path) -> N
     path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
     with outputs.open_output(str(path), MANIFEST) as writer:
         assert writer.done == {("a", 0), ("a", 3)}
-        assert any("torn by a power cut" in note for note in writer.notes)
+        assert any("a power cut damaged" in note for note in writer.notes)
         for number in (1, 2):
             writer.write(sample("a", number))
     assert path.read_bytes() == b"".join([lines[0], lines[3], lines[1], lines[2]])

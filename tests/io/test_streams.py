@@ -45,7 +45,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
             "standard "
             f"input: < {name}"
         )
-    assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder, a prompt file is needed"
+    assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder; name a prompt file"
     assert refusal(str(tmp_path / "p.jsonl" / "q.jsonl")).endswith("there is no such prompt file")
     assert refusal(f"{'n' * 3000}.jsonl").endswith(
         "cannot read the prompt file: File name too long"
@@ -55,7 +55,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "expected"), [
     ("/dev/zero", "stdin:1: the line has more than 1 "
                   "MB"), ("/dev/urandom", "the text is not valid UTF-8"),
-    ("/dev/null", "stdin: there is no prompt in it"), (".", "stdin: cannot read it: Is a "
+    ("/dev/null", "stdin: it contains no prompts"), (".", "stdin: cannot read it: Is a "
                                                             "directory"),
 ])  # fmt: skip
 def test_devices_and_folders_as_standard_input(
@@ -101,7 +101,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
     path = tmp_path / name
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "')
     os.truncate(path, 1 << 40)  # a hole, which takes no room on the disk
-    assert refusal(str(path)) == f"{path}:2: the line has more than 1 MB, so it cannot be a prompt"
+    assert refusal(str(path)) == f"{path}:2: the line has more than 1 MB, the most that a prompt may have"
     assert next(read_prompts(str(path))).place == f"{path}:1"
 
 
@@ -115,7 +115,7 @@ def test_a_list_that_is_too_long_is_not_read_as_a_whole(
     os.truncate(path, 1 << 40)
     assert (
         refusal(str(path))
-        == f"{path}:1: a .json file is read as a whole, so it may have 1 MB; convert it to .jsonl"
+        == f"{path}:1: a .json file may have at most 1 MB, because it is read as a whole; convert it to .jsonl"
     )
 
 
@@ -188,7 +188,7 @@ def test_any_bytes_are_prompts_or_an_error_with_a_line(
     if said is not None:
         assert said.startswith(f"{name}:")
         reason = said.removeprefix(f"{name}:")
-        assert reason.split(":")[0].isdigit() or reason == " there is no prompt in it"
+        assert reason.split(":")[0].isdigit() or reason == " it contains no prompts"
         assert len(reason) < 400
         assert "\n" not in reason
     for prompt in found:
