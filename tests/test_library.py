@@ -169,7 +169,7 @@ def test_a_map_over_ray_data_says_what_it_needs(model: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             bass_cli.ray.generate(*bad)
-    with pytest.raises(UserError, match="actors is a number from 1 on, not 0"):
+    with pytest.raises(UserError, match="actors must be at least 1, not 0"):
         bass_cli.ray.generate(given, job(model), actors=0)
     drawer = bass_cli.ray.Drawer(job(model, n=1))
     with pytest.raises(UserError, match='a row has no "id"'):  # numbers would begin anew in each

@@ -135,11 +135,11 @@ def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
     )
     raw = (
-        "plain prompts are continued as raw text; --chat asks them through the model's chat "
+        "plain prompts are continued as raw text; with --chat they use the model's chat "
         "template"
     )
     chat = (
-        "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+        "plain prompts use the model's chat template; with --no-chat they are continued as raw text"
     )
     for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
         for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
@@ -296,7 +296,7 @@ def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(
     (tmp_path / "o.jsonl").write_bytes(before[:-9])  # as a crash leaves it
     torn = cli(*base, "--n", "2")
     assert (torn.exit_code, len(loaded)) == (0, 1)
-    assert "o.jsonl: going on, 3 samples are there already" in torn.stderr
+    assert "o.jsonl: continuing, 3 samples are there already" in torn.stderr
     assert result_keys((tmp_path / "o.jsonl").read_text()) == result_keys(before.decode())
 
 

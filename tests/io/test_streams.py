@@ -41,9 +41,8 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")  # nobody will ever write to it
     for name in (str(tmp_path / "p.jsonl"), "/dev/zero", "/dev/urandom", "/dev/null"):
         assert refusal(name) == (
-            f"{name}: this is a pipe or a device, not a file; give - in its place and feed "
-            "standard "
-            f"input: < {name}"
+            f"{name}: this is a pipe or a device, not a file; read it from standard input "
+            f"instead: - < {name}"
         )
     assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder; name a prompt file"
     assert refusal(str(tmp_path / "p.jsonl" / "q.jsonl")).endswith("there is no such prompt file")

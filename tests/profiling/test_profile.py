@@ -114,7 +114,7 @@ def test_what_the_time_does_not_suffice_for_is_filled_in():
         loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append
     )
     assert ticks.seconds < 1.7
-    assert notes[0].endswith(" of 48 points were measured in time, and the others estimated"), (
+    assert notes[0].endswith(" of 48 points were measured in time; the others are estimated"), (
         "nothing was compiled"
     )
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
