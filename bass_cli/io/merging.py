@@ -104,7 +104,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             why = (
                 "the prompts of a dataset are not read"
                 if parts[0].manifest.get("source") is None
-                else "the prompt file is missing or has changed"
+                else "the prompt file is not here or has changed"
             )
             how = "part by part" if order is None else "by the numbers in their ids"
             note(f"{why}; prompts are ordered {how}")

@@ -386,7 +386,7 @@ def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_compl
     grown = cli(*warm, "--n", "3")
     assert grown.exit_code == 0, grown.stderr
     assert json.loads(manifest.read_text())["results"]["batch_size"] == 1
-    assert "those that are there are drawn again" in grown.stderr
+    assert "so all are drawn again" in grown.stderr
 
 
 def test_version_and_wrong_commands(cli: Any) -> None:

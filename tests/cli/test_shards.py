@@ -49,7 +49,7 @@ def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
     # it goes on as what a single run wrote, complete or not
     assert "complete, 18 samples" in bass("generate", *FLAGS, "--out", "all.jsonl")
     bass("merge", "all.jsonl", killed.name, "--overwrite", code=1)
-    assert "going on" in bass("generate", *FLAGS, "--out", "all.jsonl")
+    assert "continuing" in bass("generate", *FLAGS, "--out", "all.jsonl")
     assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Prompts: every format gives the same prompts, nothing is read ahead, every fault is named by
+"""Test that all formats give the same prompts, that nothing is read ahead, and that faults name
 file, line and field."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
         (b"[]int{1}\n", [("0", "[]int{1}", None, {}, None)]),
     ],
 )
-def test_stdin_is_read_once_and_twice_over(
+def test_stdin_can_be_read_twice(
     monkeypatch: pytest.MonkeyPatch, content: bytes, expected: Any
 ) -> None:
     feed(monkeypatch, content)

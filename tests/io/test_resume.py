@@ -1,4 +1,4 @@
-"""Going on with a result file after any kind of end: torn lines, failed prompts, other settings."""
+"""Test resuming a result file: torn lines, failed prompts, other settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     assert json.loads(manifest_path(str(path)).read_text())["totals"]["samples"] == 3
 
 
-def test_the_torn_line_goes_even_if_nothing_is_left_to_do(tmp_path: Path) -> None:
+def test_torn_line_is_removed_from_a_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     whole = path.read_bytes()
@@ -121,8 +121,8 @@ def test_a_line_of_other_types_is_refused(
 @pytest.mark.parametrize(
     "value", ["2", [2], {"a": 2}, True, 2.5, None, float("inf"), 10**400, [[[[[]]]]]]
 )
-def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: object) -> None:
-    """Also of those that may grow."""
+def test_settings_of_other_types_are_refused(tmp_path: Path, value: object) -> None:
+    """This includes settings that may grow."""
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
@@ -142,7 +142,7 @@ def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: objec
     f'{{"samples": 1, "seconds": {10**400}}}', '{"samples": [], "seconds": '
                                                '1}', '{"samples": 1, "seconds": -1}',
 ])  # fmt: skip
-def test_totals_that_are_none_are_not_known(tmp_path: Path, totals: str) -> None:
+def test_invalid_totals_are_ignored(tmp_path: Path, totals: str) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
@@ -184,7 +184,7 @@ def test_n_and_limit_may_only_grow(
     assert json.loads(manifest_path(str(path)).read_text())["results"][key] == value
 
 
-def test_a_kill_at_any_moment_leaves_a_file_that_goes_on(
+def test_file_can_be_resumed_after_a_kill_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
