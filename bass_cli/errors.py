@@ -1,8 +1,7 @@
-"""The exceptions for what a user or the machine has to change, and two texts for their messages: a
-quoted text that cannot act on a terminal, and the nearest valid word.
+"""Define the exceptions for mistakes of the user and limits of the machine, and message helpers.
 
-Standard library only: everything may raise them. Not here: how an error is shown
-(io/terminal.py), and its exit code (cli/exit_codes.py).
+The helpers escape quoted text and suggest the nearest valid word. This module imports the standard
+library only. Errors are printed in io/terminal.py; cli/exit_codes.py has their exit codes.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ _LONGEST = 64  # characters of a word whose distance is computed
 
 
 class UserError(Exception):
-    """A mistake of the user's: a sentence that names file, line, key and the nearest valid value.
-    Each further argument is a line of its own, such as a remedy or one of several differences."""
+    """A mistake of the user, in a sentence that names file, line, key and the nearest valid value.
+
+    Each further argument is a line of its own, such as a remedy or one of several differences.
+    """
 
     @property
     def lines(self) -> list[str]:
-        """The message, one line an argument, without characters that act on a terminal."""
+        """The message, one line for each argument; control characters are escaped."""
         return [spelled(str(line)) for line in self.args]
 
     def __str__(self) -> str:
@@ -29,12 +30,15 @@ class UserError(Exception):
 
 
 class MachineError(UserError):
-    """The machine lacks what the job needs: memory, a device, a package (exit code 3)."""
+    """The machine lacks memory, a device or a package that the job needs (exit code 3)."""
 
 
 def spelled(text: str) -> str:
-    """The text in one line, with escapes such as \\x1b, \\n and \\u202e for control and format
-    characters, line separators and lone surrogates. All other characters stay."""
+    """Return the text in one line, without characters that act on a terminal.
+
+    Control and format characters, line separators and lone surrogates become escapes such as
+    \\x1b, \\n and \\u202e. All other characters stay.
+    """
     if text.isprintable():
         return text
     import unicodedata
@@ -46,14 +50,14 @@ def spelled(text: str) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A clause for an error message: the nearest known word, or all of them if none is near."""
+    """Return a clause for an error message: the nearest known word, or all known words."""
     choices = list(known)
     near = near_word(word, choices)
     return f"known: {', '.join(choices)}" if near is None else f'did you mean "{near}"?'
 
 
 def near_word(word: str, known: Iterable[str]) -> str | None:
-    """The known word that `word` is probably meant to be, None if there is none.
+    """Return the known word that is near to `word`, or None.
 
     A word is near if at most a third of its characters differ. Else it is near if each part of the
     shorter word begins a part of the longer one, where hyphens and the like separate parts.
@@ -61,12 +65,12 @@ def near_word(word: str, known: Iterable[str]) -> str | None:
     given = _bare(word)
     found: list[tuple[int, int, str]] = []  # distance, number, word
     for number, one in enumerate(known):
-        due = _bare(one)
-        longest = max(len(given), len(due))
-        distance = _distance(given, due) if len(given) <= _LONGEST else longest
+        wanted = _bare(one)
+        longest = max(len(given), len(wanted))
+        distance = _distance(given, wanted) if len(given) <= _LONGEST else longest
         if distance <= longest // 3:
             found.append((distance, number, one))
-        elif _is_part(given, due) or _is_part(due, given):
+        elif _is_part(given, wanted) or _is_part(wanted, given):
             found.append((longest, number, one))
     return min(found)[2] if found else None
 
@@ -87,7 +91,7 @@ def _is_part(short: str, long: str) -> bool:
 
 
 def _distance(one: str, other: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that make one of the other."""
+    """Count the insertions, deletions, substitutions and swaps of neighbours between two words."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, left in enumerate(one, 1):

@@ -1,6 +1,7 @@
-"""A command's samples to its file: drawn by this process, or by Ray actors.
+"""Run `bass generate`: read prompts, generate samples in this process or on Ray, and write them.
 
-Not here: how samples are drawn (run/), what a result line holds (io/).
+`bass eval` and `bass bench` share these functions. Samples are generated in run/; result lines are
+written in io/.
 """
 
 from __future__ import annotations
@@ -43,28 +44,29 @@ if TYPE_CHECKING:
 
 
 class Drawing(Protocol):
-    """Models that were checked, and samples when they are wanted."""
+    """A source of samples whose models have been checked."""
 
     @property
     def facts(self) -> Facts: ...
 
     @property
     def line(self) -> Callable[[], str] | None:
-        """A line of progress of its own."""
+        """Returns a second line of progress; None if there is none."""
 
     def draw(
         self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
     ) -> Iterator[Completion]:
-        """Samples 0 to n - 1 of every prompt (`count` of them, if that is known), but those in
-        `done`, as they end; the screen is told what is going on."""
+        """Yield samples 0 to n - 1 of every prompt, except those in `done`, as they end.
+
+        `count`: the number of prompts; None if unknown. The screen shows the progress.
+        """
 
     def usage(self) -> dict[str, Any] | None:
-        """Where seconds went, if that is not what the screen was told."""
+        """Return where the seconds went; None if the screen has counted them."""
 
 
 class LocalBackend:
-    """This process draws. `loop`: what to draw with instead of a new one, made when it is
-    needed."""
+    """Generates samples in this process. `loop`: returns an empty loop to use, when needed."""
 
     line = None
 
@@ -76,13 +78,13 @@ class LocalBackend:
     def draw(
         self, prompts: Iterator[Prompt], done: Collection[tuple[str, int]], count: int | None
     ) -> Iterator[Completion]:
-        company, screen = CoreMonitor(self._plan.job.threads), self._screen
+        cores, screen = CoreMonitor(self._plan.job.threads), self._screen
 
         def on_round(done: RoundResult) -> None:
-            company.look()
-            kept, rows = sum(done.accepted), len(done.accepted)
+            cores.look()
+            accepted, rows = sum(done.accepted), len(done.accepted)
             capacity = done.capacity or self.facts.rows
-            screen.round(done.width, kept, rows, done.seconds, done.capturing, capacity)
+            screen.round(done.width, accepted, rows, done.seconds, done.capturing, capacity)
 
         return generate(
             prompts,
@@ -101,7 +103,7 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """A crew draws."""
+    """Generates samples in a pool of workers."""
 
     def __init__(self, crew: WorkerPool):
         self._crew, self.facts = crew, crew.gather()
@@ -124,9 +126,15 @@ def drawing_of(
     prompts: int | None,
     shard: Shard | None = None,
 ) -> Iterator[Drawing]:
-    """Whoever the request asks to draw, this process where there is none, with the job's models
-    checked. `source`: what identifies the prompts; `longest`: the text of the longest;
-    `prompts`: how many there are, None where nobody knows."""
+    """Check the job's models and open a source of samples.
+
+    Args:
+        request: The Ray cluster to use; None for this process.
+        source: Identifies the prompts, for the manifest.
+        longest: The text of the longest prompt.
+        prompts: The number of prompts; None if unknown.
+        shard: The part of the prompts that is drawn.
+    """
     if request is not None:
         with (
             cluster_of(request, job, screen) as cluster,
@@ -136,20 +144,20 @@ def drawing_of(
         ):
             yield RemoteBackend(crew)
         return
-    tokenizer = begin(job.pair)  # while torch is loaded
+    tokenizer = begin(job.pair)  # loads in the background, while torch is imported
     configure_threads(job.threads, screen.note)
     from bass_cli.run.plan import make_plan
 
-    screen.phase("checking the models", live=False)  # the hub's client shows what it fetches
+    screen.phase("checking the models", live=False)  # the hub's client shows downloads
     plan = make_plan(job, longest_prompt=longest, prompts=prompts, tokenizer=tokenizer)
     yield LocalBackend(plan, facts_of(plan, source, shard=shard), screen)
 
 
 def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
-    """Run `bass generate`; returns whether no prompt and no sample failed."""
+    """Run `bass generate`; return whether no prompt and no sample failed."""
     out = "-" if args.out is None else args.out
     if not out:
-        raise UserError("--out (or BASS_OUT): it is empty; give a file, or - for standard output")
+        raise UserError("--out (or BASS_OUT): it is empty; name a file, or - for standard output")
     if descriptor_of(out) == 1:
         out = "-"
     if args.json_summary and out == "-":
@@ -161,10 +169,10 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
     check_name(out, overwrite=args.overwrite)
     if args.prompts == "-" and sys.stdin is not None and sys.stdin.isatty():
         screen.note(
-            "prompts are read from the terminal, one a line; Ctrl-D at the beginning of a line "
-            "ends them"
+            "reading prompts from the terminal, one a line; end with Ctrl-D at the beginning of a "
+            "line"
         )
-    else:  # whatever feeds standard input may take its time
+    else:  # standard input may be slow
         screen.phase("reading the prompts")
     job = with_rows_of(job, out, overwrite=args.overwrite)
     shard, request = read_shard(args, job), read_request(args, job, out)
@@ -208,7 +216,7 @@ def generate_samples(args: GenerateArgs, screen: Screen) -> bool:
 
 
 def files_written(out: str) -> list[tuple[str, str | Path]]:
-    """What samples go to, as `refuse_shared_files` takes it."""
+    """Return the output files, as arguments of `refuse_shared_files`."""
     return [
         ("--out", out),
         *([] if is_stream(out) else [("the manifest of --out", manifest_path(out))]),
@@ -216,19 +224,18 @@ def files_written(out: str) -> list[tuple[str, str | Path]]:
 
 
 def check_name(out: str, *, overwrite: bool) -> None:
-    """UserError where samples cannot be written, something else would be lost, or the name
-    promises another format."""
-    written = (
-        "samples are plain JSON lines, one write each, so that a run that was killed can go on"
-    )
+    """Raise UserError if samples cannot be written to `out`, or would replace another file."""
+    written = "samples are plain JSON lines, one write each, so that a killed run can be resumed"
     check_format("--out", out, suffix=".jsonl", written=written)
     if not is_stream(out):
         check_output_place(out, overwrite=overwrite)
 
 
 def files_read(pair: str | None, job: Job) -> list[tuple[str, str | Path]]:
-    """What a job's pair is read from, as `refuse_shared_files` takes it. `pair`: as it was
-    given."""
+    """Return the files of a job's pair, as arguments of `refuse_shared_files`.
+
+    `pair`: the value of --pair.
+    """
     own: list[tuple[str, str | Path]] = (
         [("the pair file", pair)] if pair and job.pair.folder is not None else []
     )
@@ -244,9 +251,14 @@ def tell(
     ask: str = "--chat",
     notes: Iterable[str] = (),
 ) -> None:
-    """Say what may surprise: `notes`, that equal samples are copies, and, where the model has a
-    chat template and some prompts are `plain` text, which of the two forms such a prompt is
-    given, with the flag for the other (`ask`: for the template)."""
+    """Show notes on what may surprise the user.
+
+    Args:
+        plain: Whether some prompts are plain text. If the model has a chat template, a note says
+            whether they use it, and names the flag for the other way.
+        ask: The flag for the chat template.
+        notes: Further notes.
+    """
     for note in notes:
         screen.note(note)
     if job.draws_one:
@@ -255,10 +267,10 @@ def tell(
         )
     if facts.chats and plain:
         screen.note(
-            "plain prompts go through the model's chat template; --no-chat continues them as raw "
+            "plain prompts use the model's chat template; with --no-chat they are continued as raw "
             "text"
             if job.chat
-            else f"plain prompts are continued as raw text; {ask} asks them through the model's "
+            else f"plain prompts are continued as raw text; with {ask} they use the model's "
             "chat template"
         )
 
@@ -274,14 +286,22 @@ def write_samples(
     together: bool,
     shape: Callable[[Completion], Completion] = lambda completion: completion,
 ) -> dict[str, Any]:
-    """Draw what is missing in the file of n samples of each prompt and write it, each sample as
-    `shape` has it; returns the summary. Where nothing is missing nothing is drawn, and no model
-    is loaded. `together`: see Job.draws_together."""
+    """Generate and write the samples that are missing from the output; return the summary.
+
+    If nothing is missing, no model is loaded.
+
+    Args:
+        n: Samples of a prompt.
+        prompts: All prompts of the job.
+        count: The number of prompts; None if unknown.
+        together: See Job.draws_together.
+        shape: Changes a Completion before it is written.
+    """
     complete, rest = _from_first_missing(prompts, writer.done, n, together=together)
     if together and writer.done and rest is not None:
         screen.note(
-            "maximal coupling: samples depend on each other, so those that are there are drawn "
-            "again with those that are missing, which alone are written"
+            "maximal coupling: samples depend on each other, so all are drawn again, and only the "
+            "missing ones are written"
         )
     for note in (*drawing.facts.notes, *writer.notes, *_progress(writer, complete=rest is None)):
         screen.note(note)
@@ -305,7 +325,7 @@ def write_samples(
         summary = screen.summary(writer.name)
         summary["usage"] = drawing.usage() or summary["usage"]
         writer.add_run(summary["decoding_seconds"], summary["usage"])
-    writer.confirm()  # before anybody is told that the samples are there
+    writer.confirm()  # before the summary says that the samples are in the file
     screen.close(None if rest is None else summary)
     for first, error in list(failed.items())[:1]:
         many = "1 prompt" if len(failed) == 1 else f"{len(failed)} prompts"
@@ -314,18 +334,22 @@ def write_samples(
 
 
 def _progress(writer: Writer, *, complete: bool) -> list[str]:
-    """What is in the file already, in words."""
+    """Describe the samples that the file already has."""
     if not writer.done:
         return []
-    state = "complete" if complete else "going on"
+    state = "complete" if complete else "continuing"
     return [f"{writer.name}: {state}, {len(writer.done)} samples are there already"]
 
 
 def _from_first_missing(
     prompts: Iterator[Prompt], done: Collection[tuple[str, int]], n: int, *, together: bool
 ) -> tuple[int, Iterator[Prompt] | None]:
-    """How many prompts come before the first with a sample that is not `done`, and that one with
-    all after it, and `together` with all before it; None if there is none."""
+    """Skip the complete prompts at the beginning.
+
+    Returns:
+        The number of skipped prompts, and the prompts that follow; None if all are complete. With
+        `together` no prompt is skipped unless all are complete.
+    """
     before = list[Prompt]()
     for number, prompt in enumerate(prompts):
         if any((prompt.id, sample) not in done for sample in range(n)):
@@ -336,8 +360,10 @@ def _from_first_missing(
 
 
 def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
-    """The Job that the flags make of their pair. `defaults`: sampling that holds where neither
-    pair nor flags say."""
+    """Make a Job of the flags and their pair.
+
+    `defaults`: sampling settings for fields that neither the pair nor the flags set.
+    """
     pair = chosen_pair(args)
     args = replace(
         args, stop=[unescape(text) for text in args.stop] if args.stop else stops_of_environment()
@@ -351,35 +377,39 @@ def read_job(args: JobArgs, defaults: Mapping[str, Any] | None = None) -> Job:
 
 
 def with_rows_of(job: Job, out: str, *, overwrite: bool) -> Job:
-    """The job with as many rows as `out` was begun with, where its samples depend on them and
-    nobody says how many: what memory is free now would decide otherwise."""
+    """Take the batch size from the manifest of `out`, if it is "auto" and samples depend on it.
+
+    Otherwise the memory that is free now would decide.
+    """
     if not job.draws_together or job.batch_size != "auto" or overwrite or is_stream(out):
         return job
     try:
         rows = whole(read_manifest(out)["results"]["batch_size"], least=1)
-    except (OSError, ValueError, KeyError, TypeError):  # none was begun; others say what is wrong
+    except (OSError, ValueError, KeyError, TypeError):  # no file, or a fault reported later
         return job
     return job.model_copy(update={"batch_size": rows})
 
 
 def read_shard(args: SampleArgs, job: Job) -> Shard | None:
-    """The part of the job that the flags ask for. UserError where its rows would be its own: under
-    maximal coupling samples depend on how many there are, and the parts could not be merged."""
+    """Return the part of the job that --shard selects; None for all.
+
+    UserError under maximal coupling without a batch size: samples depend on the number of rows, so
+    the parts could not be merged.
+    """
     if args.shard is None:
         return None
     shard = parse_shard(args.shard)
     if job.speculation.coupling == "maximal" and job.batch_size == "auto":
         raise UserError(
-            f"--shard {shard}: under maximal coupling the samples depend on the rows, of "
-            "which each shard would choose its own number; give them all one --batch-size"
+            f"--shard {shard}: with maximal coupling samples depend on the batch size; give all "
+            "shards the same --batch-size"
         )
     return shard
 
 
 def stops_of_environment() -> list[str] | None:
-    """BASS_STOP is one text, or a JSON list of texts; an ordinary list variable could hold no
-    blank."""
-    value = os.environ.get("BASS_STOP") or None  # an empty variable is none, as of all options
+    """Read BASS_STOP: one text, or a JSON list of texts, which may contain blanks."""
+    value = os.environ.get("BASS_STOP") or None  # an empty variable means no value
     with contextlib.suppress(ValueError):
         listed = json.loads(value or "")
         if isinstance(listed, list):
@@ -388,12 +418,12 @@ def stops_of_environment() -> list[str] | None:
 
 
 def escape(text: str) -> str:
-    """What `unescape` makes this stop string of."""
+    """Return the text that `unescape` turns into this stop string."""
     return text.replace("\\", "\\\\")
 
 
 def unescape(text: str) -> str:
-    r"""A stop string as it was meant: a shell passes \n, \t, \r and \\ on as they are. Every
-    other backslash stays."""
-    meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
-    return re.sub(r"\\([ntr\\])", lambda found: meant[found[1]], text)
+    r"""Replace \n, \t, \r and \\ in a stop string, which shells pass unchanged. Other backslashes
+    stay."""
+    values = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda found: values[found[1]], text)

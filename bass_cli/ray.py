@@ -1,7 +1,7 @@
-"""For people who live in Ray Data: a dataset of prompts to a dataset of samples.
+"""Map a Ray Data dataset of prompts to a dataset of samples.
 
-A thin map over the library, in Ray's own order and with Ray's own ways to go on after a fault. For
-a file that outlives kills and a display of who draws what: `bass generate --ray` (cluster/).
+This is a thin layer over the library; Ray decides the order and handles faults. `bass generate
+--ray` (cluster/) writes a file that survives kills, and shows the progress of each actor.
 """
 
 from __future__ import annotations
@@ -12,37 +12,41 @@ from bass_cli.config.job import Job
 from bass_cli.errors import UserError
 from bass_cli.io.reading import shown
 from bass_cli.run.generate import generate as draw
-from bass_cli.run.generate import own_terms, told_in_own_terms
+from bass_cli.run.generate import own_terms, with_own_terms
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-# Prompts that an actor is given at once: its rows empty towards the end of each such batch, so they
-# are to be many times as many as its rows have room for.
+# Prompts of one batch of Ray Data. Rows run empty at the end of each batch, so a batch should have
+# many times as many samples as there are rows.
 BATCH = 256
 
 
 def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = BATCH) -> Dataset:
-    """A dataset with one row for every sample of every row of `dataset`, with the fields of a
-    result line; not drawn before it is consumed, like all of Ray Data.
+    """Make a dataset with one row for each sample, with the fields of a result line.
 
-    A row is like a prompt line: {"id", "prompt"} (or the job's prompt_column), other columns come
-    back as JSON objects in `meta`. Each has an id of its own, since the seed and the id fix the
-    samples, and which number a row has in the dataset nobody here knows: one without ends the
-    run. `actors`: processes with the models, each on a GPU of its own, or on CPUs where there are
-    none. `batch_size`: prompts that one is given at once. UserError for a job of a kind whose
-    samples would depend on how prompts are batched."""
+    Samples are drawn when the dataset is consumed.
+
+    Args:
+        dataset: Rows with the fields of a prompt line: {"id", "prompt"}, or the job's
+            prompt_column. Other columns come back as a JSON object in `meta`. Every row needs an
+            id of its own, because the seed and the id fix its samples.
+        job: The job.
+        actors: Processes with the models. Each has a GPU, or CPUs if there are no GPUs.
+        batch_size: Prompts that an actor gets at once.
+
+    Raises:
+        UserError: The samples of the job would depend on how prompts are batched.
+    """
     if not isinstance(job, Job):
         raise UserError(f"bass_cli.ray.generate: a Job is needed, not {shown(job)}")
     for name, value in (("actors", actors), ("batch_size", batch_size)):
         if not isinstance(value, int) or value < 1:
-            raise UserError(
-                f"bass_cli.ray.generate: {name} is a number from 1 on, not {shown(value)}"
-            )
+            raise UserError(f"bass_cli.ray.generate: {name} must be at least 1, not {shown(value)}")
     if job.speculation.coupling == "maximal" or job.budget is not None:
         raise UserError(
-            "bass_cli.ray.generate: maximal coupling and budgets make samples depend on what is "
-            "drawn beside them, which Ray Data decides; leave both out"
+            "bass_cli.ray.generate: with maximal coupling or a budget samples depend on the other "
+            "samples in the batch, which Ray Data chooses; use neither"
         )
     if job.tensor_parallel > 1:
         raise UserError("bass_cli.ray.generate: an actor has one GPU; leave tensor_parallel out")
@@ -61,7 +65,7 @@ def generate(dataset: Dataset, job: Job, *, actors: int = 1, batch_size: int = B
 
 
 def _on_gpus(job: Job) -> bool:
-    """Whether its actors take a GPU each: with device "auto" where the cluster has any."""
+    """Whether each actor takes a GPU: for device "auto", whether the cluster has GPUs."""
     if job.device != "auto":
         return job.device == "cuda"
     import ray
@@ -69,7 +73,7 @@ def _on_gpus(job: Job) -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
-# A result line's fields, each of one type in all batches.
+# The fields of a result line, with their types
 _COLUMNS = {
     **dict.fromkeys(("id", "text", "finish_reason", "meta", "error"), "text"),
     **dict.fromkeys(("sample", "tokens", "rounds", "drafted", "accepted", "seed"), "int"),
@@ -80,7 +84,7 @@ _COLUMNS = {
 
 
 class Drawer:
-    """One process with the job's models, which are loaded when it begins."""
+    """An actor: it loads the job's models when it is created."""
 
     def __init__(self, job: Job):
         from bass_cli.run.build import build
@@ -93,7 +97,7 @@ class Drawer:
         self._loop = build(self._plan)
 
     def __call__(self, batch: Any) -> Any:
-        """A table of prompts to the table of their samples."""
+        """Return the table of samples for a table of prompts."""
         import json
 
         import pyarrow
@@ -103,10 +107,10 @@ class Drawer:
         rows = [_plain(row) for row in batch.to_pylist()]
         if not all("id" in row for row in rows):
             raise UserError(
-                'bass_cli.ray.generate: a row has no "id"; give each one of its own, which says '
-                "with the seed what its samples are"
+                'bass_cli.ray.generate: a row has no "id"; give every row its own id, because the '
+                "seed and the id fix its samples"
             )
-        drawn = told_in_own_terms(draw(rows, self._plan, loop=self._loop))
+        drawn = with_own_terms(draw(rows, self._plan, loop=self._loop))
         found = [json.loads(one.to_line()) for one in drawn]
         for row in found:
             row["meta"] = json.dumps(row["meta"], ensure_ascii=False)
@@ -115,5 +119,5 @@ class Drawer:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Without what Ray Data has for a column that a row lacks."""
+    """Remove the None values that Ray Data puts into missing columns."""
     return {key: value for key, value in row.items() if value is not None}

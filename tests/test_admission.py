@@ -1,4 +1,4 @@
-"""What a job does between two rounds: samples that are over and their lines, prompts that come in."""
+"""Test the work between rounds: lines of finished samples, and new prompts."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from bass_cli.run.scheduler import Conductor
 
 
 def captured(*, rows):
-    """A loop of rounds that are captured, and the device's clock."""
+    """A loop with captured rounds, and the device's clock."""
     graphs = FakeGraphs()
     loop = Loop(
         batch=Batch(rows=rows, context=64, device=torch.device("cpu")),
@@ -33,8 +33,8 @@ def captured(*, rows):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
-    """A caller that takes 2 ms for each line costs no more rounds of 2.1 ms than one that takes no
-    time; and it is the same whether the next round was launched before the last one ended."""
+    """A caller that takes 2 ms a line adds no time to rounds of 2.1 ms, whether or not the next round
+    is launched before the last one ends."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
     due, seconds = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0))), []
     for takes in (0.0, 0.002):
@@ -56,8 +56,8 @@ def test_lines_are_written_while_the_device_runs_the_next_round(ahead):
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
-def test_what_breaks_a_job_off_comes_after_the_samples_that_are_over(kind):
-    """Nothing that has ended is lost when the next round cannot begin."""
+def test_interruption_is_raised_after_finished_samples(kind):
+    """No finished sample is lost if the next round cannot begin."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
     due = run(settings, given, rows=4, draft="none", lengths=Fixed(0))
     for after in range(1, 6):
@@ -80,9 +80,9 @@ def test_what_breaks_a_job_off_comes_after_the_samples_that_are_over(kind):
         ]
 
 
-def test_prompts_that_come_next_are_opened_with_those_that_are_due():
-    """As many as fill a pass, and one batch of rows, so that they are read together; none before
-    its time where clocks run."""
+def test_next_prompts_share_the_prefill_pass():
+    """Prompts are opened early, up to a prefill pass and one batch of rows; with a budget they are
+    not."""
     each = [2, 4, 6, 8, 10, 12]
     for budget, length, due in ((None, 3, [4, 8, 12]), (None, 200, each), (1e9, 3, each)):
         opened, seen = [], []
@@ -96,8 +96,8 @@ def test_prompts_that_come_next_are_opened_with_those_that_are_due():
         assert sorted(set(seen)) == due
 
 
-def test_all_that_changes_between_two_rounds_is_sent_at_once(monkeypatch):
-    """However many rows end, move and begin: one copy for the batch, and one for a cache."""
+def test_changes_between_rounds_are_sent_in_one_copy(monkeypatch):
+    """There is one copy for the batch and one for a cache, however many rows change."""
     sent = []
     send = Sender.send
     monkeypatch.setattr(

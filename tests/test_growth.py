@@ -157,8 +157,8 @@ def test_a_killed_job_goes_on_with_rows_that_grow(place, ahead, monkeypatch):
     assert bass(*flags, "--out", "whole.jsonl").exit_code == 0
     found = plan_of(n=6).footprint
     free = int(found.bytes(5, TOKENS, prompts=1) / 0.95) + 1000
-    for module in ("plan", "footprint"):
-        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: free)
+    for module in ("plan", "memory"):
+        monkeypatch.setattr(f"bass_cli.run.{module}.free_memory", lambda device: free)
     seen, left, run, files = Seen(monkeypatch), 40, Loop.round, {}
 
     def killed(loop, *given, **words):
@@ -192,8 +192,8 @@ def test_a_plan_counts_rows_by_what_they_are_expected_to_take(monkeypatch):
     assert (whole.kept, whole.share, whole.pieces.most) == (TOKENS, "", 1)
     found = whole.footprint
     free = int(found.bytes(6, TOKENS, prompts=6 / 20) / 0.95) + 1000
-    for module in ("plan", "footprint"):
-        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: free)
+    for module in ("plan", "memory"):
+        monkeypatch.setattr(f"bass_cli.run.{module}.free_memory", lambda device: free)
     plan = plan_of(rows="auto", n=20)
     assert 6 < plan.rows < 40
     assert TOKENS / 4 <= plan.kept < TOKENS

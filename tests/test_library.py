@@ -1,5 +1,4 @@
-"""What `import bass_cli` offers: samples from a program, equal to the command's, and errors
-before models."""
+"""Test the library: samples equal to the command's, and errors before models are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from checkpoints import write_checkpoint, write_tokenizer
 import bass_cli
 from bass_cli import Completion, Job, Pair, Sampling, Speculation, UserError, generate, load_pair
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "generate.py"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "library.py"
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +97,7 @@ def test_samples_are_those_of_the_command(model: Path, tmp_path: Path) -> None:
         )
 
 
-def test_prompts_may_be_texts_without_an_end(model: Path) -> None:
+def test_prompts_may_be_endless(model: Path) -> None:
     taken: list[int] = []
 
     def endless() -> Iterator[str]:
@@ -115,7 +114,7 @@ def test_prompts_may_be_texts_without_an_end(model: Path) -> None:
 @pytest.mark.parametrize(("prompts", "fault"), [
     ([], "there is no "
          "prompt"), (["a", ""], r'prompts\[1\]: field "prompt": it is empty'), ([{"id": "a"}], "it is missing"),
-    ([{"id": "1", "prompt": "x"}, "y"], r'"1" is already the id of prompts\[0\]'),
+    ([{"id": "1", "prompt": "x"}, "y"], r'"1" is also the id of prompts\[0\]'),
 ])  # fmt: skip
 def test_wrong_prompts_are_refused_when_it_is_called(
     model: Path, prompts: list[Any], fault: str
@@ -125,17 +124,17 @@ def test_wrong_prompts_are_refused_when_it_is_called(
 
 
 @pytest.mark.parametrize("prompts", ["the cat", b"the cat", {"id": "a", "prompt": "b"}, None, 3])
-def test_what_is_no_list_of_prompts_is_refused(model: Path, prompts: Any) -> None:
+def test_single_prompt_in_place_of_a_list_is_refused(model: Path, prompts: Any) -> None:
     with pytest.raises(UserError, match=r"^prompts: a list of texts or mappings is needed"):
         generate(prompts, job(model))
 
 
-def test_what_is_no_job_is_refused() -> None:
+def test_job_of_another_type_is_refused() -> None:
     with pytest.raises(UserError, match=r"^job: a Job or its plan is needed"):
         generate(["x"], {"n": 1})  # type: ignore[arg-type]
 
 
-def test_what_a_job_does_not_say_of_its_sampling_is_its_pairs() -> None:
+def test_unset_sampling_fields_come_from_the_pair() -> None:
     own = Sampling(temperature=0.6, top_k=20)
     pair = Pair(name="tiny", target="x", sampling=own, speculation=Speculation(length=3, max=9))
     made = Job(pair=pair, sampling=Sampling(seed=7), speculation=Speculation(coupling="maximal"))
@@ -157,8 +156,8 @@ def test_a_pair_file_may_be_a_path(tmp_path: Path) -> None:
         load_pair(None)  # type: ignore[arg-type]
 
 
-def test_a_map_over_ray_data_says_what_it_needs(model: Path) -> None:
-    """Without a cluster: what is found before, and what an actor finds."""
+def test_ray_data_checks_its_arguments(model: Path) -> None:
+    """Without a cluster: errors before the map, and errors of an actor."""
     pyarrow = pytest.importorskip("pyarrow")
     import bass_cli.ray
 
@@ -169,7 +168,7 @@ def test_a_map_over_ray_data_says_what_it_needs(model: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             bass_cli.ray.generate(*bad)
-    with pytest.raises(UserError, match="actors is a number from 1 on, not 0"):
+    with pytest.raises(UserError, match="actors must be at least 1, not 0"):
         bass_cli.ray.generate(given, job(model), actors=0)
     drawer = bass_cli.ray.Drawer(job(model, n=1))
     with pytest.raises(UserError, match='a row has no "id"'):  # numbers would begin anew in each
@@ -179,17 +178,17 @@ def test_a_map_over_ray_data_says_what_it_needs(model: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [list, iter])
-def test_the_limit_of_a_job_holds(model: Path, kind: Any) -> None:
+def test_limit_applies_to_every_kind_of_prompts(model: Path, kind: Any) -> None:
     given = kind([types.MappingProxyType({"prompt": "the cat"}), "a dog"])
     assert [one.id for one in generate(given, job(model, limit=1, n=1))] == ["0"]
 
 
 @pytest.mark.parametrize(("length", "budget"), [("bass", None), (4, None), ("bass", 60.0)])
-def test_a_job_whose_samples_depend_on_each_other_goes_on_as_if_undisturbed(
+def test_resume_under_maximal_coupling_equals_undisturbed_run(
     model: Path, tmp_path: Path, length: Any, budget: float | None
 ) -> None:
-    """Broken off after every few samples. To keep what had ended and draw the rest anew among
-    others would be to prefer short samples."""
+    """The run is interrupted every few samples. Drawing only the unfinished samples again would
+    favour short samples."""
     write_checkpoint("llama", tmp_path, seed=1)
     write_tokenizer(tmp_path)
     given = job(
@@ -211,17 +210,17 @@ def test_a_job_whose_samples_depend_on_each_other_goes_on_as_if_undisturbed(
     assert found == whole
 
 
-def test_every_name_that_it_offers_is_there() -> None:
+def test_every_public_name_exists() -> None:
     for name in bass_cli.__all__:
         assert getattr(bass_cli, name).__name__ == name
 
 
-def test_a_model_that_is_not_there_is_said_when_it_is_called(tmp_path: Path) -> None:
+def test_missing_model_is_reported_at_the_call(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nowhere"):
         generate(["a"], job(tmp_path / "nowhere"))
 
 
-def test_a_job_has_its_pairs_settings_where_it_says_nothing_else() -> None:
+def test_unset_job_fields_come_from_the_pair() -> None:
     pair = Pair(
         name="p",
         target="t",
@@ -236,7 +235,7 @@ def test_a_job_has_its_pairs_settings_where_it_says_nothing_else() -> None:
     assert found == Sampling(top_k=5, temperature=0.1)
 
 
-def test_importing_it_costs_nothing() -> None:
+def test_import_loads_nothing_heavy() -> None:
     code = (
         "import sys, bass_cli; bass_cli.generate; print({'torch', 'transformers'} & "
         "set(sys.modules))"
@@ -249,7 +248,7 @@ def test_importing_it_costs_nothing() -> None:
 
 
 def test_a_run_imports_no_compiler_and_no_transformers() -> None:
-    """Each takes seconds, which every command would wait for; Triton's kernels included."""
+    """Each takes seconds, for which every command would wait."""
     code = (
         "import sys, pathlib, importlib, bass_kernels, bass_cli.run.engine\n"
         "for file in pathlib.Path(bass_kernels.__file__).parent.glob('*.py'):\n"
@@ -290,7 +289,7 @@ def test_a_pair_may_be_named_in_the_job(tmp_path: Path, monkeypatch: pytest.Monk
         ("Qwen/Qwen2.5-0.5B", '"Qwen/Qwen2.5-0.5B" is a model, not a pair; name it as the target'),
     ],
 )
-def test_a_pair_that_is_not_there_is_said_without_flags(pair: str, said: str) -> None:
+def test_missing_pair_is_reported_without_flags(pair: str, said: str) -> None:
     with pytest.raises(UserError) as caught:
         Job(pair=pair)
     assert said in str(caught.value)
@@ -310,10 +309,10 @@ def test_a_pair_that_is_not_there_is_said_without_flags(pair: str, said: str) ->
         ({"sampling": Sampling(stop=["a</s>"])}, r"^stop text 'a</s>': "),
     ],
 )
-def test_errors_speak_of_fields(
+def test_errors_name_fields(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, said: str
 ) -> None:
-    """Whatever the command line would call by a flag."""
+    """Messages name fields where the command line names flags."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -323,16 +322,18 @@ def test_errors_speak_of_fields(
     changes = dict(changes)
     prompts, memory = changes.pop("prompts", ["a"]), changes.pop("memory", None)
     if memory is not None:
-        for place in ("plan", "footprint"):
-            monkeypatch.setattr(f"bass_cli.{place}.free_memory", lambda device: memory)
+        for place in ("plan", "memory"):
+            monkeypatch.setattr(f"bass_cli.run.{place}.free_memory", lambda device: memory)
     with pytest.raises(UserError, match=said) as caught:
         list(generate(prompts, job(plain, **changes)))
     assert not re.search(r"(?<!\w)--?[a-z]|BASS_", str(caught.value))
 
 
-def test_a_prompt_that_cannot_run_says_so_in_fields(model: Path) -> None:
+def test_errors_of_prompts_name_fields(model: Path) -> None:
     chat = [{"messages": [{"role": "user", "content": "a"}]}]
-    (found,) = generate(chat, job(model, chat=False))
+    with pytest.raises(UserError, match=r"messages, but chat=False was given"):
+        generate(chat, job(model, chat=False))
+    (found,) = generate(iter(chat), job(model, chat=False))  # which is not checked beforehand
     assert found.finish_reason == "error"
     assert found.error is not None
     assert "--" not in found.error
@@ -340,7 +341,7 @@ def test_a_prompt_that_cannot_run_says_so_in_fields(model: Path) -> None:
 
 
 def test_calls_with_one_seed_give_the_same_samples_and_number_from_0(model: Path) -> None:
-    """As the docstring of generate says; another id is another sample."""
+    """The docstring of generate says so. Another id gives another sample."""
 
     def texts(*prompts: Any) -> dict[tuple[str, int], Any]:
         return {(one.id, one.sample): one.token_ids for one in generate(prompts, job(model))}
@@ -354,9 +355,9 @@ def test_calls_with_one_seed_give_the_same_samples_and_number_from_0(model: Path
 
 
 @pytest.mark.parametrize("stop", [["e"], ["at", "the"], [" ", "t c"]])
-def test_text_is_what_the_ids_read_as_before_the_stop(model: Path, stop: list[str]) -> None:
-    """Against tokenizers' own decoder. The ids are a prefix of those without stops, the shortest
-    that has a stop text."""
+def test_text_is_decoded_ids_before_the_stop(model: Path, stop: list[str]) -> None:
+    """The reference is tokenizers' decoder. The ids are the shortest prefix of those without stops
+    that contains a stop text."""
     from tokenizers import Tokenizer
 
     inner = Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -386,8 +387,8 @@ def test_text_is_what_the_ids_read_as_before_the_stop(model: Path, stop: list[st
     assert stopped >= 3
 
 
-def test_the_types_take_what_programs_write() -> None:
-    """Lists of stops; mypy itself is asked in the slow test, and of examples/ by `make lint`."""
+def test_types_accept_lists_and_paths() -> None:
+    """Check annotations of stops; the slow test runs mypy, and `make lint` checks examples/."""
     hint = typing.get_type_hints(Sampling)["stop"]
     assert hint == Sequence[str]
     assert Sampling(stop=["x", "y"]).stop == ("x", "y")
@@ -395,7 +396,7 @@ def test_the_types_take_what_programs_write() -> None:
 
 
 @pytest.mark.slow
-def test_mypy_accepts_what_programs_write_and_nothing_else(tmp_path: Path) -> None:
+def test_mypy_accepts_valid_programs_only(tmp_path: Path) -> None:
     api = pytest.importorskip("mypy.api")
     good = """
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Memory: how much there is, what a job takes, refusals before weights are loaded, and
-allocations that fail later."""
+"""Test memory: free memory, plans, refusals before weights are loaded, and allocations that fail
+later."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FLAGS = ("p.txt", "--pair", "pair.yaml", "--device", "cpu", "--out", "o.jsonl")
 
 @pytest.fixture
 def place(pair_folder: Any) -> Path:
-    """Where the test runs."""
+    """The device of the tests."""
     return pair_folder(prompts=3, max_position_embeddings=CONTEXT)
 
 
@@ -50,8 +50,8 @@ def bass(*arguments: str) -> Any:
 
 
 def free(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in ("plan", "footprint"):
-        monkeypatch.setattr(f"bass_cli.{module}.free_memory", lambda device: count)
+    for module in ("plan", "memory"):
+        monkeypatch.setattr(f"bass_cli.run.{module}.free_memory", lambda device: count)
 
 
 def job(**fields: Any) -> Job:
@@ -91,13 +91,13 @@ V2, V1 = "sys/fs/cgroup/a/b/memory", "sys/fs/cgroup/memory/a/b/memory"
     ({"proc/self/cgroup": "4:memory:/elsewhere\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": str(300 << 10),
       "sys/fs/cgroup/memory/memory.usage_in_bytes": str(350 << 10)}, 300, 0),
 ])  # fmt: skip
-def test_control_groups_limit_what_a_machine_has(
+def test_control_groups_limit_free_memory(
     tmp_path: Path, files: dict[str, str], total: int, left: int
 ) -> None:
     assert machine(tmp_path, MEMINFO | files) == HostMemory(total << 10, left << 10)
 
 
-def test_refused_memory_is_told_from_other_errors() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 60, dtype=torch.uint8)
     cuda = RuntimeError(
@@ -175,7 +175,7 @@ def test_the_largest_settings_fit_and_one_more_does_not() -> None:
 
 
 def _held(loop: Loop) -> int:
-    """Bytes of the caches and the tokens."""
+    """Return the bytes of caches and token buffers."""
     runners = [loop.target, *([loop.drafter._runner] if hasattr(loop.drafter, "_runner") else [])]
     tokens = loop.batch.tokens
     return sum(runner.cache.bytes() for runner in runners) + tokens.numel() * tokens.element_size()
@@ -183,8 +183,7 @@ def _held(loop: Loop) -> int:
 
 @pytest.mark.parametrize("draft", ["draft", "parallel:draft", "skip:1", "none"])
 def test_weights_and_caches_are_planned_to_the_byte(place: Path, draft: str) -> None:
-    """What rows and tokens add to the plan is what they add to the tensors, but for the work
-    space."""
+    """Rows and tokens add to the plan what they add to the tensors, except for work space."""
     (place / "pair.yaml").write_text(f"target: target\ndraft: {draft}\n")
     write_mask(place / "draft", 300)
 
@@ -222,7 +221,7 @@ def test_spans_end_with_the_context(place: Path) -> None:
     )
 
 
-def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_does(
+def test_job_that_cannot_fit_is_refused_and_its_remedy_fits(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
@@ -235,7 +234,7 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
         assert "Traceback" not in result.stderr
         assert not (place / "o.jsonl").exists()
     assert re.search(
-        r"6 rows of up to 255 new tokens each: .* can be had here; .*--batch-size (\d+), or --max-new-tokens "
+        r"6 rows of up to 255 new tokens each: .* are free; .*--batch-size (\d+), or --max-new-tokens "
         r"(\d+)$",
         result.stderr.strip(),
     )
@@ -253,7 +252,7 @@ def test_what_cannot_fit_is_refused_before_weights_are_read_and_what_would_fit_d
             make_plan(job(**more), longest_prompt=longest)
 
 
-def test_a_batch_of_its_own_choice_follows_the_plan(
+def test_auto_batch_size_follows_the_plan(
     pair_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = pair_folder(prompts=3, max_position_embeddings=CONTEXT, num_hidden_layers=3)
@@ -287,7 +286,7 @@ def test_a_batch_of_its_own_choice_follows_the_plan(
     ({"n": 20, "budget": 2.0}, 164, {"cpu": 20, "cuda": 20}),
     ({"n": 3, "batch_size": 17}, 2, {"cpu": 17, "cuda": 17}),
 ])  # fmt: skip
-def test_a_job_takes_as_few_turns_as_there_can_be(
+def test_job_takes_as_few_waves_as_possible(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
@@ -295,8 +294,7 @@ def test_a_job_takes_as_few_turns_as_there_can_be(
     prompts: int | None,
     due: dict[str, int],
 ) -> None:
-    """All samples of a small job at once; of a large one as many as pay, and no turn smaller than
-    the others."""
+    """A small job draws all samples at once; a large one in equal waves of at most the best size."""
     free(monkeypatch, 1 << 50)
     plan = make_plan(job(max_new_tokens=20, **fields), prompts=prompts)
     plan = dataclasses.replace(plan, device=torch.device(kind))
@@ -304,7 +302,7 @@ def test_a_job_takes_as_few_turns_as_there_can_be(
 
 
 def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
-    """There samples depend on how many share a batch."""
+    """Samples depend on the number of rows there."""
     for coupling, due in (("maximal", 9), ("shared", None)):
         wish = job(n=3).model_copy(update={"speculation": Speculation(coupling=coupling)})
         manifest = describe(make_plan(wish, prompts=3), {})
@@ -319,7 +317,7 @@ def test_under_maximal_coupling_the_manifest_has_the_rows(place: Path) -> None:
     pytest.param(lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling "
                                                             "`cublasCreate`")), marks=pytest.mark.slow),
 ], ids=["torch", "python", "cuda", "library"])  # fmt: skip
-def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
+def test_out_of_memory_is_exit_code_3_and_keeps_lines(
     place: Path, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     tokens = ("--max-new-tokens", "40")
@@ -351,7 +349,7 @@ def test_memory_that_runs_out_is_exit_code_3_and_keeps_what_is_written(
 
 
 def _steal(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
-    """Memory is refused in the middle of these passes of a model over its rows."""
+    """Refuse memory in the middle of these passes."""
     forward, count = Runner.forward, itertools.count(1)
 
     def short(self: Runner, *given: Any, **named: Any) -> Any:
@@ -389,14 +387,14 @@ def test_a_job_that_runs_out_of_memory_twice_ends_with_the_same_lines(
 def test_under_maximal_coupling_refused_memory_ends_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fewer rows would be other samples."""
+    """Fewer rows would change the samples."""
     _steal(monkeypatch, 3)
     result = bass(*FLAGS, "--n", "4", "--coupling", "maximal", "--batch-size", "4")
     assert (result.exit_code, "going on" in result.stderr) == (3, False)
     assert "memory ran out with 4 rows of up to 255 new tokens each" in result.stderr
 
 
-def test_a_job_that_begins_again_owes_what_it_has_not_given() -> None:
+def test_restarted_job_draws_only_missing_samples() -> None:
     given = [
         Prompt(id=str(i), text="a", messages=None, meta={}, reference=None, place="")
         for i in range(4)
@@ -419,10 +417,10 @@ def test_a_job_that_begins_again_owes_what_it_has_not_given() -> None:
     assert ([prompt.id for prompt in work.prompts()], work.count) == (["2"], 1)
 
 
-def test_prompts_that_cannot_be_read_are_no_reason_to_begin_again(
+def test_failing_prompt_source_does_not_restart_the_job(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source that failed has nothing more to give: the job would end with lines missing."""
+    """A failed source yields no more prompts, so a restarted job would lack lines."""
 
     def source() -> Iterator[str]:
         yield "the cat sat"
@@ -435,7 +433,7 @@ def test_prompts_that_cannot_be_read_are_no_reason_to_begin_again(
     assert noted == []
 
 
-def test_a_device_that_cannot_say_what_is_free_has_the_plan_halved(
+def test_unknown_free_memory_halves_the_plan(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -457,7 +455,7 @@ def _samples(path: Path) -> list[tuple[str, int, str]]:
     ]
 
 
-def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(
+def test_prompt_cache_that_cannot_grow_is_refused_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cache = store()
@@ -475,7 +473,7 @@ def test_a_store_that_cannot_grow_is_refused_before_it_takes_anything(
     assert cache.bytes() == before
 
 
-def test_a_large_model_is_planned_as_its_sizes_say() -> None:
+def test_plan_of_a_large_model_follows_its_sizes() -> None:
     """Llama 3.1 8B in bf16 on a GPU: 16.06 GB of weights, 131 kB a position."""
     spec = Spec(
         family="llama",

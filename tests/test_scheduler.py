@@ -1,5 +1,5 @@
-"""The conductor: what ends a sample, refilling, budgets; a row's tokens do not depend on
-anything around it."""
+"""Test the conductor: ends of samples, refilling, budgets, and tokens that do not depend on other
+rows."""
 
 import dataclasses
 import itertools
@@ -18,8 +18,7 @@ VOCAB, EOS = 12, 11
 
 
 class Letters:
-    """A tokenizer of one letter a token: a = 0, b = 1, ...; the last one ends a sample and has
-    no text."""
+    """A tokenizer with one letter a token: a = 0, b = 1, ...; the last id is the end of sequence."""
 
     has_chat_template = False
 
@@ -111,8 +110,8 @@ def test_tokens_do_not_change_with_batch_size_order_neighbours_draft_or_resume()
 
 
 def test_prompts_may_come_while_rows_are_busy():
-    """A source that has none now says None, is asked again after the next round, and says of what
-    it hands out which samples are wanted, also of a prompt that comes a second time."""
+    """A source yields None if no prompt is ready, and is read again after the next round. A prompt
+    may come a second time, for other samples."""
     settings, given = job(n=3, max_new_tokens=15, seed=4), prompts(*TEXTS)
     due = by_key(run(settings, given, rows=1, draft="none", lengths=Fixed(0)))
     wanted = {}
@@ -146,7 +145,7 @@ def test_the_seed_changes_the_samples_and_so_does_the_sample_number():
 
 
 @pytest.mark.parametrize("coupling", ["shared", "maximal"])
-def test_an_end_of_sequence_inside_an_accepted_block_cuts_it(coupling):
+def test_end_of_sequence_truncates_an_accepted_block(coupling):
     target = table(eos=2.0)
     loose = run(
         job(n=40, max_new_tokens=30),
@@ -166,7 +165,7 @@ def test_an_end_of_sequence_inside_an_accepted_block_cuts_it(coupling):
     assert any(c.tokens % 8 for c in ended)
 
 
-def test_log_probabilities_belong_to_the_kept_tokens():
+def test_log_probabilities_are_of_accepted_tokens():
     target = table()
     for c in run(job(n=5, max_new_tokens=9, temperature=0.5), prompts("abcd"), target=target):
         sequence, total = [0, 1, 2, 3, *c.token_ids], 0.0
@@ -269,7 +268,7 @@ def test_prompts_are_taken_as_rows_become_free_not_all_at_once():
     assert len(taken) <= 4
 
 
-def test_the_controller_is_told_how_much_is_still_to_come():
+def test_controller_gets_the_pending_work():
     seen = []
 
     class Listener(Fixed):
@@ -290,8 +289,7 @@ def test_the_controller_is_told_how_much_is_still_to_come():
 
 
 def test_a_prompts_reference_is_drafted_from():
-    """One that holds a sample's very text is nearly all it takes; one that is wrong changes
-    nothing."""
+    """A reference with the sample's text is nearly all accepted; a wrong one changes no tokens."""
     settings, given = job(n=1, max_new_tokens=14), prompts("abc")
     due = run(settings, given, draft="none", lengths=Fixed(0), target=table(eos=-50.0))[0]
     references, found = (

@@ -1,9 +1,7 @@
-"""What a command was given: a typed object for each, whose fields are its options. None (or false)
-means not given.
+"""Define the options of each command as a typed object. None (or False) means not given.
 
-An option that several commands share is declared once, in the class that they share. What it is
-called and says of itself is in cli/options.py; whether its value makes sense is found out by
-config/job.py and the command.
+Options that several commands share are declared once, in a common base class. cli/options.py has
+their names and help texts; config/job.py and the commands check their values.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class PairArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class LawArgs(PairArgs):
-    """And how a token is chosen."""
+    """The options above, and how a token is sampled."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -37,7 +35,7 @@ class LawArgs(PairArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleArgs(LawArgs):
-    """And how samples are drawn: what `generate` and `eval` share."""
+    """The options above, and how samples are drawn: shared by `generate` and `eval`."""
 
     n: int | None = None
     max_new_tokens: int | None = None
@@ -58,7 +56,7 @@ class SampleArgs(LawArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class JobArgs(SampleArgs):
-    """All that a Job is made of."""
+    """All options of a Job."""
 
     chat: bool | None = None
     prompt_column: str | None = None
@@ -204,7 +202,7 @@ class DoctorArgs:
 
 
 def job_args(args: PairArgs, **changes: Any) -> JobArgs:
-    """What a command was given that its Job is made of, with changes."""
+    """Return the options of a command that belong to its Job, with changes."""
     known = {one.name for one in fields(JobArgs)}
     return JobArgs(
         **{one.name: getattr(args, one.name) for one in fields(args) if one.name in known} | changes

@@ -1,7 +1,7 @@
-"""What a pair's `draft` may say: none, lookup, lookup:SOURCES, a model, parallel:MODEL or
-heads:PATH. Only the words.
+"""Parse a pair's `draft`: none, lookup, lookup:SOURCES, a model, skip:LAYERS, parallel:MODEL or
+heads:PATH.
 
-Not here: whether the model is there (plan.py), who drafts (drafting/).
+Only the text is checked here. run/pair.py opens the model; drafts/ has the drafters.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ _RUN = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?", re.ASCII)
 
 
 class Draft(NamedTuple):
-    """`sources`: where tokens are looked up, empty without lookup. `model`: a hub id, folder,
-    file or skip:LAYERS; None with lookup, or without a draft. `parallel`: it drafts all in one
-    pass; `reads`: it is no model by itself, but reads the target's hidden states."""
+    """A parsed draft.
+
+    Args:
+        sources: The texts in which tokens are looked up; empty for other drafts.
+        model: A hub id, folder, file or skip:LAYERS; None for lookup, or without a draft.
+        parallel: Whether the model drafts all tokens in one pass.
+        reads: Whether it is a draft head, which reads the target's hidden states.
+    """
 
     sources: tuple[str, ...]
     model: str | None
@@ -28,13 +33,15 @@ class Draft(NamedTuple):
 
     @property
     def files(self) -> str | None:
-        """The model that is needed beside the target, if any."""
+        """The model to load in addition to the target; None if there is none."""
         return None if self.model is None or self.model.startswith(_SKIP) else self.model
 
 
 def parse_draft(text: str) -> Draft:
-    """The parts of a `draft`; ValueError says what is wrong with it. "siblings" are all samples
-    of a prompt, so they include "own"."""
+    """Parse a `draft`; ValueError if it is not valid.
+
+    The source "siblings" means all samples of a prompt, so it includes "own".
+    """
     if text == "none":
         return Draft((), None)
     if text.startswith(_PARALLEL):
@@ -58,8 +65,10 @@ def parse_draft(text: str) -> Draft:
 
 
 def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
-    """The first and last of each run of layers in skip:LAYERS, like skip:4-9,12; none if the
-    text is no such draft. ValueError says how they are written."""
+    """Parse skip:LAYERS, like skip:4-9,12, to the first and last layer of each range.
+
+    Other drafts give no ranges. ValueError if the layers are not valid.
+    """
     if not text.startswith(_SKIP):
         return ()
     found = [_RUN.fullmatch(part.strip()) for part in text.removeprefix(_SKIP).split(",")]
@@ -70,8 +79,10 @@ def parse_layers(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def skipped_layers(text: str, layers: int) -> frozenset[int]:
-    """The layers in skip:LAYERS, like skip:4-9,12; none for another draft. UserError unless they
-    are some but not all of the target's."""
+    """Return the layers of skip:LAYERS; none for another draft.
+
+    UserError unless they are some, but not all, of the target's layers.
+    """
     runs = parse_layers(text)
     inside = all(last < layers for _, last in runs)
     found = {layer for first, last in runs for layer in range(first, last + 1) if inside}
@@ -84,7 +95,7 @@ def skipped_layers(text: str, layers: int) -> frozenset[int]:
 
 
 def check_target(text: str) -> str:
-    """The same text; ValueError where only a draft may be that."""
+    """Return the text; ValueError if only a draft may have this form."""
     word = next((it for it in (_SKIP, _PARALLEL, _HEADS) if text.startswith(it)), None)
     if word is not None:
         raise ValueError(f'a target is a model by itself; "{word}" is for drafts')
@@ -92,13 +103,13 @@ def check_target(text: str) -> str:
 
 
 def check_draft(text: str) -> str:
-    """The text as it is; ValueError as in `parse_draft`."""
+    """Return the text; ValueError as in `parse_draft`."""
     parse_draft(text)
     return text
 
 
 def _behind(prefix: str, word: str, what: str, text: str) -> str:
-    """The model behind a prefix."""
+    """Return the model after a prefix."""
     model = text.removeprefix(prefix).strip()
     others = (_SKIP, _PARALLEL, _HEADS)
     if not model or model == "none" or _is_lookup(model) or model.startswith(others):

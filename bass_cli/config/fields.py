@@ -1,7 +1,6 @@
-"""What single values of a job may be: numbers with bounds, numbers or words, drafts, times. Each
-refusal says what would be valid.
+"""Define the types of a job's values: bounded numbers, numbers or words, drafts and times.
 
-Not here: which values a job has, and its own rules across them (config/job.py).
+Each error says what would be valid. config/job.py has the fields, and rules across fields.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ from bass_cli.config.draft_spec import check_draft, check_target
 from bass_cli.errors import UserError
 from bass_cli.io.reading import LARGEST, is_unicode, shown
 
-MOST_ROWS = (
-    1_000_000  # samples of a prompt, and rows: each is counted in a list; no device holds as many
-)
+MOST_ROWS = 1_000_000  # the most samples of a prompt, and rows; no device holds as many
 CONTROLLERS = ("auto", "bass", "table", "bass+table")
 
-# pydantic's kinds of errors for a value of another type, and what is needed instead
+# Messages for pydantic's errors about values of another type
 _NEEDED = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is needed"),
     **dict.fromkeys(("float_parsing", "float_type"), "a number is needed"),
@@ -35,7 +32,7 @@ _NEEDED = {
 
 
 def reason_of(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a value by pydantic's description of one error, with that value."""
+    """Describe one error of pydantic, with the value."""
     kind, value = fault["type"], fault["input"]
     if kind == "missing":
         return "it is missing"
@@ -66,8 +63,7 @@ def _stops(value: Any) -> Any:
 
 
 def _number_or(value: Any, words: tuple[str, ...], least: int, most: int) -> Any:
-    """The value if it is one of the words, or the whole number that it is or spells, within the
-    bounds."""
+    """Return the value if it is one of the words or a whole number in the bounds, as a number."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,9}", value, re.ASCII):
         value = int(value)
     whole = isinstance(value, int) and not isinstance(value, bool)
@@ -92,20 +88,19 @@ Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
 Length = Annotated[str | int, BeforeValidator(_draft_length)]  # one of CONTROLLERS, or a number
 BatchSize = Annotated[Literal["auto"] | int, BeforeValidator(_batch_size)]
-# a tuple; a sequence in its type, so that a type checker accepts lists
+# a tuple; its type is Sequence, so that type checkers accept lists
 Stops = Annotated[Sequence[str], BeforeValidator(_stops), AfterValidator(tuple)]
 Name = Annotated[str, Field(min_length=1)]
 Target = Annotated[Name, AfterValidator(check_target)]
 Draft = Annotated[Name, AfterValidator(check_draft)]
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
-# seconds, 11 days: what the system waits for is counted in milliseconds, in 31 bits
+# seconds, 11 days; the operating system counts timeouts in milliseconds, in 31 bits
 _LONGEST = 1_000_000
 
 
 def parse_duration(text: str, key: str = "duration") -> float:
-    """Seconds in "2s", "500ms", "1.5m" or "2" (seconds); UserError unless it is a number above
-    0, up to _LONGEST."""
+    """Parse "2s", "500ms", "1.5m" or "2" to seconds; UserError unless above 0, up to _LONGEST."""
     match = re.fullmatch(
         r"\s*([+-]?(?:\d{1,9}\.?\d{0,99}|\.\d{1,99}))\s*(ms|s|m|)\s*", text, re.ASCII
     )

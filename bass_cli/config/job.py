@@ -1,8 +1,7 @@
-"""What one run is asked to do: Job, Pair, Sampling and Speculation, frozen and strict, read from
-YAML and flags.
+"""Define Job, Pair, Sampling and Speculation, and read them from YAML and command-line flags.
 
-Nothing here touches a model, a prompt or torch. Command-line code imports
-this file inside its commands only, because pydantic is slow to import.
+All are frozen, and refuse unknown fields. No model, prompt or torch is used here. Command-line code
+imports this module inside its commands, because pydantic is slow to import.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from bass_cli.config.args import DoctorArgs, JobArgs, PairArgs
 
 DEFAULT_PAIR = "smollm2"
-MODEL_DRAFT = "lookup"  # of a target given by --model: it needs no other files
+MODEL_DRAFT = "lookup"  # the draft for --model, because it needs no other files
 SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "seed", "stop", "max_new_tokens")
 SPECULATION_FLAGS = {"length": "draft_length", "coupling": "coupling"}
 _PAIR_FILES = (".yaml", ".yml")
@@ -66,14 +65,22 @@ JOB_FLAGS = {
 
 
 class Strict(BaseModel):
-    """What all parts of a job share: they do not change, and a misspelt field is an error."""
+    """The base of all parts of a job: frozen, and unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Sampling(Strict):
-    """The target's processed law and the noise that picks from it; temperature 0 is greedy,
-    top_k 0 is off."""
+    """How tokens are sampled. Temperature 0 is greedy; top_k 0 means no limit.
+
+    Args:
+        temperature: Divides the logits.
+        top_p: Keeps the most likely tokens with at least this probability in all.
+        top_k: Keeps so many of the most likely tokens.
+        seed: The seed of all samples.
+        stop: A text or texts that end a sample.
+        max_new_tokens: The most tokens of a sample.
+    """
 
     temperature: Annotated[Real, Field(ge=0)] = 0.8
     top_p: Annotated[Real, Field(gt=0, le=1)] = 0.95
@@ -84,7 +91,15 @@ class Sampling(Strict):
 
 
 class Speculation(Strict):
-    """How far the draft runs ahead, and how draft and target are coupled."""
+    """How tokens are drafted and verified.
+
+    Args:
+        length: The draft length, or the controller that chooses it.
+        max: The longest draft that a controller may choose.
+        coupling: "shared" gives the tokens of plain decoding for a seed; "maximal" accepts more
+            drafts, and samples depend on the drafts.
+        draft_temperature: The draft's temperature; None for the drafter's own choice.
+    """
 
     length: Length = "auto"
     max: Annotated[Count, Field(le=64)] = 32
@@ -102,9 +117,14 @@ class Speculation(Strict):
 
 
 class Pair(Strict):
-    """A target and its draft. `fallback`: the target where `target` is in a package that is not
-    installed; load_pair chooses. `folder` is where the YAML lies (None: packaged); it is never
-    read from the YAML."""
+    """A target and its draft.
+
+    Args:
+        fallback: The target to use if `target` is in a package that is not installed; load_pair
+            makes the choice.
+        folder: The folder of the YAML file, for relative paths; None for a packaged pair. It is
+            not a key of the YAML file.
+    """
 
     name: Name
     target: Target
@@ -120,8 +140,7 @@ class Pair(Strict):
 if TYPE_CHECKING:
 
     class _PairField:
-        """What a type checker knows of `Job.pair`: given as a Pair, a name or a path, read as a
-        Pair."""
+        """The type of `Job.pair`: set as a Pair, a name or a path, and read as a Pair."""
 
         def __get__(self, job: Any, kind: Any = None) -> Pair: ...
         def __set__(self, job: Any, given: Pair | str | os.PathLike[str]) -> None: ...
@@ -129,24 +148,32 @@ else:
     _PairField = Pair
 
 
-def _over(base: Any, said: Any) -> Any:
-    """`said`, with what it does not say of itself as `base` has it."""
-    if isinstance(base, Strict) and type(said) is type(base):
-        said = {key: getattr(said, key) for key in said.model_fields_set}
-    return dict(base) | said if isinstance(base, Strict) and isinstance(said, dict) else said
+def _over(base: Any, given: Any) -> Any:
+    """Merge a part of a job with the pair's: fields that are not set come from `base`."""
+    if isinstance(base, Strict) and type(given) is type(base):
+        given = {key: getattr(given, key) for key in given.model_fields_set}
+    return dict(base) | given if isinstance(base, Strict) and isinstance(given, dict) else given
 
 
 class Job(Strict):
-    """What is drawn, and how. Sampling, speculation and dtype are the pair's where nothing else
-    is said.
+    """A run: which samples are drawn, and how.
 
-    pair: a Pair, the name of one that comes with bass, or the path of a pair file.
-    budget: seconds for each prompt.
-    chat: None means: through the chat template if the prompt has messages.
+    Fields of sampling, speculation and dtype that are not set come from the pair.
+
+    Args:
+        pair: A Pair, the name of a packaged pair, or the path of a pair file.
+        n: Samples of a prompt.
+        budget: The time limit of each prompt, in seconds; None for none.
+        batch_size: Rows of the batch, or "auto".
+        threads: CPU threads; None for as many as are free.
+        chat: Whether prompts use the chat template; None if prompts with messages do.
+        limit: The most prompts; None for all.
+        prompt_column: The field of a prompt with its text.
+        token_ids: Whether Completions have token ids.
 
     Raises:
         UserError: There is no such pair, or its file is wrong.
-        ValueError: Another value that a Job cannot have.
+        ValueError: Another field has an invalid value.
     """
 
     pair: _PairField
@@ -172,37 +199,37 @@ class Job(Strict):
             pair = load_pair(pair)
             given = {**given, "pair": pair}
         if isinstance(pair, dict):
-            with contextlib.suppress(ValidationError):  # Job's own says where
+            with contextlib.suppress(ValidationError):  # Job's validation names the field
                 pair = Pair(**pair)
         if not isinstance(pair, Pair):
             return given
         own = {key: getattr(pair, key) for key in ("sampling", "speculation", "dtype")}
-        said = {key: _over(own.get(key), value) for key, value in given.items()}
-        return {**own, **said}
+        merged = {key: _over(own.get(key), value) for key, value in given.items()}
+        return {**own, **merged}
 
     @property
     def draws_one(self) -> bool:
-        """Whether the samples of a prompt are all equal, so that one is drawn and the others are
-        copies."""
+        """Whether the samples of a prompt are equal, so that one is drawn and the others copied."""
         return self.n > 1 and self.sampling.temperature == 0
 
     @property
     def draws_together(self) -> bool:
-        """Whether samples depend on the rows beside them, whose drafts decide how long their own
-        are: then what is missing of a job can be drawn with all of it alone. To draw the unfinished
-        ones anew among others, and keep those that had ended, would be to prefer short samples."""
+        """Whether samples depend on the other rows of the batch, which affect their draft lengths.
+
+        Such a job is resumed by drawing all of its samples again. Drawing only the unfinished ones
+        again, beside others, would favour short samples.
+        """
         return self.speculation.coupling == "maximal" and self.sampling.temperature > 0
 
 
 def packaged_pairs() -> list[str]:
-    """The names of the pairs that are installed with bass, sorted."""
+    """Return the sorted names of the pairs that are installed with bass."""
     files = importlib.resources.files("bass_cli.configs").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
-    """The pair that the command line names with --pair, or makes of the target that it names
-    with --model."""
+    """Return the pair of --pair, or a pair with the target of --model."""
     name, model = args.pair, args.model
     if model is None:
         return _pair_of(
@@ -232,14 +259,17 @@ def chosen_pair(args: PairArgs | DoctorArgs) -> Pair:
 
 
 def _model_name(model: str) -> str:
-    """What a target's pair and its files are called: the last part of its path or hub id."""
+    """Return the name of a target's pair: the last part of its path or hub id."""
     last = Path(os.path.abspath(Path(os.path.expanduser(model)))).name
     return last.removesuffix(".gguf") or "model"
 
 
 def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
-    """The packaged pair of that name, or the one in a YAML file. Errors name file, line, key and
-    nearest valid key."""
+    """Load the packaged pair of this name, or the pair in a YAML file.
+
+    Raises:
+        UserError: The message names file, line, key and the nearest valid key.
+    """
     return _pair_of(
         name_or_file,
         key="pair: ",
@@ -249,8 +279,13 @@ def load_pair(name_or_file: str | os.PathLike[str]) -> Pair:
 
 
 def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, other: str) -> Pair:
-    """The same. `key`: what a model in a pair's place is refused with, `model`: where it goes;
-    `other`: what is said of a name that is not known."""
+    """Load a pair.
+
+    Args:
+        key: The beginning of the message if a model is given in place of a pair.
+        model: The remedy in that message.
+        other: The end of the message if the name is unknown.
+    """
     if not isinstance(name_or_file, (str, os.PathLike)):
         raise UserError(f"a pair's name or file is needed, not {shown(name_or_file)}")
     name_or_file = os.fspath(name_or_file)
@@ -266,14 +301,14 @@ def _pair_of(name_or_file: str | os.PathLike[str], *, key: str, model: str, othe
             raise UserError(f'there is no pair "{name_or_file}"; {known}{other}')
     try:
         content = read_bytes(path, MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"{name_or_file}: cannot read the pair file: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: no file can have this name
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{name_or_file}: cannot read the pair file: {reason}") from None
     return _parse_pair(content, name_or_file, path.parent.absolute())
 
 
 def _is_model(text: str) -> bool:
-    """Whether a text that should be a pair is a hub id, a folder, a file of weights, or one in a
-    package."""
+    """Whether a text looks like a model: a hub id, a folder, a file of weights or of a package."""
     return (
         text.endswith(_WEIGHTS)
         or text.startswith("package:")
@@ -308,7 +343,7 @@ def _parse_pair(content: bytes, place: str, folder: Path | None) -> Pair:
 
 
 def _is_installed(target: str) -> bool:
-    """Whether the package of a target like package:MODULE/FILE is installed; True for others."""
+    """Whether the package of a target like package:MODULE/FILE is installed; else True."""
     kind, _, rest = target.partition(":")
     module = rest.partition("/")[0]
     return (
@@ -321,7 +356,7 @@ def _is_installed(target: str) -> bool:
 def _check_keys(
     node: yaml.MappingNode, model: type[Strict], place: str, path: tuple[str, ...]
 ) -> dict[Any, int]:
-    """The line of every key, at any depth; UserError at one that is unknown or given twice."""
+    """Return the line of every key, at any depth; UserError at an unknown or duplicate key."""
     lines: dict[Any, int] = {}
     known = {
         name: field.annotation for name, field in model.model_fields.items() if name != "folder"
@@ -351,8 +386,7 @@ def _check_keys(
 
 
 def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
-    """The first fault's key path (without pydantic's own steps into unions) and its reason,
-    value included."""
+    """Return the key path of the first fault, without pydantic's union steps, and a reason."""
     fault = error.errors(include_url=False)[0]
     own_steps = re.compile(r"literal\[|int$|function-")
     path = tuple(
@@ -364,8 +398,7 @@ def _first_fault(error: ValidationError) -> tuple[tuple[str, ...], str]:
 
 
 def make_job(pair: Pair, args: JobArgs) -> Job:
-    """A Job from a pair and the values given on the command line, of which None lets the pair's
-    value show through."""
+    """Make a Job of a pair and flags. A flag that is None leaves the pair's value."""
     given = {key: value for key in JOB_FLAGS if (value := getattr(args, key)) is not None}
     if args.budget is not None:
         given["budget"] = parse_duration(args.budget, "--budget (or BASS_BUDGET)")

@@ -1,7 +1,7 @@
-"""Entries of the user's cache: read only if nobody else can have written them.
+"""Read and write entries of the user's cache; an entry that another user may write is refused.
 
-Not here: which folder that is (system/host.py), what is in an entry (formats/tokenizer_files.py,
-lengths/profiles.py).
+system/host.py chooses the folder. The entries are made in formats/tokenizer_files.py and
+lengths/profiles.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from bass_cli.system.private import fault_of, make_private
 
 
 def read_cached(path: Path, most: int) -> bytes:
-    """Return all of an entry of at most `most` bytes.
+    """Read an entry of at most `most` bytes.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read, is too large, or another user may have written it.
+        FileNotFoundError: There is no such entry.
+        OSError: It cannot be read, is too large, or another user may have written it.
     """
     if (fault := fault_of(path)) is not None:
         raise PermissionError(errno.EACCES, fault, str(path))
@@ -27,8 +27,10 @@ def read_cached(path: Path, most: int) -> bytes:
 
 
 def write_cached(path: Path, content: bytes) -> None:
-    """Write an entry, whole or not at all, in a folder of this user alone. OSError if it cannot
-    be written."""
+    """Write an entry atomically, in a folder that only this user may access.
+
+    OSError if it cannot be written.
+    """
     make_private(path.parent)
     write_file(path, content)
     path.chmod(0o600)

@@ -1,7 +1,6 @@
-"""The PNG file of a chart, for bench and eval: whether it could be drawn and put there, and putting
-it there.
+"""Check and write the PNG file of a chart, for `bass bench` and `bass eval`.
 
-Not here: what is on it (bench/plot.py, eval/chart.py).
+The charts are drawn in bench/plot.py and eval/chart.py.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.io.places import check_place, refuse_foreign
 from bass_cli.io.saving import write_file
 
-_SIGNATURE = b"tEXtSoftware\0bass"  # how a PNG file says what has drawn it, before the picture
+_SIGNATURE = b"tEXtSoftware\0bass"  # the PNG text chunk that names the program
 
 
 def check(file: str, *, overwrite: bool) -> None:
-    """UserError or MachineError now if `draw` could not work after the measurements, or would
-    replace what is no chart of bass."""
+    """Raise UserError or MachineError before any measurement if `save` could not work later.
+
+    A file that is not a chart of bass is not replaced.
+    """
     if Path(file).suffix.lower() != ".png":
         raise UserError(f"--plot {file}: the file must end in .png")
     check_place(f"--plot {file}", file)
@@ -38,7 +39,7 @@ def check(file: str, *, overwrite: bool) -> None:
 
 
 def save(figure: Any, file: str) -> None:
-    """Replace the PNG by the figure in one step. MachineError where that cannot be."""
+    """Write the figure to a PNG file atomically. MachineError if it cannot be written."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=144, metadata={"Software": "bass"})
     try:

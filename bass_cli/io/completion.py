@@ -1,5 +1,4 @@
-"""A finished sample, and the line of JSON that it becomes. Not here: the file that lines go to
-(io/results.py)."""
+"""Define Completion, a finished sample, and its line of JSON. io/results.py writes the lines."""
 
 from __future__ import annotations
 
@@ -11,18 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sample of one prompt; the fields are a result line's, in order. Logs are natural,
-    times in seconds.
+    """One sample of one prompt. The fields are those of a result line, in order.
 
-    `token_ids` are all tokens that were drawn, in order, with what ended the sample: the
-    end-of-sequence token, a special token that is a stop, or the tokens of a stop text. `tokens`
-    is their number, `sum_logprob` and `mean_logprob` are of all of them. `text` is what they read
-    as before that end: special tokens are left out, and so is a stop text with whatever follows
-    it in its last token. A stop text may begin inside a token, so no list of ids reads as `text`
-    in general.
+    Logarithms are natural; times are in seconds.
 
-    `copy_of`: the sample whose copy it is. `task_id` and `completion` are an evaluation's: what
-    public scorers read.
+    `token_ids` are all tokens that were drawn, in order. The token that ended the sample is among
+    them: the end-of-sequence token, a special token that is a stop, or the last token of a stop
+    text. `tokens` is their number; `sum_logprob` and `mean_logprob` cover all of them. `text` is
+    their text before that end, without special tokens. It has neither a stop text nor what follows
+    the stop text in its last token. A stop text may begin inside a token, so in general no list of
+    ids decodes to `text`.
+
+    `copy_of` is the number of the sample that this one is a copy of. `task_id` and `completion` are
+    set by evaluations, for public scorers.
     """
 
     id: str
@@ -47,23 +47,26 @@ class Completion:
 
     @classmethod
     def failed(cls, prompt_id: str, error: str, *, seed: int, meta: dict[str, Any]) -> Completion:
-        """The one line of a prompt that could not be run."""
+        """Make the single line of a prompt that could not be run."""
         return cls(
             prompt_id, 0, "", "error", 0, None, None, 0.0, 0, 0, 0, seed, 0, meta, None, error
         )
 
     @property
     def is_of_prompt(self) -> bool:
-        """Whether it is the one line of a prompt that could not be run, not a sample."""
+        """Whether this is the single line of a prompt that could not be run, not a sample."""
         return self.finish_reason == "error" and not self.prompt_tokens
 
     def copied(self, sample: int) -> Completion:
-        """The same for another sample number: equal in all but the work, which was done once."""
+        """Copy it to another sample number; the copy has no rounds and no drafts."""
         return replace(self, sample=sample, rounds=0, drafted=0, accepted=0, copy_of=self.sample)
 
     def to_line(self) -> str:
-        """One line of strict JSON without its end; the fields of _OPTIONAL only where there is
-        something. What JSON or UTF-8 has no form for is rare, and only looked for when found."""
+        """Format one line of strict JSON, without a line end.
+
+        Fields of _OPTIONAL that are None are left out. NaN and infinity become null, and lone
+        surrogates are escaped.
+        """
         row = {name: getattr(self, name) for name in _NAMES}
         for name in _OPTIONAL:
             if row[name] is None:
@@ -86,7 +89,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str).enc
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for every NaN and infinity in it, which JSON has no words for."""
+    """Replace every NaN and infinity in the value, which JSON cannot hold, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,7 +1,6 @@
-"""Everything a person sees while bass runs: progress, notes and errors on stderr, results for
-reading on stdout.
+"""Show progress, notes and errors of a command on standard error, and its results on stdout.
 
-How a changing line is shown is in io/progress.py.
+io/progress.py shows the line that changes; io/terminal.py writes all text.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from bass_cli.io.progress import INTERVAL, Display, Estimate, Lines, clock
 from bass_cli.io.usage import Usage, describe
 from bass_cli.system.host import gigabytes
 
-_LEAST_SECONDS = 0.5  # of decoding; a speed over less time says little
+_LEAST_SECONDS = 0.5  # of decoding, before a speed is shown
 
 
 class Sample(Protocol):
-    """What the screen looks at in a completion."""
+    """The fields of a completion that are shown."""
 
     @property
     def tokens(self) -> int: ...
@@ -39,9 +38,13 @@ class Sample(Protocol):
 
 
 class Screen:
-    """Progress, messages and results of one command. `quiet` leaves the errors and the results.
-    `document`: stdout gets a JSON document, so what is for reading goes to stderr. Counts the
-    samples of this run."""
+    """Progress, messages and results of one command. It counts the samples of this run.
+
+    Args:
+        quiet: Show errors and results only.
+        document: Standard output gets a JSON document, so text for people goes to stderr.
+        now: The clock, in seconds.
+    """
 
     def __init__(
         self,
@@ -52,16 +55,14 @@ class Screen:
     ) -> None:
         self._quiet, self._document, self._now = quiet, document, now
         self._display = None if quiet else Display(now=now)
-        self._bytes = (0, 0)  # done, and there are, in this phase
-        self._counting = False  # whether what is shown is other than samples
+        self._bytes = (0, 0)  # read so far and in all, in this phase
+        self._counting = False  # whether the progress is of something other than samples
         self._reset(None, 1)
 
     def _reset(self, total: int | None, rows: int) -> None:
         self._total = total
         self._began = self._now()
-        self._decoding: float | None = (
-            None  # when the first round began: speed leaves the loading out
-        )
+        self._decoding: float | None = None  # when the first round began
         self._samples = self._tokens = self._rounds = self._drafted = self._accepted = 0
         self._live_tokens = self._live_rows = self._live_accepted = 0
         self._reasons: dict[str, int] = {}
@@ -70,8 +71,10 @@ class Screen:
         self._usage = Usage(rows, total, now=self._now)
 
     def phase(self, name: str, *, live: bool = True) -> None:
-        """What is done from now on, until something else is shown. `live`: false if others may
-        write to the terminal."""
+        """Show the name of a phase, until something else is shown.
+
+        `live`: False if libraries may write to the terminal meanwhile.
+        """
         began, self._bytes = self._now(), (0, 0)
         self._usage.phase(name)
 
@@ -89,7 +92,7 @@ class Screen:
             self._display.show(line, share=share, live=live, first=INTERVAL)
 
     def bytes_read(self, done: int, whole: int) -> None:
-        """So many are read, of so many that the phase is about."""
+        """Report that `done` of `whole` bytes of this phase are read."""
         self._bytes = (done, whole)
         self._tick()
 
@@ -101,8 +104,13 @@ class Screen:
         live: bool = True,
         beside: Callable[[], str] | None = None,
     ) -> None:
-        """Count anew, and show progress towards `total` samples (None: nobody knows how many)
-        from now on. `rows`: those of a full batch; `beside`: a line more, of who draws them."""
+        """Reset the counts and show progress towards `total` samples (None if unknown).
+
+        Args:
+            rows: The rows of a full batch.
+            live: False if the results go to the terminal, too.
+            beside: Returns a second line to show.
+        """
         self._reset(total, rows)
         self._live, self._beside = live, beside
         self._show_samples()
@@ -116,16 +124,23 @@ class Screen:
         capturing: float = 0.0,
         capacity: int | None = None,
     ) -> None:
-        """One round is over: `accepted` drafts kept over `rows` rows; each row also got one
-        token of the target's. `capturing`: seconds of it that are not in `seconds`; `capacity`:
-        rows of the batch, if they are others than before."""
+        """Count a finished round.
+
+        Args:
+            width: Its draft length.
+            accepted: The accepted drafts of all rows; each row also got one token of the target.
+            rows: Its live rows.
+            seconds: Its time, without `capturing`.
+            capturing: Seconds of capturing graphs.
+            capacity: The rows of the batch, if they have changed.
+        """
         self._usage.round(rows, seconds, capturing, capacity)
         if self._decoding is None:
             self._begin_decoding(self._now() - seconds)
         self.rounds(accepted + rows, rows, accepted)
 
     def rounds(self, tokens: int, rows: int, accepted: int) -> None:
-        """Rounds brought so many tokens, to so many rows in all, of so many accepted drafts."""
+        """Count rounds by their tokens, live rows and accepted drafts, each summed."""
         if self._decoding is None:
             self._begin_decoding(self._now())
         self._live_tokens += tokens
@@ -134,7 +149,7 @@ class Screen:
         self._tick()
 
     def advance(self, completion: Sample) -> None:
-        """One sample is done; a copy of another took no work."""
+        """Count a finished sample; the tokens of a copy do not count."""
         self._usage.sample()
         self._samples += 1
         self._tokens += completion.tokens if completion.copy_of is None else 0
@@ -149,8 +164,11 @@ class Screen:
     def counting(
         self, what: str, total: int, *, beside: Callable[[], str] | None = None
     ) -> Iterator[Callable[[int, int], None]]:
-        """Show progress of something other than samples; the function given takes what is done
-        and what there is to do. `beside`: a line more."""
+        """Show progress of something other than samples.
+
+        The context is a function that takes the number done and the number in all. `beside`
+        returns a second line to show.
+        """
         self._counting = True
         began, counted, estimate = self._now(), (0, total), Estimate(total)
 
@@ -176,8 +194,8 @@ class Screen:
     def watching(
         self, line: Callable[[], Lines], share: Callable[[], float | None]
     ) -> Iterator[Callable[[], None]]:
-        """Show a line that says itself how far something is; the function given has it shown
-        anew."""
+        """Show a line and a bar that the caller computes; the context is a function that updates
+        them."""
         if self._display is not None:
             self._display.show(line, share=share)
         try:
@@ -186,19 +204,18 @@ class Screen:
             self._stop()
 
     def note(self, message: str) -> None:
-        """One line for the person, not in the way of the progress display."""
+        """Show a note above the progress display, unless quiet."""
         if self._display is not None:
             self._display.message(message)
 
     def error(self, message: str | UserError) -> None:
-        """Show what went wrong, also when quiet."""
+        """Show an error, even if quiet."""
         self._stop()
         terminal.error(message)
 
     def summary(self, output: str) -> dict[str, Any]:
-        """The figures of this run; rates are None where nothing was drafted."""
+        """Return the figures of this run; acceptance is None if nothing was drafted."""
         seconds = self._now() - self._began
-        # loading alone is no decoding
         decoding = 0.0 if self._decoding is None else self._now() - self._decoding
         return {
             "output": output,
@@ -216,7 +233,7 @@ class Screen:
         }
 
     def close(self, summary: dict[str, Any] | None = None) -> None:
-        """End the progress display; then the summary in two or three lines."""
+        """End the progress display and show the summary in two or three lines."""
         self._stop()
         if summary is None or self._quiet:
             return
@@ -242,14 +259,14 @@ class Screen:
             terminal.line(describe(summary["usage"]))
 
     def say(self, line: str) -> None:
-        """A line of what the command is for, on stdout."""
+        """Write a line of results to stdout."""
         self._stop()
         if not (self._document and self._quiet):
             terminal.line(line, stdout=not self._document)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table of what the command is for, on stdout: on a terminal cells that are too long
-        are folded, elsewhere every row is one line."""
+        """Write a table of results to stdout. On a terminal long cells are folded, else every row
+        is one line."""
         rows = [[spelled(cell) for cell in row] for row in rows]
         reader = sys.stderr if self._document else sys.stdout
         if not reader.isatty():
@@ -264,7 +281,7 @@ class Screen:
         terminal.table(columns, rows, to=reader)
 
     def _figures(self) -> str:
-        """Speed and acceptance, each with a comma behind it where there is a figure."""
+        """Format the speed and the acceptance, each followed by a comma, if known."""
         seconds = self._now() - (self._began if self._decoding is None else self._decoding)
         tokens, figures = max(self._live_tokens, self._tokens), ""
         if seconds >= _LEAST_SECONDS:

@@ -1,7 +1,6 @@
-"""What it means when the Hugging Face hub does not give something: one sentence on the cause, one
-on the remedy.
+"""Explain errors of the Hugging Face hub's client: one sentence on the cause, one on the remedy.
 
-Not here: asking it, for models (formats/sources.py) and for data sets (io/readers.py).
+Models are downloaded in formats/sources.py, datasets in io/readers.py.
 """
 
 from __future__ import annotations
@@ -12,8 +11,11 @@ from bass_cli.errors import MachineError, UserError
 
 
 def refusal(source: str, error: Exception, *, remedy: str) -> UserError:
-    """Make the error to raise for one of the hub's client: MachineError where no hub could be
-    reached. `remedy`: how to do without the network, a line of its own."""
+    """Make the error to raise for an error of the hub's client.
+
+    It is a MachineError if the hub could not be reached. `remedy` says how to work without the
+    network; it becomes a line of its own.
+    """
     from huggingface_hub import constants, errors
 
     chain = list(_chain(error))
@@ -45,7 +47,7 @@ def _any(chain: list[BaseException], *kinds: type) -> bool:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what it came from, the first cause last."""
+    """Yield the error and its causes, the first cause last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

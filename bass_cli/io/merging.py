@@ -1,9 +1,8 @@
-"""One file of the parts that `--shard` made of a job: what a single run would have written.
+"""Merge the parts that `--shard` made of a job into the file that a single run would have written.
 
-Lines are taken over as they are, in the order of the prompt file where that is still what the
-manifests say, else by the numbers of prompts that have any, else part after part; of a prompt, by
-sample number. Not here: which prompts a part
-has (io/shards.py), writing lines (io/results.py).
+Lines are copied unchanged. Prompts are in the order of the prompt file if it still fits the
+manifests, else in the order of the numbers in their ids, else part by part; the lines of a prompt
+are in the order of their samples. io/shards.py assigns prompts to parts.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from bass_cli.io.resume import (
 )
 from bass_cli.io.shards import Shard, parse_shard, shard_of
 
-_NAMED = 5  # prompts that a message names; the others are counted
+_NAMED = 5  # the most prompts that a message names
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})", re.DOTALL)  # a prompt's id
-_OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest
-# by finish_reason, why a file is not finished though no line is missing
-_UNFINISHED = {"error": "with an error", "budget": "that ran out of time"}
+_GREW = "if prompts were added to the file, run the command of each part again"
+_OF_A_RUN = ("finished", "totals", "last_run")  # keys of a manifest that describe one run
+# Words for the final note, by finish_reason
+_UNFINISHED = {"error": "with an error", "budget": "that the budget truncated"}
 
 
 class _Line(NamedTuple):
-    """A result line of a part, by its bytes; `of_prompt`: it says that its prompt could not be
-    run."""
+    """The place of a result line in a part; `of_prompt`: it is the error of a whole prompt."""
 
     sample: int
     start: int
@@ -51,7 +50,7 @@ class _Line(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """A file that one shard wrote. `lines`: by prompt id."""
+    """A file that one shard wrote. `lines` has its lines by prompt id."""
 
     path: str
     stream: IO[bytes]
@@ -61,23 +60,22 @@ class _Part:
     seconds: float | None = None
 
     def read(self, note: Callable[[str], None]) -> None:
-        """Find its lines; UserError at what is no result line, is there twice or belongs to
-        another shard."""
+        """Find its lines; UserError at a broken line, a duplicate or a line of another shard."""
         past, seen, start, count = Past(), set(), 0, 0
         for number, line, row in result_rows(self.stream, self.path, past):
             id_, sample, place = row["id"], row["sample"], f"{self.path}:{number}"
             if (id_, sample) in seen:
-                raise UserError(f'{place}: sample {sample} of "{id_}" is in the file twice')
+                raise UserError(f'{place}: sample {sample} of "{id_}" occurs twice')
             if not self.shard.holds(id_):
-                due = shard_of(id_, self.shard.of)
-                raise UserError(f'{place}: "{id_}" belongs to shard {due}, not to {self.shard}')
+                right = shard_of(id_, self.shard.of)
+                raise UserError(f'{place}: "{id_}" belongs to shard {right}, not to {self.shard}')
             seen.add((id_, sample))
             start, count = self.stream.tell() - len(line), count + 1
             of_prompt = row["finish_reason"] == "error" and not row.get("prompt_tokens")
             self.lines.setdefault(id_, []).append(_Line(sample, start, len(line), of_prompt))
         self.seconds = known_seconds(self.path, count)
         if left := past.torn + past.holes:
-            note(f"{self.path}: {left} bytes of torn lines are left out")
+            note(f"{self.path}: leaving out {left} bytes of torn lines")
 
     def line(self, one: _Line) -> bytes:
         self.stream.seek(one.start)
@@ -85,9 +83,14 @@ class _Part:
 
 
 def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[str], None]) -> bool:
-    """Write to `out` what the parts hold, with the manifest of a single run, which may go on with
-    it. What is missing is said through `note`; returns whether nothing is, and no sample failed.
-    UserError, before anything is written, where the parts are not of one job."""
+    """Write the lines of all parts to `out`, with the manifest of a single run.
+
+    Returns:
+        Whether no line is missing and no sample failed. Missing lines are described with `note`.
+
+    Raises:
+        UserError: The parts are not of one job; nothing has been written.
+    """
     _check_out(out, paths, overwrite=overwrite)
     with contextlib.ExitStack() as files:
         parts = sorted((_open(path, files) for path in paths), key=lambda part: part.shard)
@@ -99,16 +102,17 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
         order = _numbers(parts) if ids is None else ids
         if ids is None:
             why = (
-                "prompts of a data set are not read here"
+                "the prompts of a dataset are not read"
                 if parts[0].manifest.get("source") is None
-                else "the prompts of these parts are not here as they were"
+                else "the prompt file is not here or has changed"
             )
-            note(f"{why}: {'the parts in order' if order is None else 'by their numbers'}")
+            how = "part by part" if order is None else "by the numbers in their ids"
+            note(f"{why}; prompts are ordered {how}")
         _refuse_unknown(parts, ids)
         missing = [*_missing_shards(parts, ids), *_missing_samples(parts, ids, results.get("n"))]
-        if ids is None:  # a prompt without any line is not known to be one
+        if ids is None:  # prompts without any line are unknown
             missing += [
-                f"{part.path}: the run that wrote it did not come to its end"
+                f"{part.path}: the run that wrote it did not finish"
                 for part in parts
                 if part.manifest.get("finished") is not True
             ]
@@ -116,8 +120,8 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
             note(one)
         if results.get("coupling") == "maximal":
             note(
-                "maximal coupling: samples depend on what shared their batch; these have the law "
-                "of a single run's, and are not the same"
+                "maximal coupling: samples depend on the samples in the same batch; these have the "
+                "distribution of a single run, but are not equal to it"
             )
         manifest = {key: value for key, value in parts[0].manifest.items() if key not in _OF_A_RUN}
         with open_output(out, manifest | {"results": results}, overwrite=overwrite) as writer:
@@ -127,7 +131,7 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
                 writer.append(content, parse_object(content))
             known = [part.seconds for part in parts if part.seconds is not None]
             whole = len(known) == len(parts)
-            writer.totals["seconds"] = round(sum(known), 3) if whole else None  # one after another
+            writer.totals["seconds"] = round(sum(known), 3) if whole else None
         counts = f"{writer.totals['samples']} samples of {sum(len(p.lines) for p in parts)} prompts"
         note(f"{out}: {counts}, from {len(parts)} parts")
         for reason, words in _UNFINISHED.items():
@@ -137,10 +141,10 @@ def merge(out: str, paths: Sequence[str], *, overwrite: bool, note: Callable[[st
 
 
 def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
-    """UserError where it cannot be written, or a part or another file would be lost."""
+    """Raise UserError if `out` cannot be written, or would replace a part or another file."""
     if is_stream(out):
-        raise UserError(f"OUT {out}: a file is needed, with a manifest beside it")
-    check_format("OUT", out, suffix=".jsonl", written="a merged file is JSON lines, as its parts")
+        raise UserError(f"OUT {out}: name a file; a stream has no manifest")
+    check_format("OUT", out, suffix=".jsonl", written="a merged file has JSON lines")
     refuse_shared_files(
         [("OUT", out), ("the manifest of OUT", manifest_path(out))],
         [
@@ -154,7 +158,7 @@ def _check_out(out: str, paths: Sequence[str], *, overwrite: bool) -> None:
 
 
 def _open(path: str, files: contextlib.ExitStack) -> _Part:
-    """The part under this name, kept from whoever would write to it meanwhile."""
+    """Open a part, locked against writers."""
     try:
         stream = files.enter_context(open_regular(path))
         fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -170,13 +174,13 @@ def _open(path: str, files: contextlib.ExitStack) -> _Part:
         shard = results.get("shard")
     except FileNotFoundError:
         raise UserError(
-            f"{manifest_path(path)}: this manifest is missing; it lies beside {path} where that "
-            "was written"
+            f"{manifest_path(path)}: this manifest is missing; copy it from the folder where "
+            f"{path} was written"
         ) from None
     except (OSError, ValueError, KeyError, AttributeError):
         raise UserError(f"{manifest_path(path)}: the manifest cannot be read") from None
     if not isinstance(shard, str):
-        raise UserError(f"{path}: it is no part of a job: it was written without --shard")
+        raise UserError(f"{path}: it is not a part of a job; it was written without --shard")
     return _Part(path, stream, manifest, parse_shard(shard, f"{manifest_path(path)}: shard"))
 
 
@@ -186,24 +190,26 @@ def _results(part: _Part) -> dict[str, Any]:
 
 
 def _check_one_job(parts: Sequence[_Part]) -> None:
-    """UserError unless all are parts of one job, each another one."""
+    """Raise UserError unless the parts are different parts of one job."""
     first, taken = parts[0], dict[Shard, str]()
     for part in parts:
         mine = _results(part) | {"shard": f"one of {part.shard.of}"}
         bad = differences(_results(first) | {"shard": f"one of {first.shard.of}"}, mine)
         if bad:
-            raise UserError(
-                f"{part.path}: it is of another job than {first.path}",
-                *(f"{key}: {there} there, {here} here" for key, there, here in bad),
-            )
+            lines = [f"{key}: {other} in {first.path}, {own} here" for key, other, own in bad]
+            if [key for key, *_ in bad] == ["prompts"]:
+                lines.append(_GREW)
+            raise UserError(f"{part.path}: it is part of another job than {first.path}", *lines)
         if part.shard in taken:
-            raise UserError(f"{part.path}: it is shard {part.shard}, as {taken[part.shard]} is")
+            raise UserError(f"{part.path}: {taken[part.shard]} is also shard {part.shard}")
         taken[part.shard] = part.path
 
 
 def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, int] | None:
-    """The job's prompts with their places, where their file still begins with those that the
-    manifest says; else None."""
+    """Return the job's prompt ids with their positions.
+
+    None if the prompt file no longer begins with the manifest's prompts.
+    """
     name, column = manifest.get("source"), results.get("prompt_column")
     if not (isinstance(name, str) and isinstance(column, str)) or name.startswith(("-", "hf:")):
         return None
@@ -222,7 +228,7 @@ def _prompt_ids(manifest: dict[str, Any], results: dict[str, Any]) -> dict[str, 
 
 
 def _numbers(parts: Sequence[_Part]) -> dict[str, int] | None:
-    """The prompts with their numbers, if they are told apart by these alone: 7, or HumanEval/7."""
+    """Return the prompt ids with their numbers if all are like 7 or HumanEval/7, else None."""
     found = {id_: _NUMBERED.fullmatch(id_) for part in parts for id_ in part.lines}
     if len({one and one[1] for one in found.values()}) != 1 or None in found.values():
         return None
@@ -238,7 +244,7 @@ def _refuse_unknown(parts: Sequence[_Part], ids: Collection[str] | None) -> None
 
 
 def _missing_shards(parts: Sequence[_Part], ids: Collection[str] | None) -> Iterator[str]:
-    """Which shards nobody gave; where the prompts are known, only such as have any."""
+    """Describe the shards that are missing. If the prompts are known, empty shards do not count."""
     given, of = {part.shard for part in parts}, parts[0].shard.of
     every = (Shard(number, of) for number in range(1, of + 1))
     held = set(every) if ids is None else {shard_of(id_, of) for id_ in ids}
@@ -249,7 +255,7 @@ def _missing_shards(parts: Sequence[_Part], ids: Collection[str] | None) -> Iter
 def _missing_samples(
     parts: Sequence[_Part], ids: Collection[str] | None, n: object
 ) -> Iterator[str]:
-    """Which samples of the shards that were given have no line."""
+    """Describe the samples without a line in the given shards."""
     given = {part.shard: part for part in parts}
     known = [id_ for part in parts for id_ in part.lines] if ids is None else ids
     lost: dict[str, list[int]] = {}
@@ -268,7 +274,7 @@ def _missing_samples(
 
 
 def _some(names: Iterator[str]) -> str:
-    """The first of them, and how many more there are."""
+    """List the first names and the number of the others."""
     every = list(names)
     more = f" and {len(every) - _NAMED} more" if len(every) > _NAMED else ""
     return ", ".join(every[:_NAMED]) + more
@@ -277,7 +283,7 @@ def _some(names: Iterator[str]) -> str:
 def _in_order(
     parts: Sequence[_Part], order: dict[str, int] | None
 ) -> Iterator[tuple[_Part, _Line]]:
-    """All lines: in this order of their prompts, or else as the parts have them."""
+    """Yield all lines, by this order of the prompt ids, or part by part."""
     prompts = [(part, id_) for part in parts for id_ in part.lines]
     if order is not None:
         prompts.sort(key=lambda one: order[one[1]])

@@ -1,7 +1,7 @@
-"""Which files a command may write: what a name leads to and promises, whether what is there already
-may be replaced, whether it is read too.
+"""Check the files that a command is going to write, before it does any work.
 
-Nothing is opened for writing here. Not here: writing (io/results.py, io/saving.py).
+The checks cover the kind of file, its permissions and suffix, whether another program's file would
+be replaced, and whether an output is also an input. Nothing is opened for writing here.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import IO
 
 from bass_cli.errors import UserError
 
-_LONGEST = 2**28  # bytes that are read to see whose a file is; no report comes near it
+_LONGEST = 2**28  # the most bytes that are read to see what a file is; reports are far smaller
 _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
 }
-# a name's end that promises a format of its own
+# Suffixes of other formats
 _FORMATS = re.compile(
     r"\.(json|csv|tsv|ya?ml|xlsx|parquet|arrow|feather|gz|bz2|xz|zst|lz4|zip|tar|tgz)"
 )
@@ -31,8 +31,7 @@ Named = Iterable[tuple[str, str | Path | None]]  # what a file is to the user, a
 
 
 def descriptor_of(path: str | Path) -> int | None:
-    """The number of the open stream that a name like /dev/stdout stands for: it is written to,
-    never replaced."""
+    """Return the descriptor that a name like /dev/stdout or /dev/fd/3 means, else None."""
     found = re.fullmatch(r"/dev/std(out|err)|(?:/dev|/proc/self)/fd/([0-9]{1,9})", str(path))
     if found is None:
         return None
@@ -40,8 +39,10 @@ def descriptor_of(path: str | Path) -> int | None:
 
 
 def check_place(what: str, path: str | Path) -> None:
-    """UserError, beginning with `what`, unless the path leads to a regular file or to nothing
-    yet, in a folder that can be written to."""
+    """Raise UserError unless a regular file can be written at the path.
+
+    `what`: the beginning of the message.
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -52,9 +53,7 @@ def check_place(what: str, path: str | Path) -> None:
         raise UserError(f"{what}: this is a folder, a file is needed")
     if status is not None and not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
-        raise UserError(
-            f"{what}: this is {kind}, and only regular files are written; give another name"
-        )
+        raise UserError(f"{what}: this is {kind}, not a regular file; give another name")
     folder = Path(os.path.realpath(path) if os.path.islink(path) else path).parent
     if not folder.is_dir():
         raise UserError(f"{what}: the folder {folder} is not there")
@@ -72,42 +71,45 @@ def refuse_foreign(
     kind: str,
     remedy: str = "use --overwrite to replace it, or give another name",
 ) -> None:
-    """UserError where there is a file with content that is not `ours`: it is no `kind`, and
-    would be lost."""
+    """Raise UserError if the file has content that another program wrote, and would be lost.
+
+    Args:
+        what: The beginning of the message.
+        ours: Tells whether content is of the right kind.
+        kind: The name of that kind.
+        remedy: The end of the message.
+    """
     try:
         with open(path, "rb") as stream:
             content = stream.read(_LONGEST + 1)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise UserError(f"{what}: cannot tell what is in it: {error.strerror}; {remedy}") from None
+        raise UserError(f"{what}: it cannot be read: {error.strerror}; {remedy}") from None
     if content.strip(b"\0 \t\r\n") and (len(content) > _LONGEST or not ours(content)):
         raise UserError(f"{what}: it exists and is not {kind}; {remedy}")
 
 
 def is_stream(path: str) -> bool:
-    """Whether samples go to an open stream under this name, and not to a file."""
+    """Whether the name means an open stream, not a file."""
     return path == "-" or descriptor_of(path) is not None
 
 
 def check_format(option: str, path: str, *, suffix: str, written: str) -> None:
-    """UserError where a name promises a format of its own that is not `suffix`, the format of
-    what is written."""
+    """Raise UserError if the name has the suffix of another format than `suffix`."""
     promised = Path(path).suffix.lower()
     if promised != suffix and _FORMATS.fullmatch(promised):
         raise UserError(
-            f"{option} {path}: nothing is written as {promised}; {written}. Let the name end in "
-            f"{suffix}, and "
-            "convert the file when it is complete"
+            f"{option} {path}: nothing is written as {promised}; {written}. Use a name that ends "
+            f"in {suffix}, and convert the file when it is complete"
         )
 
 
 def refuse_shared_files(outputs: Named, inputs: Named) -> None:
-    """UserError where an output is a file that is read too, or two outputs are one file, by
-    whatever links or names.
+    """Raise UserError if an output is also an input, or if two outputs are the same file.
 
-    Nothing is opened. "-" is what standard input or output is connected to. What is no file is
-    shared freely.
+    Links and other names of a file are recognised. "-" means what standard input or output is
+    connected to. Streams and devices may be shared.
     """
     taken: dict[object, str] = {}
     for what, path in inputs:
@@ -122,8 +124,10 @@ def refuse_shared_files(outputs: Named, inputs: Named) -> None:
 
 
 def _identity(path: str | Path, stream: IO[str]) -> tuple[int, int] | str | None:
-    """What all names of one file have in common; of a file to be, its path without links; None
-    for what is no file."""
+    """Return what all names of a file have in common; None if it is not a regular file.
+
+    For a file that does not exist yet, this is its path without links.
+    """
     try:
         status = os.fstat(stream.fileno()) if path == "-" else os.stat(path)
     except (OSError, ValueError):

@@ -1,9 +1,8 @@
-"""One line that says what is going on: live on a terminal, elsewhere printed now and then; and how
-much time is left.
+"""Show a line of progress, and estimate the time left.
 
-Where stderr is no terminal a line comes at least every 30 seconds, also while nothing reports
-anything (a thread sees to that), so that a log tells slow work from a process that hangs. Not
-here: what the line says (io/console.py).
+On a terminal the line changes in place. Elsewhere a line is printed at least every 30 seconds, by
+a thread if nothing is reported, so that a log tells slow work from a process that hangs.
+io/console.py makes the line.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ from collections.abc import Callable, Sequence
 
 from bass_cli.io import terminal
 
-# seconds between plain lines while something is reported; how long a phase may last before it is
-# named
+# seconds between plain lines while progress is reported, and before a phase is named
 INTERVAL = 5.0
-SILENCE = 30.0  # seconds without a plain line at most
-_BAR = 24  # columns of a terminal; a line that leaves less than a quarter of it has no bar
-_LEAST, _SHARE = 3, 0.02  # what must be done, and of all there is, before the rest is estimated
+SILENCE = 30.0  # the most seconds without a plain line
+_BAR = 24  # columns of the bar; it is left out if fewer than a quarter of them are free
+_LEAST, _SHARE = 3, 0.02  # items, and share of all items, that are done before an estimate
 
 Clock = Callable[[], float]
 Lines = str | Sequence[str]  # one line, or several
 
 
 class Estimate:
-    """Seconds that the rest takes, if it goes on as before. It never promises that the end is
-    near for long: when nothing has been finished for some time, as much time again is expected,
-    for all that lasts is likely to last."""
+    """Estimate the seconds left from the mean time of an item.
+
+    If no item has finished for some time, at least that much time again is expected (Lindy's law).
+    """
 
     def __init__(self, total: int | None):
         self._total = total
@@ -37,15 +36,13 @@ class Estimate:
         self._last = (0, 0.0)
 
     def update(self, done: int, now: float) -> None:
-        """So many are done; the first call says how many were done before, and when the work
-        began."""
+        """Report the number of items done. The first call sets the start of the work."""
         if self._first is None or done > self._last[0]:
             self._last = (done, now)
         self._first = self._first or self._last
 
     def left(self, now: float) -> float | None:
-        """Seconds; None while there is too little to go by, or if nobody knows how much there is
-        to do."""
+        """Return the seconds left; None if too few items are done or their number is unknown."""
         if self._first is None or self._total is None:
             return None
         done, spent = self._last[0] - self._first[0], self._last[1] - self._first[1]
@@ -57,7 +54,7 @@ class Estimate:
 
 
 class Display:
-    """Shows a line that changes. `now`: seconds."""
+    """A display of a line that changes. `now`: the clock, in seconds."""
 
     def __init__(self, *, now: Clock = time.monotonic):
         self._now = now
@@ -65,7 +62,7 @@ class Display:
         self._share: Callable[[], float | None] = lambda: None
         self._live: terminal.LiveLines | None = None
         self._lock = threading.Lock()
-        self._printed = self._due = 0.0
+        self._printed = self._next = 0.0
         self._over: threading.Event | None = None
 
     def show(
@@ -76,12 +73,17 @@ class Display:
         live: bool = True,
         first: float = SILENCE,
     ) -> None:
-        """Show `line()` from now on instead of what was shown, with a bar of `share()` (0 to 1)
-        if it is known. `live`: false where others write to the terminal meanwhile; `first`:
-        seconds until a plain line comes by itself."""
+        """Show a line from now on.
+
+        Args:
+            line: Returns the text.
+            share: Returns the length of the bar, from 0 to 1; None for no bar.
+            live: False if libraries write to the terminal meanwhile.
+            first: Seconds until the first plain line is printed without a report.
+        """
         with self._lock:
             self._line, self._share = line, share
-            self._printed, self._due = self._now(), self._now() + first
+            self._printed, self._next = self._now(), self._now() + first
         if not sys.stderr.isatty():
             self._watch()
         elif live and self._live is None:
@@ -91,24 +93,24 @@ class Display:
             self._stop_live()
 
     def tick(self) -> None:
-        """What the line says has changed."""
+        """Report that the line has changed."""
         if self._now() - self._printed >= INTERVAL:
             self._print()
 
     def beat(self) -> None:
-        """Time has passed: what the thread calls, again and again."""
-        if self._now() >= self._due:
+        """Print a line if none was printed for too long; the thread calls this."""
+        if self._now() >= self._next:
             self._print()
 
     def message(self, text: str) -> None:
-        """A line that stays, above the one that changes."""
+        """Print a line that stays, above the line that changes."""
         if self._live is not None:
             self._live.message(text)
         else:
             terminal.line(text)
 
     def hide(self) -> None:
-        """Show nothing any more."""
+        """Stop the display."""
         with self._lock:
             self._line = None
         self._stop_live()
@@ -120,7 +122,7 @@ class Display:
         with self._lock:
             if self._line is None or self._live is not None or sys.stderr.isatty():
                 return
-            self._printed, self._due = self._now(), self._now() + SILENCE
+            self._printed, self._next = self._now(), self._now() + SILENCE
             for line in _listed(self._line()):
                 terminal.line(line)
 
@@ -130,7 +132,7 @@ class Display:
         self._over = over = threading.Event()
 
         def watch() -> None:
-            while not over.wait(max(min(self._due - self._now(), INTERVAL), 0.01)):
+            while not over.wait(max(min(self._next - self._now(), INTERVAL), 0.01)):
                 self.beat()
 
         threading.Thread(target=watch, daemon=True, name="progress").start()
@@ -151,7 +153,7 @@ def _listed(lines: Lines) -> Sequence[str]:
 
 
 def clock(seconds: float) -> str:
-    """1:05, or 2:00:00."""
+    """Format seconds as 1:05 or 2:00:00."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,9 +1,8 @@
-"""Where prompts come from: .jsonl, .json, .txt, .parquet, stdin or a Hugging Face dataset, read one
-at a time.
+"""Read prompts from files, standard input and Hugging Face datasets.
 
-Nothing is tokenised here. `check_prompts` walks a source once before a model is loaded,
-`read_prompts` streams it afterwards; every fault is a UserError that names file, line and field.
-A field that asks for something that a prompt cannot set is such a fault; all others become `meta`.
+`check_prompts` reads a source once before a model is loaded; `read_prompts` streams it afterwards.
+A fault is a UserError that names file, line and field. A field with a reserved name, such as
+`temperature`, is a fault; all other fields become `meta`. Prompts are not tokenised here.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import hashlib
 import io
 import itertools
 import json
+import re
 import stat
 import sys
 import tempfile
@@ -30,7 +30,7 @@ from bass_cli.io.shards import Shard, held_by
 
 IN_MEMORY = 64 * 2**20
 BLOCK = 2**20
-_HINTS = 9  # fields that an error names
+_HINTS = 9  # how many field names an error message lists
 _KINDS = {
     bool: "true or false",
     int: "a number",
@@ -40,13 +40,24 @@ _KINDS = {
 }
 _KINDS |= {dict: "an object", type(None): "null"}
 _ROLES = ("system", "user", "assistant")
-_MESSAGE = ("role", "content")  # what chat templates are given of a message
-# Reserved fields, with what to use instead. A setting of the whole run, by its flag:
+_MESSAGE = ("role", "content")  # the keys of a message
+# Reserved fields that set something for the whole run, with the flag that does so:
 _FLAGS = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), "--max-new-tokens"),
-    **dict.fromkeys(("stop_sequences", "stop_strings"), "--stop"),
-    **dict.fromkeys(("num_return_sequences", "num_samples"), "--n"),
-    "do_sample": "--temperature",
+    **dict.fromkeys(
+        (
+            *("max_tokens", "max_completion_tokens", "max_output_tokens", "max_tokens_to_sample"),
+            *("n_predict", "num_predict", "max_gen_len", "max_gen_toks"),
+        ),
+        "--max-new-tokens",
+    ),
+    **dict.fromkeys(
+        ("stop_sequences", "stop_strings", "stop_words", "stopping_strings", "stop_token"), "--stop"
+    ),
+    **dict.fromkeys(
+        ("num_return_sequences", "num_samples", "num_completions", "candidate_count"), "--n"
+    ),
+    **dict.fromkeys(("do_sample", "greedy"), "--temperature"),
+    "random_seed": "--seed",
     **{
         name: f"--{name.replace('_', '-')}"
         for name in (
@@ -57,10 +68,17 @@ _FLAGS = {
         )
     },
 }
-# a part of the prompt in another place:
-_AS_MESSAGE = ("system", "system_prompt", "system_message")
+# Reserved fields that belong into a message:
+_AS_MESSAGE = ("system", "system_prompt", "system_message", "system_instruction")
+# Parts of a prompt that bass cannot pass to a model:
 _TOOLS = ("tools", "functions")
-# and what other engines and servers can be asked for, and this one cannot.
+_UNREADABLE = (
+    *_TOOLS,
+    *("documents", "images", "image", "image_url", "videos", "audios"),
+    *("multi_modal_data", "mm_processor_kwargs", "prompt_token_ids", "prompt_embeds", "input_ids"),
+)
+_OBJECTS = ("reasoning", "thinking")  # settings if they are objects, else data
+# Settings of other engines and servers that bass does not have:
 _UNKNOWN = frozenset(
     (
         *("tool_choice", "function_call", "parallel_tool_calls", "response_format", "min_p"),
@@ -72,23 +90,48 @@ _UNKNOWN = frozenset(
         *("reasoning_effort", "verbosity", "web_search_options", "structured_outputs"),
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "grammar"),
         *("chat_template", "chat_template_kwargs", "add_generation_prompt"),
-        *("continue_final_message", "enable_thinking", "prediction"),
+        *("continue_final_message", "enable_thinking", "prediction", *_OBJECTS),
+        *("repeat_penalty", "repeat_last_n", "no_repeat_ngram_size", "diversity_penalty"),
+        *("num_beam_groups", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff"),
+        *("top_a", "tfs_z", "mirostat", "dynatemp_range", "dry_multiplier", "penalty_alpha"),
+        *("guidance_scale", "negative_prompt", "bad_words_ids", "truncate_prompt_tokens"),
+        *("max_time", "num_ctx", "json_schema", "lora_request"),
     )
 )
-RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_TOOLS, *_UNKNOWN))
-_META = 'to carry it to the results, put it into "meta": {...}'
-_MARKS, _MARK, _WHOLE = 512, 8, 32  # of a PromptDigest: so many marks; digits of one, of the last
+RESERVED = frozenset((*_FLAGS, *_AS_MESSAGE, *_UNREADABLE, *_UNKNOWN))
+# Objects that hold the settings in requests to other engines:
+_CONTAINERS = (
+    *("sampling", "sampling_params", "sampling_parameters", "parameters", "params", "options"),
+    *(
+        "speculation",
+        "generation_config",
+        "generation_kwargs",
+        "gen_kwargs",
+        "generate_kwargs",
+        "generation_params",
+    ),
+    *("config", "settings", "kwargs", "extra_body", "body"),
+)
+_OWN = ("id", "messages", "reference", "meta")
+_META = 'to copy it to the results, put it into "meta": {...}'
+# PromptDigest: the most marks, hexadecimal digits of a mark, and of the last digest
+_MARKS, _MARK, _WHOLE = 512, 8, 32
 _encode = json.JSONEncoder(default=str).encode
-# of a field under `meta`: writing and reading JSON take two calls a level, of the 1,000 that Python
-# allows
+# The deepest nesting of a `meta` field. JSON reading and writing take two calls a level, and Python
+# allows 1,000.
 _DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: plain text or chat messages. `place` is "file:line" for error messages, `meta`
-    what is carried to its results. `fault`: why there can be no samples of it, though the file is
-    well formed."""
+    """One prompt: plain text or chat messages.
+
+    Args:
+        meta: The other fields of its line; they are copied to its results.
+        reference: A text in which drafts may be looked up.
+        place: "file:line", for error messages.
+        fault: Why the prompt cannot be run, although its file is well formed; None if it can.
+    """
 
     id: str
     text: str | None
@@ -99,14 +142,16 @@ class Prompt:
     fault: str | None = None
 
     def whole(self) -> str:
-        """All of its text; that of messages without what a chat template puts around them."""
+        """Return the text, or the contents of the messages without the chat template."""
         return self.text or "\n".join(message["content"] for message in self.messages or ())
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that holds prompts and can be read more than once; `spooled` is what stdin
-    brought."""
+    """A source of prompts that can be read more than once.
+
+    `kind` is a file format or "hf". `spooled` is the content of standard input.
+    """
 
     name: str
     kind: str
@@ -114,7 +159,7 @@ class Source:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """The bytes from the start."""
+        """Open the content at its start."""
         if self.spooled is None:
             with open(self.name, "rb") as stream:
                 yield stream
@@ -123,8 +168,7 @@ class Source:
             yield self.spooled
 
     def digest(self) -> str | None:
-        """SHA-256 of the content, in hexadecimal; None for a dataset of the hub, which only has
-        its name."""
+        """Return the SHA-256 of the content, in hexadecimal; None for a dataset of the hub."""
         if self.kind == "hf":
             return None
         with self.open() as stream:
@@ -134,8 +178,11 @@ class Source:
             return summary.hexdigest()
 
     def digests(self) -> Iterator[str]:
-        """The same after each line, without its end and with it: what `digest` said of the file
-        before lines were added at its end."""
+        """Yield the digests of every beginning of the content that ends with a line.
+
+        Each line gives two: without its line end and with it. One of them equals the `digest` of
+        the file before lines were added at its end.
+        """
         if self.kind == "hf":
             return
         with self.open() as stream:
@@ -148,26 +195,25 @@ class Source:
 
 
 class PromptDigest:
-    """What a manifest keeps of a job's prompts, by which a later run tells prompts that were
-    added from prompts that changed.
+    """A running digest of a job's prompts, which tells added prompts from changed ones.
 
-    A running digest of everything in the prompts that reaches their samples' lines. Its value
-    after each prompt is held in memory; a manifest has the last one and up to 512 marks.
+    It covers everything in a prompt that reaches the lines of its samples. The digest after each
+    prompt is held in memory. A manifest holds the last digest and up to 512 marks.
     """
 
     def __init__(self, source: Source, column: str = "prompt"):
         self._source, self._column = source, column
         self._running, self._after = hashlib.sha256(), bytearray()
-        self._size = _WHOLE // 2  # bytes of a value
+        self._size = _WHOLE // 2  # bytes of one digest
 
     def over(self, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-        """The prompts themselves; each is added as it passes."""
+        """Yield the prompts, and add each of them."""
         for prompt in prompts:
             self.add(prompt)
             yield prompt
 
     def add(self, prompt: Prompt) -> None:
-        """Take the next prompt."""
+        """Add the next prompt."""
         known = [prompt.id, prompt.text, prompt.messages, prompt.reference, prompt.meta]
         content = _encode([*known, prompt.fault is None])
         self._running.update(content.encode() + b"\n")
@@ -175,12 +221,15 @@ class PromptDigest:
 
     @property
     def count(self) -> int:
-        """Prompts so far."""
+        """The number of prompts added so far."""
         return len(self._after) // self._size
 
     def record(self) -> dict[str, Any]:
-        """For a manifest: `digest` after the last of `count` prompts, and `marks`, the beginnings
-        of the digests after every `stride` prompts, joined."""
+        """Return the manifest's value.
+
+        `digest` is the digest after all `count` prompts. `marks` joins the first 8 digits of the
+        digests after every `stride` prompts.
+        """
         stride = 1
         while self.count // stride > _MARKS:
             stride *= 2
@@ -189,55 +238,63 @@ class PromptDigest:
         return {"count": self.count, "digest": last, "stride": stride, "marks": "".join(marks)}
 
     def of_file(self) -> str | None:
-        """The digest of the whole file, by which older versions knew the prompts."""
+        """Return the digest of the whole file, which manifests of older versions hold."""
         return self._source.digest()
 
     def compare(self, before: Any) -> Change:
-        """What became of the prompts of which a manifest says `before`: a `record`, or the digest
-        of a whole file in manifests of older versions."""
+        """Compare these prompts with a manifest's.
+
+        Args:
+            before: The manifest's value: a `record`, or the digest of a whole file in manifests of
+                older versions.
+        """
         if isinstance(before, str):
             if before == self.of_file():
                 return Change(None, None, self.count)
             if before in self._source.digests():
-                return Change(None, "fewer", self.count)
-            return Change("the file has other prompts than it had", None, self.count)
+                return Change(None, _UNKNOWN, self.count)
+            return Change("the prompt file has changed, and not only at its end", None, self.count)
         try:
             count, last = whole(before["count"], least=1), text_of(before["digest"])
             stride, marks = whole(before["stride"], least=1), text_of(before["marks"])
         except (ValueError, KeyError, TypeError):
-            return Change("what the manifest says of them cannot be read", None, self.count)
+            return Change("the manifest's entry cannot be read", None, self.count)
         if count <= self.count and self.at(count) == last:
             grown = None if count == self.count else str(count)
             return Change(None, grown, self.count)
         return Change(self._first_change(count, stride, marks), None, self.count)
 
     def _first_change(self, count: int, stride: int, marks: str) -> str:
-        """Where prompts differ, as exactly as the marks tell."""
+        """Describe the first difference, as exactly as the marks allow."""
         same, ends = 0, range(stride, min(count, self.count) + 1, stride)
         while same < len(ends) and marks.startswith(self.at(ends[same])[:_MARK], same * _MARK):
             same += 1
         first, last = same * stride + 1, min((same + 1) * stride, count)
         if first > self.count:
-            return f"{count} there, {self.count} now; those after number {self.count} are missing"
+            return f"{count} before, {self.count} now; those after number {self.count} are missing"
         what = self._named(first) if first == last else f"one of numbers {first} to {last}"
-        sizes = "" if count == self.count else f"{count} there, {self.count} now; "
-        return f"{sizes}{what} is not the prompt that it was"
+        sizes = "" if count == self.count else f"{count} before, {self.count} now; "
+        return f"{sizes}{what} has changed"
 
     def _named(self, number: int) -> str:
-        """A prompt of this run by its number, id and place."""
+        """Name a prompt by its number from 1, its id and its place."""
         prompts = read_prompts(self._source, column=self._column)
         prompt = next(itertools.islice(prompts, number - 1, None))
-        return f'number {number} (now "{shown(prompt.id)[1:-1]}", {prompt.place})'
+        return f'number {number} (id "{shown(prompt.id)[1:-1]}", {prompt.place})'
 
     def at(self, count: int) -> str:
-        """The digest after so many prompts, from 1 to `count`, in hexadecimal."""
+        """Return the digest after `count` prompts (at least 1), in hexadecimal."""
         return self._after[(count - 1) * self._size : count * self._size].hex()
 
 
 class Change(NamedTuple):
-    """Between the prompts of a manifest and those of this run. `fault`: what differs, if those of
-    the manifest are not the first of this run's; `before`: how many they were, where there are
-    more now; `now`: how many there are."""
+    """The difference between a manifest's prompts and those of this run.
+
+    Args:
+        fault: What differs; None if the manifest's prompts are the first prompts of this run.
+        before: The manifest's number of prompts if there are more now, else None.
+        now: The number of prompts of this run.
+    """
 
     fault: str | None
     before: str | None
@@ -245,21 +302,20 @@ class Change(NamedTuple):
 
 
 def open_prompts(source: str, column: str | None) -> Source:
-    """`open_source`; UserError where a field is asked of lines of text."""
+    """Open a source of prompts; UserError if `column` is given for a file without fields."""
     found = open_source(source)
     if found.kind == "txt" and column is not None:
         raise UserError(
-            "--prompt-column (or BASS_PROMPT_COLUMN): lines of text have no fields; leave it out"
+            "--prompt-column (or BASS_PROMPT_COLUMN): a text file has no fields; leave it out"
         )
     return found
 
 
 def open_source(source: str) -> Source:
-    """The Source that "-", "hf:NAME[:CONFIG][:SPLIT]" or a path stands for; stdin is read to its
-    end here."""
+    """Open "-", "hf:NAME[:CONFIG][:SPLIT]" or a path. Standard input is read to its end."""
     if source == "-":
         if sys.stdin is None:
-            raise UserError("stdin: it is closed; give a prompt file, or feed standard input")
+            raise UserError("stdin: it is closed; name a prompt file, or redirect one: < FILE")
         return _spool(sys.stdin.buffer)
     if source.startswith("hf:"):
         return Source(source, "hf")
@@ -268,13 +324,11 @@ def open_source(source: str) -> Source:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise UserError(f"{source}: this is a folder, a prompt file is needed")
-        if not stat.S_ISREG(
-            mode
-        ):  # a file is read more than once; a pipe is empty then, and a device may have no end
+            raise UserError(f"{source}: this is a folder; name a prompt file")
+        if not stat.S_ISREG(mode):  # it is read twice, and a device may have no end
             raise UserError(
-                f"{source}: this is a pipe or a device, not a file; give - in its place and feed "
-                f"standard input: < {source}"
+                f"{source}: this is a pipe or a device, not a file; read it from standard input "
+                f"instead: - < {source}"
             )
         path.open("rb").close()
     except (FileNotFoundError, NotADirectoryError):
@@ -289,9 +343,15 @@ def open_source(source: str) -> Source:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What is known of prompts that are all valid: how many there are (None: nobody knows), the
-    longest text, and whether any is plain text, not messages. `digest`: of all prompts of a file;
-    `notes`: what a person should know of a dataset's columns."""
+    """Facts about prompts that are all valid.
+
+    Args:
+        count: The number of prompts; None if unknown.
+        longest: The longest text.
+        plain: Whether any prompt is plain text, not messages.
+        digest: The digest of all prompts of a file; None for a dataset of the hub.
+        notes: Notes to the user about a dataset's columns.
+    """
 
     count: int | None
     longest: str
@@ -308,14 +368,20 @@ def check_prompts(
     shard: Shard | None = None,
     chat: bool | None = None,
 ) -> Checked:
-    """Check every prompt (a hub dataset only has its first row checked); what is known of those
-    in the shard. `chat`: as in `check`."""
+    """Check every prompt, but only the first row of a hub dataset.
+
+    Args:
+        column: The field with the text.
+        limit: The number of prompts to read; None for all.
+        shard: If given, the facts are about this shard's prompts only.
+        chat: As in `check`.
+    """
     if source.kind == "hf":
         first = next(read_prompts(source, column=column, limit=1))
         notes = tuple(
-            f'{source.name}: column "{name}" sets nothing; it is carried to the results as meta'
+            f'{source.name}: column "{name}" sets nothing; it is copied to the results as meta'
             for name in first.meta
-            if name in RESERVED
+            if _reserved(name) is not None
         )
         return Checked(None, "", check([first], chat=chat).plain, notes=notes)
     digest = PromptDigest(source, column)
@@ -324,8 +390,7 @@ def check_prompts(
 
 
 def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
-    """What is known of these, all of which are read. UserError at messages if `chat` is False,
-    which is --no-chat."""
+    """Read all prompts and return facts about them. UserError at messages if `chat` is False."""
     count, longest, plain = 0, "", False
     for prompt in prompts:
         if chat is False and prompt.messages is not None:
@@ -341,8 +406,7 @@ def check(prompts: Iterable[Prompt], *, chat: bool | None = None) -> Checked:
 def read_prompts(
     source: Source | str, *, column: str = "prompt", limit: int | None = None
 ) -> Iterator[Prompt]:
-    """The prompts in order, at most `limit`; UserError at the first fault, and if there is none
-    at all."""
+    """Yield the prompts in order, at most `limit`; UserError at a fault, or if there are none."""
     opened = open_source(source) if isinstance(source, str) else source
     name = "stdin" if opened.spooled else opened.name
     lines = enumerate(itertools.islice(_records(opened, name, column), limit))
@@ -365,8 +429,10 @@ def read_prompts(
 def prompts_of(
     items: Iterable[str | Mapping[str, Any] | Prompt], *, column: str = "prompt"
 ) -> Iterator[Prompt]:
-    """The same for what a program has: texts, or mappings like the lines of a file, called by
-    their numbers where they have no id."""
+    """Yield Prompts for texts or mappings, which have the fields of a prompt line.
+
+    An item without an id is numbered, from 0.
+    """
     yield from _distinct(
         "prompts",
         (
@@ -384,19 +450,19 @@ def prompts_of(
 
 
 def _distinct(name: str, prompts: Iterable[Prompt]) -> Iterator[Prompt]:
-    """They themselves; UserError if two have one id, or there is none."""
+    """Yield the prompts; UserError if two have the same id, or if there are none."""
     seen: dict[str, str] = {}
     for prompt in prompts:
         if prompt.id in seen:
             _refuse(
                 prompt.place,
                 "id",
-                f'"{shown(prompt.id)[1:-1]}" is already the id of {seen[prompt.id]}',
+                f'"{shown(prompt.id)[1:-1]}" is also the id of {seen[prompt.id]}',
             )
         seen[prompt.id] = prompt.place
         yield prompt
     if not seen:
-        raise UserError(f"{name}: there is no prompt in it")
+        raise UserError(f"{name}: it contains no prompts")
 
 
 def _records(source: Source, name: str, column: str) -> Iterator[tuple[int, Any]]:
@@ -415,8 +481,11 @@ def _refuse(place: str, field: str, reason: str) -> NoReturn:
 def _to_prompt(
     record: Any, default_id: str, column: str, place: str, *, columns: bool = False
 ) -> Prompt:
-    """`columns`: the fields are a dataset's columns, which its author named: settings among them
-    describe the data and are carried, but what belongs to the prompt is refused all the same."""
+    """Make a Prompt of one record.
+
+    `columns`: the fields are a dataset's columns, which its author named. Columns with the names
+    of settings describe the data and become meta.
+    """
     if not isinstance(record, Mapping):
         raise UserError(
             f'{place}: a prompt is an object like {{"prompt": "..."}}, not {_kind_of(record)}'
@@ -427,7 +496,8 @@ def _to_prompt(
     if text is None and messages is None:
         known = [shown(key)[1:-1] for key in itertools.islice(fields, _HINTS)]
         hint = f"; {nearest(column, known)}" if fields else ""
-        _refuse(place, column, f'it is missing, and there is no "messages"{hint}')
+        other = "" if column == "messages" else ', and there is no "messages"'
+        _refuse(place, column, f"it is missing{other}{hint}")
     if text is not None and messages is not None:
         _refuse(place, column, 'there is "messages" too; give one of the two')
     if text is not None:
@@ -441,47 +511,83 @@ def _to_prompt(
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
     _check_text(identity, "id", place)
-    for key in fields:
-        if key in _TOOLS or key in _AS_MESSAGE or (key in RESERVED and not columns):
-            _refuse(place, key, _instead(key))
+    for key, value in fields.items():
+        _check_unreserved(key, value, place, columns=columns)
     fields = _with_meta(fields, place)
     fault = (
         None
         if is_unicode(identity)
-        else f'{place}: field "id": it holds half of a surrogate pair, which is not text'
+        else f'{place}: field "id": it contains half of a surrogate pair, which is not valid text'
     )
     for key in [key for key, value in fields.items() if _is_deeper(value, _DEPTH)]:
-        del fields[key]  # it could not be written to the line that says so
-        fault = f'{place}: field "{key}": it is nested more than {_DEPTH} deep'
+        del fields[key]  # the line with this error could not be written with it
+        fault = f'{place}: field "{key}": it is nested more than {_DEPTH} levels deep'
     return Prompt(identity, text, messages, fields, reference, place, fault)
+
+
+def _spelling(name: str) -> str:
+    """The name without what spellings of one name differ by: "maxTokens", "Max-Tokens"."""
+    return re.sub(r"[\W_]", "", name).lower()
+
+
+_BY_SPELLING = {_spelling(name): name for name in (*_CONTAINERS, *_OWN, *sorted(RESERVED))}
+
+
+def _reserved(key: Any) -> str | None:
+    """The reserved name that a key spells; None if there is none."""
+    name = _BY_SPELLING.get(_spelling(str(key)))
+    return name if name in RESERVED else None
+
+
+def _check_unreserved(key: Any, value: Any, place: str, *, columns: bool) -> None:
+    """UserError at a field that asks for something that would not happen, in any spelling.
+
+    `columns`: the fields are a dataset's columns, of which only tools and system messages are
+    refused.
+    """
+    field, name = shown(key)[1:-1], _BY_SPELLING.get(_spelling(str(key)))
+    if name in _OBJECTS and not isinstance(value, Mapping):
+        return
+    if name in RESERVED and (name in _TOOLS or name in _AS_MESSAGE or not columns):
+        _refuse(place, field, _instead(name))
+    if columns:
+        return
+    if name in _OWN and key != name:
+        _refuse(place, field, f'did you mean "{name}"? Otherwise, {_META}')
+    if name in _CONTAINERS and isinstance(value, Mapping):
+        for inner in value:
+            if (setting := _reserved(inner)) is not None:
+                _refuse(place, f"{field}.{shown(inner)[1:-1]}", _instead(setting))
 
 
 def _instead(key: str) -> str:
     """Why a reserved field is refused, and what to do."""
     if key in _AS_MESSAGE:
         return (
-            'a prompt has no such field; begin its "messages" with {"role": "system", "content": '
+            'it is not a field of a prompt; begin "messages" with {"role": "system", "content": '
             f'"..."}}; {_META}'
         )
     if key in _FLAGS:
-        return f"it is set for the whole run, with {_FLAGS[key]}, not by a prompt; {_META}"
-    return f"bass has nothing of the kind, and would draw as if it were not there; {_META}"
+        return f"set it for the whole run with {_FLAGS[key]}; {_META}"
+    if key in _UNREADABLE:
+        return f"bass cannot pass it to the model; {_META}"
+    return f"bass has no such setting; {_META}"
 
 
 def _with_meta(fields: dict[str, Any], place: str) -> dict[str, Any]:
-    """The fields that are carried, with those of an object that is called "meta" beside them."""
+    """Merge the fields of an object "meta" into the other fields."""
     given = fields.get("meta")
     if not isinstance(given, Mapping):
         return fields
     others = {key: value for key, value in fields.items() if key != "meta"}
     for key in given:
         if key in others:
-            _refuse(place, "meta", f'"{shown(key)[1:-1]}" is a field beside it too')
+            _refuse(place, "meta", f'"{shown(key)[1:-1]}" is also a field of the prompt')
     return {**others, **given}
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested in each other more than `most` deep."""
+    """Whether lists and objects are nested more than `most` levels deep."""
     level = [value] if isinstance(value, (list, dict)) else []
     for _ in range(most if level else 0):
         level = [
@@ -505,8 +611,10 @@ def _check_text(value: Any, field: str, place: str, *, may_be_empty: bool = Fals
 
 
 def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
-    """The messages, without keys that are null; UserError at anything that a chat template may
-    drop or read otherwise than it is meant."""
+    """Return the messages without keys that are null.
+
+    UserError at anything that a chat template might drop or misread.
+    """
     if not isinstance(messages, list) or not messages:
         _refuse(place, "messages", 'it must be a list of {"role", "content"}')
     found = []
@@ -525,7 +633,7 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
                 _refuse(
                     place,
                     f"{here}.{shown(key)[1:-1]}",
-                    "a message has role and content; a chat template may drop the rest",
+                    "a message has role and content; chat templates may drop other keys",
                 )
         if isinstance(message.get("content"), list):
             _refuse(place, f"{here}.content", "it must be one string, not a list of parts")
@@ -535,21 +643,21 @@ def _checked_messages(messages: Any, place: str) -> list[dict[str, Any]]:
         _refuse(
             place,
             f"messages[{len(found) - 1}].role",
-            "the last message is the assistant's; bass begins a new answer after it, and cannot go "
-            "on with that one; end with the user's",
+            "the last message is the assistant's; bass cannot continue an answer; end with a user "
+            "message",
         )
     return found
 
 
 def _spool(stream: IO[bytes]) -> Source:
-    spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115 - it lives as long as the Source
+    spooled = tempfile.SpooledTemporaryFile(max_size=IN_MEMORY)  # noqa: SIM115
     for block in _until_fault(stream):
         try:
             spooled.write(block)
         except OSError as error:
             raise MachineError(
-                f"stdin: more than {IN_MEMORY >> 20} MB need a temporary file: {error.strerror}; "
-                "set TMPDIR to a folder with room, or give a prompt file"
+                f"stdin: input of more than {IN_MEMORY >> 20} MB needs a temporary file: "
+                f"{error.strerror}; set TMPDIR to a folder with free space, or name a prompt file"
             ) from None
     source = Source("-", "txt", spooled)
     with source.open() as lines:
@@ -557,8 +665,11 @@ def _spool(stream: IO[bytes]) -> Source:
 
 
 def _until_fault(stream: IO[bytes]) -> Iterator[bytes]:
-    """Standard input block by block, to its end or just beyond a fault, which its reader will
-    name: what is no text, or has no line ends, may never end."""
+    """Yield standard input in blocks, up to its end or just beyond a fault.
+
+    Input that is not UTF-8, or has no line ends, may be endless. The format's reader reports the
+    fault.
+    """
     decoder, length = codecs.getincrementaldecoder("utf-8")(), 0
     while True:
         try:

@@ -1,8 +1,6 @@
-"""The records of a prompt file, format by format: pairs of a line (or row) number and a JSON-like
-value.
+"""Read the records of a prompt file, by format: pairs of a line (or row) number and a JSON value.
 
-Nothing here knows what a prompt is; that is io/prompts.py. Every reader streams: one record at a
-time leaves it.
+Every reader yields one record at a time. Prompts are made of records in io/prompts.py.
 """
 
 from __future__ import annotations
@@ -19,21 +17,24 @@ from typing import IO, Any, NoReturn
 
 from bass_cli.errors import UserError, nearest
 from bass_cli.io.hub import refusal
+from bass_cli.io.reading import shown
 
 Records = Iterator[tuple[int, Any]]
 BOM = b"\xef\xbb\xbf"
-_PATIENCE = 20.0  # seconds in which a hub that can be reached has answered, whatever the line
-# bytes: a million tokens take some 5 MB, and a line is in memory several times over
+_PATIENCE = 20.0  # seconds to wait for the hub's first answer
+# bytes; a million tokens take some 5 MB, and several copies of a line are in memory
 LONGEST_LINE = 64 * 2**20
-# bytes of a .json file, which is in memory as a whole, and once more as values
+# bytes of a .json file; the whole file and its values are in memory
 _LONGEST_LIST = 2**30
 SPLITS = ("train", "validation", "test", "dev")
 
 
 def format_of(lines: Iterable[bytes]) -> str:
-    """The format of what comes without a name, by its first line that is not blank: an object is
-    one of JSON lines, a list that begins with one or with a text is JSON, all else text, "[INST]"
-    too."""
+    """Guess the format of input without a file name from its first line that is not blank.
+
+    "{" means JSON lines. "[" followed by an object, a string or nothing means JSON. All else is
+    text, such as "[INST]".
+    """
     start = next((line.lstrip(BOM + b" \t") for line in lines if line.strip(BOM + b" \t\r\n")), b"")
     if start.startswith(b"{"):
         return "jsonl"
@@ -45,13 +46,15 @@ def format_of(lines: Iterable[bytes]) -> str:
 def _text_lines(
     stream: IO[bytes], name: str, *, longest: int = LONGEST_LINE
 ) -> Iterator[tuple[int, str]]:
-    """Every line with its number, from 1, decoded; a byte-order mark at the start is dropped.
-    UserError at a line of more than `longest` bytes, of which no more are read."""
+    """Yield each line with its number, from 1, without a byte-order mark at the start.
+
+    UserError at a line of more than `longest` bytes; no more of it is read.
+    """
     for number, raw in enumerate(iter(functools.partial(stream.readline, longest + 1), b""), 1):
         if len(raw) > longest:
             raise UserError(
-                f"{name}:{number}: the line has more than {longest >> 20} MB, so it cannot be a "
-                "prompt"
+                f"{name}:{number}: the line has more than {longest >> 20} MB, the most that a "
+                "prompt may have"
             )
         line = raw.removeprefix(BOM) if number == 1 else raw
         try:
@@ -62,14 +65,30 @@ def _text_lines(
 
 
 def read_txt(stream: IO[bytes], name: str) -> Records:
-    """The lines that are not blank, without their ends."""
+    """Yield the lines that are not blank, without their line ends."""
     return (
         (number, line.rstrip("\r\n")) for number, line in _text_lines(stream, name) if line.strip()
     )
 
 
+class _RefusedError(ValueError):
+    """JSON that Python's reader accepts and this one refuses."""
+
+
 def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not JSON")
+    raise _RefusedError(f"{word} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; refuse a key that is given twice, because one of its values would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, _), *_ = (Counter(key for key, _ in pairs)).most_common(1)
+        raise _RefusedError(f'the key "{shown(key)[1:-1]}" is given twice in one object')
+    return found
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_without_duplicates)
 
 
 def _broken(name: str, line: int, error: Exception) -> UserError:
@@ -77,39 +96,40 @@ def _broken(name: str, line: int, error: Exception) -> UserError:
         reason = f"{error.msg} at column {error.colno}"
     elif isinstance(error, RecursionError):
         reason = "it is nested too deep"
-    else:  # NaN, or the digits that Python limits, which it says in its own words
-        reason = "a number has too many digits" if "digits" in str(error) else str(error)
+    elif isinstance(error, _RefusedError):
+        reason = str(error)
+    else:  # Python limits the digits of an integer
+        reason = "a number has too many digits"
     return UserError(f"{name}:{line}: broken JSON: {reason}")
 
 
 def read_jsonl(stream: IO[bytes], name: str) -> Records:
-    """One JSON value a line; blank lines are skipped."""
+    """Yield one JSON value a line; skip blank lines."""
     for number, line in read_txt(stream, name):
         try:
-            yield number, json.loads(line, parse_constant=_no_constant)
+            yield number, _DECODER.decode(line)
         except (ValueError, RecursionError) as error:
             raise _broken(name, number, error) from None
 
 
 def read_json(stream: IO[bytes], name: str) -> Records:
-    """The items of one JSON list, each with the line on which it starts."""
+    """Yield the items of one JSON list, each with the line on which it starts."""
     content = stream.read(_LONGEST_LIST + 1)
     if len(content) > _LONGEST_LIST:
         raise UserError(
-            f"{name}:1: a .json file is read as a whole, so it may have {_LONGEST_LIST >> 20} MB; "
-            "convert it to .jsonl"
+            f"{name}:1: a .json file may have at most {_LONGEST_LIST >> 20} MB, because it is read "
+            "as a whole; convert it to .jsonl"
         )
     text = "".join(
         line for _, line in _text_lines(io.BytesIO(content), name, longest=_LONGEST_LIST)
     )
-    decoder = json.JSONDecoder(parse_constant=_no_constant)
     position, line = _skip_blank(text, 0, 1)
     if text[position : position + 1] != "[":
         raise UserError(f"{name}:{line}: a .json file of prompts is one list: [{{...}}, ...]")
     position, line = _skip_blank(text, position + 1, line)
     while text[position : position + 1] != "]":
         try:
-            value, end = decoder.raw_decode(text, position)
+            value, end = _DECODER.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             here = error.lineno if isinstance(error, json.JSONDecodeError) else line
             raise _broken(name, here, error) from None
@@ -136,7 +156,7 @@ def _skip_blank(text: str, position: int, line: int) -> tuple[int, int]:
 
 
 def read_parquet(stream: IO[bytes], name: str) -> Records:
-    """The rows of a parquet file, counted from 1, a small batch of them in memory at a time."""
+    """Yield the rows of a parquet file, numbered from 1; a small batch is in memory at a time."""
     import pyarrow
 
     rows = _parquet_rows(stream)
@@ -163,11 +183,10 @@ def _parquet_rows(stream: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def hub_records(source: str) -> Records:
-    """The rows of the dataset that hf:NAME[:CONFIG][:SPLIT] names, streamed; rows are counted
-    from 1."""
+    """Stream the rows of the dataset hf:NAME[:CONFIG][:SPLIT], numbered from 1."""
     parts = source.removeprefix("hf:").split(":")
     if not parts[0] or len(parts) > 3:
-        raise UserError(f"{source}: a dataset is written hf:NAME[:CONFIG][:SPLIT]")
+        raise UserError(f"{source}: write a dataset as hf:NAME[:CONFIG][:SPLIT]")
     if len(parts) == 2 and (parts[1] in SPLITS or "[" in parts[1]):
         parts.insert(1, "")
     name, config, split = (part or None for part in [*parts, "", ""][:3])
@@ -182,8 +201,8 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
         datasets.disable_progress_bars()
     _reach_hub(source, name)
     try:
-        # Versions before 4 would run a data set's own script, and ask standard input whether
-        # they may; others raise a RuntimeError that names it.
+        # Versions before 4 would run a dataset's own script after a question on standard input;
+        # later versions raise a RuntimeError that names the script.
         found = datasets.load_dataset(
             name, config, split=split, streaming=True, trust_remote_code=False
         )
@@ -206,8 +225,10 @@ def _stream_dataset(source: str, name: str, config: str | None, split: str | Non
 
 
 def _reach_hub(source: str, name: str) -> None:
-    """MachineError if there is no way to the hub: its client would try for half a minute, and
-    report every time."""
+    """Raise MachineError if the hub cannot be reached.
+
+    Without this check the hub's client retries for half a minute and reports each attempt.
+    """
     import huggingface_hub
 
     if Path(name).exists():
@@ -219,16 +240,16 @@ def _reach_hub(source: str, name: str) -> None:
         huggingface_hub.errors.OfflineModeIsEnabled,
         ValueError,
     ):
-        pass  # there is an answer, or a cache has to do; what is wrong then, loading says
-    except Exception as error:  # depends on the client that the hub's package uses
+        pass  # the hub answers, or a cache must do; loading reports what is wrong
+    except Exception as error:  # its type depends on the HTTP client of the hub's package
         raise refusal(source, ConnectionError(str(error)), remedy=_remedy(name)) from None
 
 
 def _remedy(name: str) -> str:
     return (
-        f"where there is a network: hf download --repo-type dataset {name} --local-dir FOLDER; "
-        "then name a .parquet, "
-        ".jsonl or .json file of it here, in place of hf:... (--data in bass eval and bass score)"
+        f"on a machine with a network: hf download --repo-type dataset {name} --local-dir FOLDER; "
+        "then name a .parquet, .jsonl or .json file of that folder in place of hf:... (with --data "
+        "in bass eval and bass score)"
     )
 
 
@@ -237,7 +258,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with what JSON cannot hold (dates, bytes) as text; a result line has to carry it."""
+    """Return the row with values that JSON cannot hold (dates, bytes) as text."""
     return json.loads(json.dumps(row, default=str))
 
 

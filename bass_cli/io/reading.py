@@ -1,9 +1,8 @@
-"""What others wrote, read with care: regular files of bounded size, JSON of bounded depth, single
-values of known types.
+"""Read untrusted input safely: regular files of bounded size, JSON, and values of known types.
 
-What is wrong is an OSError or a ValueError whose text says what would be right; file, line and
-key are known to the caller, who makes a UserError of it (or a note). Nothing here waits for a
-pipe, or takes more memory than a file's size justifies.
+A fault is an OSError or a ValueError whose text says what would be right. The caller adds file,
+line and key, and raises a UserError or prints a note. No function waits for a pipe, or takes more
+memory than the file's size justifies.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# of a whole number: what a tensor and most other readers of such files can hold
+# the largest whole number: tensors and most other readers of such files hold 64 bits
 LARGEST = 2**63 - 1
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 80
 
 
 def open_regular(path: str | Path) -> BinaryIO:
-    """The file, open to read. OSError if it is none: a pipe would be waited for, and a device
-    may have no end."""
+    """Open a regular file for reading. OSError for a folder, a pipe or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -34,19 +32,16 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:
-    """All of a regular file; OSError if it has more than `most` bytes."""
+    """Read all of a regular file; OSError if it has more than `most` bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(
-                errno.EFBIG,
-                f"it has {size} bytes, and {most} are the most that such a file may have",
-            )
+            raise OSError(errno.EFBIG, f"it has {size} bytes; such a file may have at most {most}")
         return file.read(size)
 
 
 def parse_json(raw: str | bytes) -> Any:
-    """The JSON value. ValueError in one line for all that is none, or that Python cannot hold."""
+    """Parse JSON. ValueError with a text of one line if it is broken or cannot be held."""
     try:
         return json.loads(raw)
     except json.JSONDecodeError as error:
@@ -56,12 +51,12 @@ def parse_json(raw: str | bytes) -> Any:
         raise ValueError("broken JSON: the text is not valid UTF-8") from None
     except RecursionError:
         raise ValueError("broken JSON: it is nested too deep") from None
-    except ValueError:  # the one that is left: Python limits the digits of an integer
+    except ValueError:  # Python limits the digits of an integer
         raise ValueError("broken JSON: a number has too many digits") from None
 
 
 def parse_object(raw: str | bytes) -> dict[str, Any]:
-    """The JSON object; ValueError as in `parse_json`, or if it is another value."""
+    """Parse a JSON object; ValueError as in `parse_json`, or if the value is not an object."""
     value = parse_json(raw)
     if not isinstance(value, dict):
         raise ValueError("a JSON object is needed")
@@ -69,7 +64,7 @@ def parse_object(raw: str | bytes) -> dict[str, Any]:
 
 
 def whole(value: Any, *, least: int = 0, most: int = LARGEST) -> int:
-    """The value if it is a whole number within the bounds, and not true or false."""
+    """Return the value if it is a whole number within the bounds, and not true or false."""
     if type(value) is not int or not least <= value <= most:
         bounds = f"from {least} on" if most == LARGEST else f"from {least} to {most}"
         raise ValueError(f"a whole number {bounds} is needed, not {shown(value)}")
@@ -77,7 +72,7 @@ def whole(value: Any, *, least: int = 0, most: int = LARGEST) -> int:
 
 
 def finite(value: Any, *, least: float = -math.inf) -> float:
-    """The value if it is a finite number, at least `least`, and not true or false."""
+    """Return the value if it is a finite number, at least `least`, and not true or false."""
     bounds = "" if least == -math.inf else f" from {least:g} on"
     known = type(value) is float or (type(value) is int and abs(value) <= LARGEST)
     if not known or not math.isfinite(value) or value < least:
@@ -86,34 +81,36 @@ def finite(value: Any, *, least: float = -math.inf) -> float:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it is free of halves of surrogate pairs, which JSON can spell, and names of files
-    that are no UTF-8 hold, and no encoding has bytes for."""
+    """Whether the text has no lone surrogates, which UTF-8 cannot encode.
+
+    They come from escapes in JSON and from file names that are not UTF-8.
+    """
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def text(value: Any) -> str:
-    """The value if it is a text."""
+    """Return the value if it is a string."""
     if not isinstance(value, str):
         raise ValueError(f"a text is needed, not {shown(value)}")
     return value
 
 
 def texts(value: Any) -> list[str]:
-    """The value if it is a list of texts."""
+    """Return the value if it is a list of strings."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         raise ValueError(f"a list of texts is needed, not {shown(value)}")
     return value
 
 
 def truth(value: Any) -> bool:
-    """The value if it is true or false."""
+    """Return the value if it is true or false."""
     if not isinstance(value, bool):
         raise ValueError(f"true or false is needed, not {shown(value)}")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut to a length that can be read."""
+    """Format a value for a message, shortened in the middle."""
     try:
         return _BRIEF.repr(value)
     except ValueError:  # Python limits the digits of an integer here too

@@ -1,10 +1,9 @@
-"""The file that completions go to: append-only JSON lines, a manifest beside it, resuming, a torn
-last line. Not here: the lines (io/completion.py), which files may be written (io/places.py).
+"""Write completions to a file of JSON lines with a manifest beside it, and resume such a file.
 
-It knows no model and no job: the manifest is a dict whose "results" part is compared, key by
-key, before a run goes on. Nothing in a file is changed before the first new line (or the end of
-the run): a run that fails early leaves it alone. A line is the kernel's when `write` returns, so
-no kill loses it, and on the disk within SYNC_SECONDS, or at the end.
+The manifest's "results" are compared, key by key, before a run continues a file. A file is not
+changed before the first new line, or the end of the run, so a run that fails early leaves it as it
+was. A killed process loses no line that `write` returned for; a power cut loses at most
+SYNC_SECONDS. Lines are made in io/completion.py; io/places.py says which files may be written.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from bass_cli.io.resume import (
 from bass_cli.io.saving import copy_aside, is_at, present_name, remove_drafts, sync_folder
 from bass_cli.io.terminal import json_on_a_terminal
 
-# of drawing, which a power cut costs; each sync takes some 10 ms of a disk, too long for every line
+# seconds between syncs to disk; a sync takes about 10 ms, too long for every line
 SYNC_SECONDS = 5.0
 STANDARD_OUTPUT = "standard output"  # the name of its writer
 _COUNTED = ("finish_reason", "copy_of", *COUNTED)
@@ -50,7 +49,10 @@ _counted = operator.attrgetter(*_COUNTED)
 
 
 class Writer:
-    """Appends completions, one system call a line; `done` and `notes` say what was there before."""
+    """Append completions to an output, one system call a line.
+
+    `done` has the samples that the file held before; `notes` are for the user.
+    """
 
     def __init__(
         self,
@@ -66,14 +68,14 @@ class Writer:
         self.done = frozenset(past.done)
         self.totals = past.totals
         self.notes: list[str] = []
-        self.complete = True  # whether an end without an error leaves nothing to draw
+        self.complete = True  # whether nothing is left to draw after an end without an error
         self._stream = stream
         self._manifest = manifest
         self._past = past
         self._created = created  # by this run
-        self._begun = False  # whether the file has been changed
-        self._end = 0  # its size by what was written
-        self._gone = False  # whether it lost its name
+        self._begun = False  # whether this run has changed the file
+        self._end = 0  # the expected size of the file
+        self._gone = False  # whether the file lost its name
         self._now = now
         self._synced = now()
 
@@ -86,8 +88,7 @@ class Writer:
         self.close(finished=kind is None)
 
     def write(self, completion: Completion) -> None:
-        """Append one line; it is in the file when this returns. MachineError if the disk refuses
-        it."""
+        """Append one completion; MachineError if it cannot be written."""
         line = completion.to_line()
         if self._manifest is None and self._stream.isatty():
             line = json_on_a_terminal(line)
@@ -96,8 +97,7 @@ class Writer:
         )
 
     def append(self, line: bytes, row: dict[str, Any]) -> None:
-        """The same for a line that there is already. `row`: what it says, or what is counted of
-        that."""
+        """Append a finished line. `row` has at least the fields that totals are made of."""
         if not self._begun:
             self._begin()
         try:
@@ -113,8 +113,10 @@ class Writer:
         self.confirm()
 
     def confirm(self) -> None:
-        """MachineError where the file under the output's name is not the one that is written to,
-        or was cut short by somebody else. What was written is saved, and the message says where."""
+        """Raise MachineError if the output was renamed, replaced or truncated by another program.
+
+        The samples are saved first, and the message says where.
+        """
         if self._manifest is None or self._gone:
             return
         ours = os.fstat(self._stream.fileno())
@@ -124,11 +126,10 @@ class Writer:
                 self._gone = True
                 raise MachineError(
                     f"{self.name}: another program cut it short while samples were written to it; "
-                    "give the "
-                    "same command again, and what is missing is drawn again"
+                    "run the same command again to draw the missing samples"
                 )
             return
-        self._gone = True  # what has this name now is not ours, nor is its manifest
+        self._gone = True  # the name, and its manifest, now belong to another file
         fault = f"{self.name}: it was deleted, renamed or replaced while samples were written to it"
         try:
             where = present_name(self._stream) or (
@@ -145,7 +146,7 @@ class Writer:
         raise MachineError(fault)
 
     def _is_named(self, ours: os.stat_result) -> bool:
-        """Whether the file under the output's name is the one with this status."""
+        """Whether the output's name leads to the file with this status."""
         try:
             return os.path.samestat(os.stat(self.name), ours)
         except OSError:
@@ -153,21 +154,24 @@ class Writer:
 
     @property
     def finished(self) -> bool:
-        """Whether no sample in the file failed. One that a budget cut did not: that was asked
-        for, and the same command would not draw it again."""
+        """Whether no sample in the file failed. A sample that a budget truncated did not fail."""
         return "error" not in self.totals["finish_reasons"]
 
     def add_run(self, seconds: float, usage: dict[str, Any]) -> None:
-        """What was written since the file was opened took so long to generate; only known for a
-        file if for all of it. `usage` (io/usage.py) is this run's alone."""
+        """Add this run's seconds to the totals, unless earlier seconds are unknown.
+
+        `usage` (io/usage.py) describes this run alone.
+        """
         if self._manifest is not None:
             self._manifest = self._manifest | {"last_run": usage}
         if self.totals["seconds"] is not None:
             self.totals["seconds"] = round(self.totals["seconds"] + seconds, 3)
 
     def close(self, *, finished: bool) -> None:
-        """Write the manifest with the totals and let go of the file; an output that never began
-        is left as it was."""
+        """Write the manifest with the totals and close the file.
+
+        An output that this run did not change is left as it was; a new empty one is removed.
+        """
         try:
             if finished and not self._begun:
                 self._begin()
@@ -191,9 +195,11 @@ class Writer:
                     self._stream.close()
 
     def _begin(self) -> None:
-        """Cut off what is not to stay, then say in the manifest what the file is going to hold.
-        Each is on the disk before the next begins: old lines never lie under a new manifest, nor
-        new ones under none."""
+        """Remove torn and failed lines, then write the manifest.
+
+        Each step is on the disk before the next one begins, so that old lines never have a new
+        manifest, and new lines always have one.
+        """
         self._begun = True
         if self._manifest is None:
             return
@@ -216,20 +222,20 @@ class Writer:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """MachineError where the disk refuses what is done here."""
+        """Turn an OSError into a MachineError."""
         try:
             yield
         except OSError as error:
             self._refuse(error)
 
     def _refuse(self, error: OSError) -> NoReturn:
-        """Raise MachineError in place of what the disk says, but a broken pipe as it is."""
+        """Raise a MachineError for an OSError, but a broken pipe as it is."""
         if isinstance(error, BrokenPipeError):
             raise error
         kept = (
             ""
             if self._manifest is None
-            else "; the lines before are kept, and the same command goes on from there"
+            else "; earlier lines are kept; run the same command again to continue"
         )
         raise MachineError(
             f"{self.name}: cannot write the results: {error.strerror}{kept}"
@@ -245,15 +251,22 @@ def open_output(
     prompt_ids: Callable[[], Collection[str]] | None = None,
     prompts: PromptDigest | None = None,
 ) -> Writer:
-    """Open, check and lock an output; every refusal is a UserError and leaves the file as it was.
+    """Open, check and lock an output; a UserError leaves the file as it was.
 
-    An existing file goes on if nothing differs in `manifest["results"]` (n and limit may grow,
-    and `prompts` at their end), or, where its manifest is damaged and `prompt_ids` are given, if
-    its lines fit. `resume=True` insists on an existing file, `overwrite` starts anew. "-" and
-    names like /dev/stdout are plain streams: no manifest, no resuming.
+    An existing file is continued if its manifest has the same "results"; n, limit and the prompts
+    may have grown. "-" and names like /dev/stdout are streams, without manifest and resuming.
+
+    Args:
+        path: The file, or "-".
+        manifest: The manifest to write; "results" has the settings that change result lines.
+        resume: True if the file must exist.
+        overwrite: Start again, whatever the file holds.
+        prompt_ids: Returns the ids of the prompts. If given, a file with a damaged manifest is
+            continued if its lines fit.
+        prompts: The digest of the prompts.
     """
     if overwrite and resume:
-        raise UserError("--resume and --overwrite contradict each other; give one of the two")
+        raise UserError("--resume and --overwrite contradict each other; give one of them")
     if is_stream(path):
         name = STANDARD_OUTPUT if path == "-" else path
         if resume or overwrite:
@@ -265,7 +278,7 @@ def open_output(
     target = Path(path)
     check_output_place(path, overwrite=overwrite)
     if resume and not target.exists():
-        raise UserError(f"{path}: there is nothing to resume, the file is not there")
+        raise UserError(f"{path}: there is nothing to resume, because the file does not exist")
     created = not target.exists()
     stream = _open_locked(target)
     try:
@@ -292,7 +305,7 @@ def _read_before(
     prompt_ids: Callable[[], Collection[str]] | None,
     prompts: PromptDigest | None,
 ) -> tuple[Past, list[str]]:
-    """What the file holds, with notes; UserError where this run may not go on with it."""
+    """Read the file, with notes for the user; UserError if this run may not continue it."""
     try:
         growth = check_manifest(path, results, prompts)
         past = read_past(stream, path)
@@ -305,17 +318,17 @@ def _read_before(
         if prompt_ids is None:
             raise
         past = read_past(stream, path, line_check(results, prompt_ids()))
-        if not (marked or past.done or past.failed):  # nothing says that this is a file of bass
+        if not (marked or past.done or past.failed):  # perhaps another program's file
             raise damaged from None
-        told = (
-            "the file's attributes and lines"
+        checked = (
+            "its attributes and lines fit"
             if marked
-            else "its lines (prompts, seed, sample numbers, lengths; they do not tell target and "
-            "sampling)"
+            else "the prompts, seed, sample numbers and lengths of its lines fit; target and "
+            "sampling could not be checked"
         )
         growth = [
-            f"{manifest_path(path)}: it is damaged and written anew; by {told}, {path} is this "
-            "command's"
+            f"{manifest_path(path)}: it is damaged and is written again; {path} is continued, "
+            f"because {checked}"
         ]
     return past, growth + past.describe(path)
 
@@ -331,8 +344,7 @@ def _open_stream(path: str) -> IO[bytes]:
 
 
 def _open_locked(path: Path) -> IO[bytes]:
-    """The file, open to read and append, under an exclusive lock; again if another run replaced
-    it in between."""
+    """Open a file to read and append, under an exclusive lock."""
     try:
         while True:
             stream = open(path, "a+b")  # noqa: SIM115 - the Writer closes it
@@ -343,6 +355,6 @@ def _open_locked(path: Path) -> IO[bytes]:
                 raise UserError(f"{path}: another process is writing to this file") from None
             if is_at(stream, path):
                 return stream
-            stream.close()
+            stream.close()  # another run replaced the file in between
     except OSError as error:
         raise UserError(f"{path}: cannot write the output file: {error.strerror}") from None

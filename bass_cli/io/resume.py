@@ -1,8 +1,7 @@
-"""What an output file holds already and whether a run may go on with it: result lines, torn ends,
-the manifest.
+"""Read an existing output file and its manifest, and decide whether a run may continue it.
 
-It reads and repairs files; writing results is io/results.py, replacing a file in one step
-io/saving.py.
+Torn last lines are found and repaired here. Results are written in io/results.py; io/saving.py
+replaces a file in one step.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ from bass_cli.io.reading import finite, parse_object, read_bytes, shown, text, w
 from bass_cli.io.saving import replace_file, write_file
 
 GROWING = ("n", "limit")
-# of the output, where its file system keeps such: what its results depend on
+# An extended attribute of the output file: a digest of the settings its results depend on
 ATTRIBUTE = "user.bass.results"
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
-# What a result line must have, and what of it may be missing or null
+# Fields that a result line must have, and fields that may be missing or null
 _FIELDS: dict[str, Callable[[Any], Any]] = {"id": text, "sample": whole, "finish_reason": text}
 _OPTIONAL = dict.fromkeys((*COUNTED, "copy_of"), whole)
-_MANIFEST_BYTES = 1 << 24  # it has some thousand
-Key = tuple[str, int]
-Check = Callable[[dict[str, Any]], str | None]  # of a result line: why it cannot be one of this run
+_MANIFEST_BYTES = 1 << 24  # a manifest has a few thousand bytes
+_REMEDY = "start again with --overwrite, or give another --out"
+Key = tuple[str, int]  # prompt id, sample
+Check = Callable[[dict[str, Any]], str | None]  # why a result line is not this run's, or None
 
 
 def _no_totals() -> dict[str, Any]:
@@ -41,11 +41,16 @@ def _no_totals() -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Past:
-    """What a file held when it was opened: finished samples, where they end, lines of failed
-    prompts, torn bytes, and bytes of lines with a hole, which a power cut leaves where a block was
-    never written.
+    """The content of an output file when it was opened.
 
-    `totals` goes on counting what is written afterwards.
+    Args:
+        done: The finished samples.
+        totals: Totals over the file's lines; later lines are added to them.
+        end: The offset after the last whole line.
+        failed: The number of lines of failed prompts.
+        torn: Bytes of a last line that is not complete.
+        holes: Bytes of lines with NUL bytes, which a power cut leaves in a block that was never
+            written.
     """
 
     done: set[Key] = field(default_factory=set)
@@ -56,22 +61,21 @@ class Past:
     holes: int = 0
 
     def count(self, reason: str, numbers: dict[str, Any]) -> None:
-        """Add one result line to the totals; a copy is a sample, and its tokens were drawn with
-        another."""
+        """Add one result line to the totals. A copy adds a sample, but no tokens."""
         self.totals["samples"] += 1
         self.totals["finish_reasons"][reason] = self.totals["finish_reasons"].get(reason, 0) + 1
         for key in COUNTED if numbers.get("copy_of") is None else ():
             self.totals[key] += numbers.get(key) or 0
 
     def describe(self, name: str) -> list[str]:
-        """What a person should know before the run goes on."""
+        """Return the notes for the user before the run continues."""
         notes = []
         if self.torn:
             notes.append(f"{name}: dropping a torn last line of {self.torn} bytes")
         if self.holes:
             notes.append(
-                f"{name}: dropping {self.holes} bytes of lines torn by a power cut; their samples "
-                "are drawn again"
+                f"{name}: dropping {self.holes} bytes of lines that a power cut damaged; their "
+                "samples are drawn again"
             )
         if self.failed:
             notes.append(f"{name}: trying {self.failed} failed prompts again")
@@ -79,26 +83,27 @@ class Past:
 
 
 def manifest_path(output: str) -> Path:
-    """Where the manifest of an output file lies."""
+    """Return the path of an output file's manifest."""
     return Path(f"{output}.manifest.json")
 
 
 def read_manifest(output: str) -> dict[str, Any]:
-    """The manifest beside an output file. OSError if it cannot be read, ValueError if it is
-    none."""
+    """Read the manifest of an output file. OSError if it cannot be read, ValueError if broken."""
     return parse_object(read_bytes(manifest_path(output), _MANIFEST_BYTES))
 
 
 def write_manifest(output: str, manifest: dict[str, Any]) -> None:
-    """Replace the manifest in one step, so that a reader finds the old one or the new one,
-    whole."""
+    """Replace the manifest in one step, so that a reader never sees a part of it."""
     path = manifest_path(output)
     write_json(path, manifest, f"{path}: cannot write the manifest")
 
 
 def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
-    """Replace a JSON file in one step; what JSON has no form for becomes text. A link stays one,
-    and a stream like /dev/stdout is written to. MachineError, beginning with `fault`."""
+    """Replace a JSON file in one step; values that JSON cannot hold are written as text.
+
+    A symbolic link is kept, and a stream like /dev/stdout is written to. A failure is a
+    MachineError that begins with `fault`.
+    """
     text = json.dumps(document, indent=2, default=str) + "\n"
     try:
         if (number := descriptor_of(path)) is None:
@@ -112,8 +117,7 @@ def write_json(path: Path, document: dict[str, Any], fault: str) -> None:
 
 
 def check_output_place(output: str, *, overwrite: bool) -> None:
-    """UserError where samples or their manifest cannot be written, or would replace something
-    else."""
+    """Raise UserError if the output or its manifest cannot be written, or is another file."""
     path = manifest_path(output)
     check_place(output, output)
     check_place(str(path), path)
@@ -123,11 +127,11 @@ def check_output_place(output: str, *, overwrite: bool) -> None:
         refuse_foreign(str(path), path, _is_manifest, kind=f"the manifest of {output}")
     elif not path.exists():
         reason = "it exists and has no manifest, so it cannot be continued"
-        raise UserError(f"{output}: {reason}; use --overwrite to start anew, or another --out")
+        raise UserError(f"{output}: {reason}; {_REMEDY}")
 
 
 def _is_manifest(content: bytes) -> bool:
-    """Whether it is one, or the beginning of one."""
+    """Whether the content is a manifest or the beginning of one."""
     try:
         return isinstance(json.loads(content)["results"], dict)
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -136,15 +140,22 @@ def _is_manifest(content: bytes) -> bool:
 
 
 class DamagedManifestError(UserError):
-    """The manifest is there and cannot be read."""
+    """The manifest exists and cannot be read."""
 
 
 def check_manifest(
     output: str, results: dict[str, Any], prompts: PromptDigest | None = None
 ) -> list[str]:
-    """Notes on what grew since the file was begun; UserError, key by key, if anything that
-    changes results differs. `prompts`: those of this run, to which some may have been added at
-    the end; without it the manifest's value is compared as all others are."""
+    """Compare the settings of this run with the manifest; return notes on values that grew.
+
+    Args:
+        results: This run's settings, as in the manifest's "results".
+        prompts: The digest of this run's prompts, which may have grown at their end. If None, the
+            manifest's "prompts" must be equal.
+
+    Raises:
+        UserError: A setting that changes results differs. Each difference is a line.
+    """
     path = manifest_path(output)
     try:
         manifest = read_manifest(output)
@@ -153,7 +164,7 @@ def check_manifest(
             raise ValueError
     except (OSError, ValueError):
         raise DamagedManifestError(
-            f"{path}: the manifest cannot be read; use --overwrite to start anew"
+            f"{path}: the manifest cannot be read; start again with --overwrite"
         ) from None
     now = json.loads(json.dumps(results, default=str))
     differing = differences(before, now)
@@ -168,19 +179,18 @@ def check_manifest(
         elif key in GROWING and _grows(before.get(key), now.get(key)):
             grown[key] = old, new
         else:
-            bad.append(f"{key}: {old} there, {new} now")
+            bad.append(f"{key}: {old} before, {new} now")
     if bad:
-        hint = "use --overwrite to start anew, or another --out"
-        raise UserError(f"{output}: it was begun with other settings; {hint}", *bad)
+        raise UserError(f"{output}: it was begun with other settings; {_REMEDY}", *bad)
     if "limit" in grown:
-        grown.pop("prompts", None)  # it says the same
+        grown.pop("prompts", None)  # a note on the limit is enough
     together = now.get("coupling") == "maximal" and now.get("temperature")  # Job.draws_together
     if grown and together and manifest.get("finished") is not True:
         key, (old, _) = next(iter(grown.items()))
-        first = f"the {old} prompts that it had" if key == "prompts" else f"{key} {old}"
+        first = "the prompts that it was begun with" if key == "prompts" else f"{key} {old}"
         raise UserError(
-            f"{output}: under maximal coupling samples depend on each other, so {key} can grow "
-            f"when the file is complete; go on with {first} first"
+            f"{output}: it is not complete; with maximal coupling samples depend on each other, "
+            f"so complete it with {first} first"
         )
     return [
         f"{output}: {key} {'grow' if key == 'prompts' else 'grows'} from {old} to {new}"
@@ -189,7 +199,7 @@ def check_manifest(
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Keys of which two "results" have different values, with both in words."""
+    """Return the keys in which two "results" differ, with both values as text."""
     return [
         (key, _show(before, key), _show(now, key))
         for key in {**before, **now}
@@ -198,8 +208,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, 
 
 
 def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
-    """What can be told of a result line without a manifest: whether a run with these settings,
-    over the prompts with the `known` ids, could have written it. Its target and sampling cannot."""
+    """Return a check of result lines for a file without a manifest.
+
+    The check tells whether a run with these settings, over prompts with the `known` ids, could
+    have written a line. It cannot check the target and the sampling settings.
+    """
 
     def check(row: dict[str, Any]) -> str | None:
         n, most, seed = results.get("n"), results.get("max_new_tokens"), results.get("seed")
@@ -207,20 +220,20 @@ def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
         if row["id"] not in known:
             return f'there is no prompt "{row["id"]}"'
         if row.get("seed") != seed:
-            return f"seed: {_show(row, 'seed')} there, {seed} now"
+            return f"seed: {_show(row, 'seed')} before, {seed} now"
         if n is not None and not 0 <= row["sample"] < n:
-            return f"sample: {row['sample']} there, --n {n} now"
+            return f"sample {row['sample']} before, --n {n} now"
         if reason == "error" and not row.get(
             "prompt_tokens"
         ):  # the line of a prompt that could not be run
             return None
         if most is not None and not (isinstance(tokens, int) and 0 <= tokens <= most):
-            return f"tokens: {_show(row, 'tokens')} there, --max-new-tokens {most} now"
+            return f"{_show(row, 'tokens')} tokens before, --max-new-tokens {most} now"
         if (ids is not None) != bool(results.get("token_ids")):
-            change = "not given there, given" if ids is None else "given there, not given"
+            change = "without before, with" if ids is None else "with before, without"
             return f"token_ids: {change} now"
         return (
-            "budget: one there, none now"
+            "budget: with one before, without one now"
             if reason == "budget" and results.get("budget") is None
             else None
         )
@@ -229,27 +242,29 @@ def line_check(results: dict[str, Any], known: Collection[str]) -> Check:
 
 
 def mark(stream: IO[bytes], results: dict[str, Any]) -> None:
-    """Note at the file itself what its lines depend on, where that can be."""
+    """Store a digest of the settings in an attribute of the file, if its file system has them."""
     prompts, value = results.get("prompts"), _digest(results)
     if isinstance(prompts, dict):  # a PromptDigest's record
         rest = {key: value for key, value in results.items() if key != "prompts"}
         value = f"{_digest(rest)} {prompts.get('count')} {prompts.get('digest')}"
     with contextlib.suppress(
         OSError, AttributeError
-    ):  # no such attributes in this file system, or on this system
+    ):  # the file system, or the operating system, has no such attributes
         os.setxattr(stream.fileno(), ATTRIBUTE, value.encode())
 
 
 def is_marked(
     stream: IO[bytes], results: dict[str, Any], prompts: PromptDigest | None = None
 ) -> bool | None:
-    """Whether the file was begun with these settings (but n and limit) and with the first of
-    these prompts; None where that is not noted, or not of so few prompts."""
+    """Whether the file's attribute fits these settings (without n and limit) and these prompts.
+
+    The prompts may have grown. None if there is no attribute, or if it is of more prompts.
+    """
     try:
         value, *noted = os.getxattr(stream.fileno(), ATTRIBUTE).decode().split()
     except (OSError, AttributeError, ValueError):
         return None
-    if prompts is None or not noted:  # an older version noted the digest of the prompt file
+    if prompts is None or not noted:  # older versions stored the digest of the prompt file
         whole_file = {} if prompts is None else {"prompts": prompts.of_file()}
         return value == _digest(results | whole_file)
     if value != _digest({key: value for key, value in results.items() if key != "prompts"}):
@@ -264,8 +279,7 @@ def _digest(results: dict[str, Any]) -> str:
 
 
 def known_seconds(output: str, samples: int) -> float | None:
-    """How long the `samples` in a file took to generate; None where its manifest does not know
-    of all of them."""
+    """Return the seconds that the file's `samples` took, by its manifest; None if it has others."""
     try:
         totals = read_manifest(output)["totals"]
         return finite(totals["seconds"], least=0) if totals["samples"] == samples else None
@@ -282,7 +296,7 @@ def _show(results: dict[str, Any], key: str) -> str:
         return "not given"
     value = results[key]
     if key == "prompts" and isinstance(value, dict):  # a PromptDigest's record
-        return f"{value.get('count')} prompts with the digest {str(value.get('digest'))[:8]}"
+        return f"{value.get('count')} with the digest {str(value.get('digest'))[:8]}"
     return (
         shown(value) if isinstance(value, (dict, float)) else json.dumps(value, ensure_ascii=False)
     )
@@ -291,8 +305,10 @@ def _show(results: dict[str, Any], key: str) -> str:
 def result_rows(
     stream: IO[bytes], name: str, past: Past
 ) -> Iterator[tuple[int, bytes, dict[str, Any]]]:
-    """Whole lines from the start as (number, bytes, row); `past.end` follows them, the torn rest
-    is counted."""
+    """Yield the whole lines from the start as (number, bytes, row).
+
+    `past.end` is set to the end of each line; torn lines and holes are counted in `past`.
+    """
     stream.seek(0)
     broken = 0
     for number, line in enumerate(stream, 1):
@@ -302,8 +318,8 @@ def result_rows(
             continue
         if broken:
             raise UserError(
-                f"{name}:{broken}: the line is broken, and it is not the last one; mend or remove "
-                "it"
+                f"{name}:{broken}: the line is broken, and it is not the last one; repair or "
+                "remove it"
             )
         if row is None:
             broken, past.torn = number, len(line)
@@ -321,7 +337,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _check_row(row: dict[str, Any], place: str) -> None:
-    """UserError where a field that is counted on is missing or has another type."""
+    """Raise UserError if a required field is missing or has another type."""
     wanted = _FIELDS | {key: kind for key, kind in _OPTIONAL.items() if row.get(key) is not None}
     for key, kind in wanted.items():
         try:
@@ -331,30 +347,32 @@ def _check_row(row: dict[str, Any], place: str) -> None:
 
 
 def read_past(stream: IO[bytes], name: str, check: Check | None = None) -> Past:
-    """Read the result lines that are there; UserError at a broken line (but the last), at a
-    sample given twice and at what `check` finds."""
+    """Read the result lines of a file.
+
+    UserError at a broken line other than the last, at a sample that occurs twice, and at a line
+    that `check` refuses.
+    """
     past = Past()
     for number, _, row in result_rows(stream, name, past):
         key = (row["id"], row["sample"])
         if check is not None and (fault := check(row)) is not None:
             reason = "the manifest is damaged, and this line was written with other settings"
-            raise UserError(
-                f"{name}:{number}: {reason} ({fault}); use --overwrite to start anew, or another "
-                "--out"
-            )
+            raise UserError(f"{name}:{number}: {reason} ({fault}); {_REMEDY}")
         if row["finish_reason"] == "error":
             past.failed += 1
             continue
         if key in past.done:
-            raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" is in the file twice')
+            raise UserError(f'{name}:{number}: sample {key[1]} of "{key[0]}" occurs twice')
         past.done.add(key)
         past.count(row["finish_reason"], row)
     return past
 
 
 def rewrite_without_failed(stream: IO[bytes], name: str) -> IO[bytes]:
-    """Replace the file in one step by one of its whole lines, without those of failed prompts;
-    the new stream holds its lock."""
+    """Remove torn lines and lines of failed prompts by replacing the file in one step.
+
+    The returned stream holds the lock of the new file.
+    """
 
     def copy(fresh: IO[bytes]) -> None:
         for _, line, row in result_rows(stream, name, Past()):

@@ -1,8 +1,7 @@
-"""Files that are replaced in one step: after a kill or a power cut a reader finds the old content
-or the new one, whole.
+"""Replace files atomically: after a kill or a power cut a file has its old or its new content.
 
-Files that grow line by line (io/results.py, eval/judging.py) are only looked after here when
-they lose their name. Not here: whether a file may be replaced.
+For files that grow line by line (io/results.py, eval/judging.py) there are functions that find
+their present name or copy them. io/places.py says whether a file may be replaced.
 """
 
 from __future__ import annotations
@@ -20,29 +19,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-# What a file system answers that cannot sync a folder; the rename stands, and is as durable
-# there as it can be.
+# Errors of file systems that cannot sync a folder
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.EBADF}
 
 
 def write_file(path: str | Path, content: bytes) -> None:
-    """Replace the file, or the one that a link names, by one with this content. OSError leaves
-    it as it was."""
+    """Replace the content of a file; a link is followed. An OSError leaves the file as it was."""
     replace_file(path, lambda stream: stream.write(content)).close()
 
 
 def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[bytes]:
-    """The same for what `write` puts into a stream; returns that stream, open to read and append,
-    locked, under its name.
+    """Replace the content of a file by what `write` puts into a stream.
 
-    The draft lies in the same folder, under a name that nobody can guess and that is opened
-    exclusively, so no link is ever followed there. It is on the disk before it gets the name,
-    and the name before this returns. What a killed process left of doing the same is removed.
+    The new content goes to a draft in the same folder, under a random name that is opened
+    exclusively, so that no link is followed. The draft is synced to disk, then renamed. Drafts of
+    killed processes are removed first.
+
+    Returns:
+        The stream, open to read and append, and locked.
     """
     target = Path(os.path.realpath(path))
-    if (
-        target.exists() and not target.is_file()
-    ):  # a device, say, that came here since the path was checked
+    if target.exists() and not target.is_file():  # created after the path was checked
         raise OSError(errno.EINVAL, "it is not a regular file", str(target))
     remove_drafts(target)
     draft, stream = _new_draft(target)
@@ -57,22 +54,20 @@ def replace_file(path: str | Path, write: Callable[[IO[bytes]], object]) -> IO[b
         with contextlib.suppress(OSError):
             os.unlink(draft)
         with contextlib.suppress(OSError):
-            stream.close()  # tries once more to write what it could not
+            stream.close()  # tries to write its buffer once more
         raise
     sync_folder(target.parent)
     return stream
 
 
 def _new_draft(target: Path) -> tuple[Path, IO[bytes]]:
-    """A new file beside the target, locked, so that nobody takes it for one that was left."""
+    """Create a draft beside the target. Its lock tells it from drafts of killed processes."""
     while True:
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.new")
         stream = open(draft, "x+b", opener=_open_here)  # noqa: SIM115 - the caller has it
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: there nothing that was left is removed either
+        with contextlib.suppress(OSError):  # without locks, old drafts are not removed either
             fcntl.flock(stream, fcntl.LOCK_EX)
-        if is_at(stream, draft):  # else it was removed before it was locked
+        if is_at(stream, draft):  # another process may remove it before it is locked
             return draft, stream
         stream.close()
 
@@ -82,7 +77,7 @@ def _open_here(path: str, flags: int) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Sync the names in a folder to disk."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -95,8 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_drafts(path: str | Path) -> None:
-    """Remove what killed processes left of replacing this file. Who is still doing so holds a
-    lock on its draft."""
+    """Remove the drafts of this file that killed processes left. Drafts in use are locked."""
     target = Path(os.path.realpath(path))
     for draft in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.new"):
         with contextlib.suppress(OSError), open(draft, "rb", opener=_open_here) as stream:
@@ -105,7 +99,7 @@ def remove_drafts(path: str | Path) -> None:
 
 
 def is_at(stream: IO[bytes], path: str | Path) -> bool:
-    """Whether the file under this name is the one that the stream was opened on."""
+    """Whether the path leads to the file that the stream was opened on."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except OSError:
@@ -113,7 +107,7 @@ def is_at(stream: IO[bytes], path: str | Path) -> bool:
 
 
 def present_name(stream: IO[bytes]) -> str | None:
-    """The name that an open file has now, if the system says; None where it has none."""
+    """Return the present name of an open file; None if it has none or it is unknown."""
     try:
         name = os.readlink(f"/proc/self/fd/{stream.fileno()}")
     except OSError:
@@ -122,9 +116,10 @@ def present_name(stream: IO[bytes]) -> str | None:
 
 
 def copy_aside(stream: IO[bytes], path: str | Path) -> Path:
-    """A new file beside `path`, or in the temporary folder if that one is gone, with all that
-    the stream's file holds: its name is NAME.saved.jsonl, or has the first .saved-N that is
-    free."""
+    """Copy the stream's file to a new file beside `path`, NAME.saved.jsonl or NAME.saved-N.jsonl.
+
+    If the folder no longer exists, the copy goes to the temporary folder.
+    """
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
         place = Path(tempfile.gettempdir(), place.name)

@@ -1,8 +1,7 @@
-"""A job in parts: which prompts `--shard 2/8` takes.
+"""Split a job into parts: select the prompts of `--shard 2/8`.
 
-A prompt belongs to one part by its id alone, so that parts need not know of each other, and a
-file to which prompts were added keeps the others where they were. Not here: making one file of
-the parts (io/merging.py).
+The part of a prompt depends on its id alone. So parts run independently, and prompts stay in their
+parts when others are added to the file. io/merging.py makes one file of the parts.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ class Shard(NamedTuple):
         return f"{self.number}/{self.of}"
 
     def holds(self, id_: str) -> bool:
-        """Whether the prompt with this id belongs to it."""
+        """Whether the prompt with this id belongs to this part."""
         return shard_of(id_, self.of) == self
 
 
 class _HasId(Protocol):
-    """A Prompt, which io/prompts.py makes."""
+    """A Prompt of io/prompts.py."""
 
     @property
     def id(self) -> str: ...
@@ -41,24 +40,24 @@ Named = TypeVar("Named", bound=_HasId)
 
 
 def shard_of(id_: str, of: int) -> Shard:
-    """The one of so many parts that the prompt with this id belongs to."""
-    spelled = id_.encode("utf-8", "surrogatepass")  # of an id that is no text, too
+    """Return the part, of `of` parts, that the prompt with this id belongs to."""
+    spelled = id_.encode("utf-8", "surrogatepass")  # an id may hold lone surrogates
     digest = hashlib.blake2b(spelled, digest_size=8).digest()
     return Shard(int.from_bytes(digest, "big") % of + 1, of)
 
 
 def held_by(shard: Shard | None, prompts: Iterable[Named]) -> Iterator[Named]:
-    """Those of the prompts that belong to the shard, of all where there is none."""
+    """Yield the prompts that belong to the shard; all prompts if there is none."""
     return (prompt for prompt in prompts if shard is None or shard.holds(prompt.id))
 
 
 def parse_shard(text: str, key: str = "--shard (or BASS_SHARD)") -> Shard:
-    """What "2/8" stands for; UserError, beginning with `key`, where it is no part of a job."""
+    """Parse "2/8"; a UserError begins with `key`."""
     found = re.fullmatch(r"\s*(\d{1,9})\s*/\s*(\d{1,9})\s*", text, re.ASCII)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard(0, 0)
     if not 1 <= shard.number <= shard.of:
         raise UserError(
-            f'{key}: "{shown(text)[1:-1]}" is no part of a job; write it like 2/8, the second of '
-            "eight, from 1/8 to 8/8"
+            f'{key}: "{shown(text)[1:-1]}" is not a part of a job; write NUMBER/PARTS, from 1/8 to '
+            "8/8 for eight parts"
         )
     return shard

@@ -1,9 +1,8 @@
-"""The only place that writes to standard output and standard error for people.
+"""Write all text for people to standard output and standard error, with escapes.
 
-Control and format characters in a text are spelled out, because ids, names of files and models, and
-what others wrote end up in messages. One call writes one line. Not here: which lines there are
-(io/console.py), lines that change (io/progress.py), samples, which are written as bytes
-(io/results.py).
+Messages quote ids, file names, model names and other untrusted text, so control and format
+characters are escaped. One call writes one line. io/console.py chooses the lines, io/progress.py
+has lines that change, and io/results.py writes samples as bytes.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from typing import Any, TextIO
 
 from bass_cli.errors import UserError, spelled
 
-# What progress bars of libraries write to a terminal beside their text: a return to the beginning
-# of the line, and cursor movements over whole lines.
+# Control characters of libraries' progress bars that pass to a terminal: a carriage return, and
+# cursor movements over whole lines
 _BAR_TEXT = re.compile(r"\r(?=[^\r])")
 _BAR_MOVE = re.compile(r"\n*(?:\x1b\[A)+|\r")
 _KEPT = re.compile(r"([\n\t])")
 
 
 def line(text: str, *, stdout: bool = False) -> None:
-    """Write one line, to standard error unless `stdout`. A newline in it is spelled out."""
+    """Write one line, to standard error unless `stdout`. A newline in the text is escaped."""
     print(spelled(text), file=sys.stdout if stdout else sys.stderr, flush=True)
 
 
 def error(message: str | UserError) -> None:
-    """Write what went wrong; further lines of a UserError are indented."""
+    """Write an error; further lines of a UserError are indented."""
     first, *more = message.lines if isinstance(message, UserError) else [message]
     line(f"bass: error: {first}")
     for one in more:
@@ -43,7 +42,7 @@ def error(message: str | UserError) -> None:
 
 
 def crash(error: BaseException) -> None:
-    """Write the traceback of a fault in the program, indented, and what it is in one line."""
+    """Write the traceback of an unexpected exception, indented, and a line with its message."""
     for one in "".join(traceback.format_exception(error)).rstrip("\n").split("\n"):
         line(f"  {one}")
     line(f"bass: error: unexpected {type(error).__name__}: {error}")
@@ -55,7 +54,7 @@ def document(value: Any, *, indent: int | None = None, allow_nan: bool = True) -
 
 
 def json_on_a_terminal(text: str) -> str:
-    """The same JSON with escapes for control and format characters, which JSON allows in texts."""
+    """Escape the control and format characters that JSON allows in strings."""
     if text.isprintable():
         return text
     return "".join(one if spelled(one) == one else json.dumps(one)[1:-1] for one in text)
@@ -77,7 +76,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, to: TextIO) 
 
 class LiveLines:
     """Lines at the bottom of the terminal that change; other output appears above them.
-    `content`: the lines, and how far the work is (0 to 1, None if unknown)."""
+
+    Args:
+        content: Returns the lines and the progress (0 to 1, None if unknown).
+        bar: The columns of the progress bar.
+    """
 
     def __init__(self, content: Callable[[], tuple[Sequence[str], float | None]], *, bar: int):
         from rich.console import Console
@@ -126,8 +129,10 @@ class LiveLines:
 
 
 def guard() -> None:
-    """Spell out what libraries, warnings, logs and the interpreter write to the standard streams.
-    Bytes that are written to their buffers stay as they are."""
+    """Escape the text that libraries, warnings, logs and the interpreter write to both streams.
+
+    Bytes that are written to the streams' buffers are not changed.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, _Spelling):
@@ -145,13 +150,13 @@ def _thread_fault(fault: threading.ExceptHookArgs) -> None:
 
 
 def spell_record(record: logging.LogRecord) -> bool:
-    """A filter of a logger: its messages are single lines without control characters."""
+    """Filter a logger's records: escape control characters, and write each as one line."""
     _one_line(record)
     return True
 
 
 def _one_line(record: logging.LogRecord) -> logging.LogRecord:
-    with contextlib.suppress(Exception):  # arguments that do not fit: the handler reports it
+    with contextlib.suppress(Exception):  # the handler reports arguments that do not fit
         record.msg, record.args = spelled(record.getMessage()), None
     return record
 
@@ -164,20 +169,22 @@ def _warn(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """In place of warnings.showwarning: a warning of a library in one line."""
+    """Replace warnings.showwarning: write a library's warning as one line."""
     text = spelled(f"{category.__name__}: {message}")
     print(f"bass: warning: {text}", file=file or sys.stderr, flush=True)
 
 
 def _plain(stream: TextIO) -> TextIO:
-    """The stream that takes what moves the cursor."""
+    """Return the underlying stream, which passes cursor movements."""
     return stream.plain if isinstance(stream, _Spelling) else stream
 
 
 class _Spelling(io.TextIOWrapper):
-    """A standard stream that spells out all control and format characters but newline and tab. On
-    a terminal, what progress bars need passes. `above`: takes whole lines while a display is
-    live."""
+    """A standard stream that escapes all control and format characters but newline and tab.
+
+    On a terminal the control characters of progress bars pass. While a display is live, whole lines
+    go to `above`.
+    """
 
     above: Callable[[str], None] | None = None
 
@@ -189,7 +196,7 @@ class _Spelling(io.TextIOWrapper):
             line_buffering=plain.isatty() or plain is sys.stderr,
         )
         self.plain = plain
-        self._begun = ""  # a line that is not complete, while a display is live
+        self._begun = ""  # an incomplete line, while a display is live
 
     def write(self, text: str) -> int:
         terminal = self.isatty()

@@ -1,8 +1,8 @@
-"""Where the seconds of a run went, and how busy its rows were. It is told of phases, rounds and
-samples as they come (io/console.py).
+"""Count where the seconds of a run went, and how busy its rows were.
 
-Not told, because nobody knows without making the device wait: what prompts that are read between
-rounds take. On a CPU they count as between rounds; a GPU reads them while rounds wait.
+io/console.py reports phases, rounds and samples as they come. The time of prefills between rounds
+is not counted by itself, because that would make the device wait. On a CPU it counts as "between
+rounds"; a GPU runs prefills while rounds wait.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_LAST = 0.05  # the share of samples in which rows empty, whatever anybody does
+_LAST = 0.05  # the share of samples in which rows empty at the end of any job
 
 
 class Usage:
-    """`capacity`: rows of the batch; `total`: samples to come, None where nobody knows. Each second
-    from now on counts in one phase."""
+    """Counts of one run, from now on.
+
+    Args:
+        capacity: The rows of the batch.
+        total: The number of samples to come; None if unknown.
+        now: The clock, in seconds.
+    """
 
     def __init__(self, capacity: int, total: int | None, *, now: Callable[[], float]):
         self._capacity, self._now = capacity, now
@@ -23,21 +28,27 @@ class Usage:
         self._phases: dict[str, float] = {}
         self._phase, self._since = "starting", now()
         self._begun = False  # whether there was a round
-        self._rounds = self._live = self._most = 0  # live rows of all rounds; of the fullest
-        self._places = 0  # for rows, of all rounds
+        self._rounds = self._live = self._most = 0  # live rows: of all rounds, of the fullest
+        self._places = 0  # the sum of capacities over all rounds
         self._full = self._draining = self._capturing = 0.0
         self._samples, self._busy_early = 0, (0, 0)
 
     def phase(self, name: str) -> None:
-        """What is done from now on, until something else or a round is."""
+        """Begin a phase; it ends with the next phase or the first round."""
         self._end_phase(self._now())
         self._phase = name
 
     def round(
         self, rows: int, seconds: float, capturing: float = 0.0, capacity: int | None = None
     ) -> None:
-        """A round of so many live rows is over; capturing graphs for it took so long besides.
-        `capacity`: the batch's rows from now on, which become fewer where memory runs out."""
+        """Count a finished round.
+
+        Args:
+            rows: Its live rows.
+            seconds: Its time, without `capturing`.
+            capturing: Seconds of capturing graphs for it.
+            capacity: The rows of the batch from now on; fewer after memory ran out.
+        """
         if capacity is not None and capacity != self._capacity:
             self._capacity, self._most = capacity, 0
         if not self._begun:
@@ -48,20 +59,23 @@ class Usage:
         self._places += self._capacity
         self._capturing += capturing
         self._draining += seconds
-        if rows >= self._most:  # until now no row was left empty for good
+        if rows >= self._most:  # the batch was not draining until now
             self._most = rows
             self._full, self._draining = self._full + self._draining, 0.0
 
     def sample(self) -> None:
-        """One sample is done."""
+        """Count a finished sample."""
         self._samples += 1
         if self._early is not None and self._samples <= self._early:
             self._busy_early = (self._live, self._places)
 
     def summary(self) -> dict[str, Any]:
-        """`rows`: the batch's in the end; `rows_busy`: live rows over the batch's, in the mean of
-        all rounds; `rows_busy_early`: of those before the last 5 % of samples, None where there
-        are none; `phases`: seconds."""
+        """Return the counts.
+
+        `rows`: the rows of the batch at the end. `rows_busy`: the mean share of live rows over all
+        rounds. `rows_busy_early`: the same before the last 5 % of samples; None if there were no
+        such rounds. `phases`: seconds by phase.
+        """
         phases = dict(self._phases)
         phases[self._phase] = phases.get(self._phase, 0.0) + self._now() - self._since
         if self._begun:
@@ -91,7 +105,7 @@ class Usage:
 
 
 def together(usages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One summary of those of several processes: `actors` of them; rows and seconds of all."""
+    """Merge the summaries of several processes; rows and seconds are summed."""
     phases: dict[str, float] = {}
     for usage in usages:
         for name, seconds in usage["phases"].items():

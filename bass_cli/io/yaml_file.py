@@ -1,8 +1,7 @@
-"""YAML as a person writes it for a pair: one small document of single values, lists and mappings,
-each with its line.
+"""Parse the YAML of a pair file, with the line of each value.
 
-Not here: which keys there are (config/job.py). What YAML could do beside, aliases of whole
-parts, which a few lines turn into billions, and any depth, is refused where it stands.
+Aliases of lists and mappings, which a few lines can expand to billions of values, and deep nesting
+are refused. config/job.py defines the keys.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from typing import Any
 
 import yaml
 
-MOST_BYTES = 1 << 16  # a pair file has some hundred; PyYAML reads as many in less than a second
-_DEEPEST = 20  # a pair has mappings and lists in a mapping, no more
+MOST_BYTES = 1 << 16  # a pair file has a few hundred bytes; PyYAML parses this size in a second
+_DEEPEST = 20  # levels of nesting; a pair file has two or three
 
 
 class BrokenYamlError(ValueError):
-    """What is wrong, in one line, and in which line of the file."""
+    """A fault of a YAML file, with its line number."""
 
     def __init__(self, line: int, reason: str):
         super().__init__(reason)
@@ -24,8 +23,10 @@ class BrokenYamlError(ValueError):
 
 
 def parse_yaml(content: bytes) -> tuple[yaml.Node | None, Any]:
-    """The document as nodes, which know their lines, and as a value; BrokenYamlError for
-    anything that is none."""
+    """Parse one document; return its nodes, which have line numbers, and its value.
+
+    BrokenYamlError if it is not valid.
+    """
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -49,7 +50,7 @@ def parse_yaml(content: bytes) -> tuple[yaml.Node | None, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader, which raises nothing but YAMLError, with the place of what is wrong."""
+    """A SafeLoader that raises only YAMLError, with the place of the fault."""
 
     depth = 0
 
@@ -71,9 +72,9 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (ValueError, OverflowError, TypeError, KeyError, IndexError, AttributeError):
-            # What int, float and datetime say of "!!int abc", 2001-99-99 or 6,000 digits, and
-            # PyYAML of odd tags
+            # errors of int, float and datetime ("!!int abc", 2001-99-99, 6,000 digits), and of
+            # PyYAML at odd tags
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"this is no value of the type {kind}", node.start_mark
+                None, None, f"this is not a value of the type {kind}", node.start_mark
             ) from None

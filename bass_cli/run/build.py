@@ -1,8 +1,6 @@
-"""Builds a loop for a plan: models, batch, drafter, controller; and makes it ready before a clock
-starts.
+"""Load a plan's models, build its loop (batch, drafter, controller), and warm it up.
 
-Not here: what is checked before weights are loaded (plan.py), prompts and samples
-(scheduler.py).
+plan.py checks the job before weights are loaded; scheduler.py runs prompts on the loop.
 """
 
 from __future__ import annotations
@@ -41,16 +39,22 @@ READING = {
     "cpu": "reading the first prompts",
     "cuda": "compiling kernels, reading the first prompts",
 }
-_WARM_KEY = "\0"  # no prompt has such an id
-# tokens: kernels are compiled for several kinds of lengths
+_WARM_KEY = "\0"  # the key of the warm-up prompt
+# tokens of warm-up prompts, for the kernels of short and long prompts
 _WARM_PROMPTS = {"cpu": (33,), "cuda": (33, 128, 500)}
 _WARM_ROUNDS = 3
-_CAPTURED = 16  # the longest draft length that is captured beforehand where the controller is free
+_CAPTURED = 16  # the longest draft length captured beforehand if the controller may choose
 
 
 class Models(NamedTuple):
-    """What a plan's weights became; `drafting` is None where no model drafts, `head` where
-    nothing reads the target, `followers` where no other process has a part of it."""
+    """The loaded models of a plan.
+
+    Args:
+        target: The target model.
+        drafting: The draft model; None if there is none.
+        head: The draft head that reads the target's hidden states; None if there is none.
+        followers: The processes with the other parts of a split target; None if it is not split.
+    """
 
     target: Decoder
     drafting: Decoder | None
@@ -58,7 +62,7 @@ class Models(NamedTuple):
     followers: Followers | None = None
 
     def close(self) -> None:
-        """End the processes that have parts of it; then nothing can be done with it any more."""
+        """End the processes with parts of the target; the models cannot be used afterwards."""
         if self.followers is not None:
             self.followers.close()
 
@@ -66,8 +70,10 @@ class Models(NamedTuple):
 def load_models(
     plan: Plan, on_bytes: Callable[[int, int], None] = lambda done, whole: None
 ) -> Models:
-    """Load the weights of target and draft; `on_bytes` is told how many bytes of how many are
-    read."""
+    """Load the weights of target and draft.
+
+    `on_bytes` is called with the bytes that are read, and the bytes in all.
+    """
     files, followers = plan.files, _followers(plan)
     share = None if followers is None else followers.ranks.share
     whole = size_of(files.target, share) + (0 if files.draft is None else files.draft.size)
@@ -94,8 +100,8 @@ def load_models(
 def load_draft(
     plan: Plan, target: Decoder, on_read: Callable[[int], None] = lambda size: None
 ) -> tuple[Decoder | None, Head | None]:
-    """What drafts for a target that is loaded, a model or what reads it; of a split target the
-    first process has all of it."""
+    """Load the draft model or draft head for a loaded target. Of a split target, the first process
+    has all of it."""
     files, draft = plan.files, plan.files.draft
     how = functools.partial(load, dtype=plan.dtype, device=plan.device)
     if draft is None:
@@ -104,7 +110,7 @@ def load_draft(
     weights = how(draft, on_read=on_read)
     if draft.head is None:
         return Decoder(draft.spec, weights, vocab=files.draft_vocab), None
-    if target.ranks is not None:  # which has no whole embedding and head to share
+    if target.ranks is not None:  # a split target has no whole embedding to share
         whole = how(files.target, names=("embed.weight", "head.weight", "head.bias"))
         lent = whole if not draft.head.heads else {"embed.weight": whole["embed.weight"]}
         weights = lent | weights
@@ -112,7 +118,7 @@ def load_draft(
 
 
 def _followers(plan: Plan) -> Followers | None:
-    """The processes that have the other parts of the target, which load them from now on."""
+    """Start the processes with the other parts of the target; they begin to load them."""
     files, ranks = plan.files, plan.job.tensor_parallel
     if ranks == 1:
         return None
@@ -123,9 +129,13 @@ def _followers(plan: Plan) -> Followers | None:
 
 
 def build(plan: Plan, models: Models | None = None, *, cut: Cut | bool = True) -> Loop:
-    """A loop with an empty batch for the plan's job, with these models or with those of the
-    plan, loaded now. `cut`: whether rows' drafts may be cut by the draft's confidence as the plan
-    has it, or otherwise how (benchmarks ask what that is worth)."""
+    """Build a loop with an empty batch.
+
+    Args:
+        models: The models; None to load the plan's.
+        cut: True to truncate drafts by confidence as the plan says, False for no truncation, or
+            another rule, for benchmarks.
+    """
     job, speculation = plan.job, plan.job.speculation
     models = models or load_models(plan)
     followers = models.followers
@@ -163,7 +173,7 @@ def build(plan: Plan, models: Models | None = None, *, cut: Cut | bool = True) -
 
 
 def graphs_for(device: torch.device, followers: Followers | None) -> Graphs:
-    """Graphs of a loop's rounds, which other processes may take part in."""
+    """Make the graphs of a loop's rounds; followers take part in them."""
     if followers is None:
         return Graphs(device)
     return Graphs(device, wanted=followers.graphs.wanted, record=followers.graphs.capture)
@@ -178,14 +188,14 @@ def runner_for(
     lag: int,
     pieces: Pieces | None = None,
 ) -> AnyRunner:
-    """Rows over a model, or over one part of it with those who have the others."""
+    """Make a runner of a model; followers run the other parts of a split model."""
     if followers is None or decoder.ranks is None:
         return Runner(decoder, rows=rows, span=span, lag=lag, pieces=pieces)
     return LedRunner(decoder, followers, lag, rows=rows, span=span, lag=lag, pieces=pieces)
 
 
 def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> Loop:
-    """A new loop over these models, warmed up where there is a budget; `on_phase` is told so."""
+    """Build a loop, and warm it up if there is a budget."""
     loop = build(plan, models)
     if plan.job.budget is not None:
         on_phase(WARMING[plan.device.type])
@@ -194,18 +204,18 @@ def ready_loop(plan: Plan, models: Models, on_phase: Callable[[str], None]) -> L
 
 
 def halved(plan: Plan, on_note: Callable[[str], None]) -> Plan:
-    """The plan with half the rows, after what the last attempt held has been let go of."""
+    """Free the memory of the last attempt and return the plan with half the rows."""
     give_back_memory(plan.device)
     fewer = dataclasses.replace(plan, most_rows=plan.rows // 2)
     on_note(
-        f"memory ran out with {plan.rows} rows; going on with {fewer.rows}, which draw again "
-        "what was under way"
+        f"memory ran out with {plan.rows} rows; going on with {fewer.rows}; samples in progress "
+        "are drawn again"
     )
     return fewer
 
 
 def lengths_for(plan: Plan) -> DraftLength:
-    """A new controller for the plan's job, which begins from what is known of the pair's costs."""
+    """Make the draft length controller of the plan's job, from the pair's round costs if known."""
     speculation = plan.job.speculation
     return make_lengths(
         speculation.length,
@@ -217,13 +227,15 @@ def lengths_for(plan: Plan) -> DraftLength:
 
 
 def warm_up(loop: Loop, plan: Plan) -> None:
-    """Have everything compiled, captured and timed once that rounds with a deadline need, so
-    that the first prompts are as fast as later ones. The loop is left empty, and its controller
-    knows nothing of it."""
+    """Compile, capture and time everything that rounds with a deadline need.
+
+    So the first prompts are as fast as later ones. The loop is empty afterwards, and its controller
+    has learnt nothing.
+    """
     job, controller, rows = plan.job, loop.lengths, loop.batch.capacity
     fixed = isinstance(job.speculation.length, int)
     longest = min(longest_draft(job), loop.drafter.longest)
-    # a free controller can do with less
+    # a controller that may choose needs fewer lengths
     longer = longest if loop.exact else min(longest, _CAPTURED)
     decoded = (0, min(longest, _CAPTURED))
     for tokens in _WARM_PROMPTS[plan.device.type]:
@@ -236,15 +248,15 @@ def warm_up(loop: Loop, plan: Plan) -> None:
         (0, longer) if fixed else range(longer + 1),
         each=fixed and loop.exact,
     )
-    loop.clock.forget()  # it has seen compiling
-    # A draft pass takes what it takes from the first draft on: what lies between is a line.
+    loop.clock.forget()  # its times include compilation
+    # The time is linear in the draft length from the first draft on, so two lengths are enough.
     timed = decoded if fixed else sorted({0, min(longer, 1), *decoded})
     _decode(loop, plan, _WARM_PROMPTS[plan.device.type][0], widths=timed)
     loop.use(controller)
 
 
 def _decode(loop: Loop, plan: Plan, tokens: int, *, widths: Iterable[int]) -> None:
-    """A few rounds of the samples of a meaningless prompt; then the rows are ended."""
+    """Run a few rounds on a dummy prompt, then retire its rows."""
     limit = min(plan.job.sampling.max_new_tokens, plan.files.target.spec.context - 1)
     prompt, far = (
         [0] * max(1, min(tokens, plan.files.target.spec.context - limit)),

@@ -1,8 +1,7 @@
-"""A job from its plan to its Completions: weights are loaded once, a loop begun over them, and
-where memory runs out another one with half the rows, which draws what the last one owes.
+"""Run a plan: load the weights once, build a loop, and yield Completions.
 
-Not here: which rows are whose, and rounds (scheduler.py), building a loop (build.py), what is owed
-(scheduler.py), how much memory a job should take (plan.py, memory.py).
+If memory runs out, a new loop with half the rows draws the unfinished samples. scheduler.py assigns
+rows and lists unfinished samples; build.py builds loops; plan.py and memory.py plan the memory.
 """
 
 from __future__ import annotations
@@ -36,30 +35,37 @@ def generate(
     on_note: Callable[[str], None] = lambda note: None,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt but those in `done`, in the order in which they end.
+    """Yield samples 0 to n - 1 of every prompt, except those in `done`, in the order they end.
 
-    `prompts` are taken as rows become free; a None among them says that there is none now, and they
-    are asked again after the next round. `done` has (prompt id, sample), and is asked when a prompt
-    is taken; under maximal coupling those are drawn again, but not given (see _spared). `count`:
-    how many prompts there are, if that is known. At temperature 0 sample 0 is drawn, and the others
-    are copies of it. A prompt that cannot run, or a sample that meets logits which are not finite,
-    yields a Completion with finish_reason "error".
+    The models are loaded at the first step unless a `loop` is given. With a budget, kernels are
+    compiled and graphs captured before the first prompt's clock starts. At temperature 0 sample 0
+    is drawn, and the others are copies. A prompt that cannot run, or a sample with logits that are
+    not finite, yields a Completion with finish_reason "error".
 
-    The models are loaded at the first step, if no empty `loop` is given; with a budget, what would
-    make the first prompts slow is done before the first clock starts. `on_round` is told of every
-    round; `on_phase` of what is done before there are any; `on_bytes` how many bytes of the weights
-    are read, and of how many.
+    If memory runs out, the job continues with half the rows; samples in progress are drawn again
+    and are the same, because their seeds are. This is not possible with one row, under maximal
+    coupling, with a given `loop`, or with a split model.
 
-    Where memory runs out, half the rows go on, and `on_note` is told so: what was under way is
-    drawn again, as its seed fixes it. Not with a row alone, nor under maximal coupling, where
-    samples depend on the rows, nor on a `loop` that others hold, nor with a split model: there
-    MachineError is raised, as it is where the weights themselves do not fit.
+    Args:
+        prompts: Taken as rows become free. A None means that no prompt is ready; the next one is
+            read after the next round.
+        done: Pairs (prompt id, sample), looked up when a prompt is taken. Under maximal coupling
+            they are drawn again but not yielded (see _spared).
+        count: The number of prompts; None if unknown.
+        on_round: Called after every round.
+        on_phase: Called with the name of each phase before the rounds.
+        on_bytes: Called with the bytes of weights that are read, and the bytes in all.
+        on_note: Called with notes to the user.
+        loop: An empty loop to use.
+
+    Raises:
+        MachineError: Memory ran out, and the job cannot continue with fewer rows.
     """
     if plan.job.draws_one:
         once = dataclasses.replace(plan, job=plan.job.model_copy(update={"n": 1}))
         whole = WholePrompts(done, plan.job.n)
-        told = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
-        drawn = told(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
+        draw = functools.partial(generate, on_round=on_round, on_phase=on_phase, on_bytes=on_bytes)
+        drawn = draw(once, prompts, done=whole, count=count, on_note=on_note, loop=loop)
         yield from with_copies(drawn, plan.job.n, done)
         return
     spared = _spared(plan.job, done)
@@ -86,15 +92,18 @@ def generate(
 
 
 def _spared(job: Job, done: Container[tuple[str, int]]) -> Container[tuple[str, int]]:
-    """What of `done` need not be drawn: all; but where samples depend on each other none, or with a
-    budget, where each prompt begins anew, those of prompts that lack no sample."""
+    """Return the samples of `done` that need not be drawn.
+
+    These are all, unless samples depend on each other. Then there are none, or with a budget, where
+    prompts are independent, those of complete prompts.
+    """
     if not job.draws_together:
         return done
     return () if job.budget is None else WholePrompts(done, job.n)
 
 
 def _may_halve(plan: Plan, models: Models) -> bool:
-    """Whether fewer rows draw the same samples, and every process of the target can begin anew."""
+    """Whether the job can be restarted with fewer rows and the same samples."""
     shared = plan.job.speculation.coupling == "shared"
     return shared and plan.rows > 1 and models.followers is None
 
@@ -107,11 +116,11 @@ def _attempt(
     on_round: Callable[[RoundResult], None] | None,
     on_phase: Callable[[str], None],
 ) -> Iterator[Completion]:
-    """What is unfinished, by one loop: the one that is given, or a new one over `models`."""
+    """Draw the unfinished samples with one loop: the given one, or a new one over `models`."""
     if loop is None:
         assert models
         loop = ready_loop(plan, models, on_phase)
-    on_phase(READING[plan.device.type])  # until the first round is over
+    on_phase(READING[plan.device.type])  # the first round ends this phase
     conductor = Conductor(
         plan.job,
         plan.files.tokenizer,

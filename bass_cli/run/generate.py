@@ -1,7 +1,7 @@
-"""The library: samples of prompts, as they end. The commands draw through it too.
+"""The library's `generate`, which the commands use too.
 
-Not here: what is drawn and how (config/job.py, scheduler.py), files (io/results.py). Nothing
-heavy is imported before it is called.
+Heavy modules are imported when it is called. config/job.py describes jobs, engine.py runs them, and
+io/results.py writes files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 _LOG = logging.getLogger("bass")
-# What messages below the command line call by its flag, as a field of a Job
+# The fields of a Job for the flags in error messages
 _FIELDS = {
     **{flag.replace("_", "-"): flag for flag in JOB_FLAGS},
     **{flag.replace("_", "-"): f"sampling.{flag}" for flag in SAMPLING_FLAGS},
@@ -52,29 +52,34 @@ def generate(
     on_note: Callable[[str], None] = _LOG.warning,
     loop: Loop | None = None,
 ) -> Iterator[Completion]:
-    """Draw samples 0 to n - 1 of every prompt and yield each as soon as it ends; its Completion
-    has the prompt's id and the sample's number.
+    """Generate samples 0 to n - 1 of every prompt, and yield each as soon as it ends.
 
-    prompts: texts, or mappings like the lines of a prompt file ({"id", "prompt"} or {"id",
-    "messages"}; other fields come back as `meta`). They are taken one at a time, as rows become
-    free, so they may be endless; of a list all are checked first.
+    The call checks the job and returns; the models are loaded at the first step of the iterator.
+    A prompt that cannot run yields one Completion with finish_reason "error". torch uses as many
+    threads as the job says, or as cores are free.
 
-    Seeds: a sample is fixed by the job's seed, the prompt's id, the sample's number and the
-    prompt's tokens, at every call and whatever else is drawn (under shared coupling). A prompt
-    without an id is called by its number, counted from 0 at each call: the first unnamed prompts
-    of two calls have the same noise, and if they are equal, the same samples. For other samples
-    of the same prompt raise n, change the seed or give the prompt another id.
+    Seeds: the job's seed, the prompt's id, the sample's number and the prompt's tokens fix a
+    sample, at every call and whatever else is drawn (under shared coupling). A prompt without an
+    id is numbered, from 0 at each call. So the first unnamed prompts of two calls have the same
+    noise, and the same samples if they are equal. For other samples of the same prompt raise n,
+    change the seed or give the prompt another id.
 
-    Returns when all was checked that can be without weights: UserError for a mistake, MachineError
-    for what this machine lacks. The models are loaded at the first step. A prompt that cannot run
-    gives one Completion with finish_reason "error". torch gets as many threads as the job says, or
-    else as cores are free.
+    Args:
+        prompts: Texts, or mappings like the lines of a prompt file: {"id", "prompt"} or {"id",
+            "messages"}; other fields come back as `meta`. A list is checked at the call. Other
+            iterables are read as rows become free, so they may be endless.
+        job: A Job, or the Plan of one.
+        done: Pairs (id, sample) that are not generated.
+        count: The number of prompts; None if unknown.
+        on_round: Called after every round.
+        on_phase: Called with the name of each phase before the rounds.
+        on_bytes: Called with the bytes of weights that are read, and the bytes in all.
+        on_note: Called with notes to the user, such as that memory ran out and fewer rows are used.
+        loop: An empty loop to use instead of a new one.
 
-    job: or its plan, which was checked. `done`: (id, sample) not to be given. `count`:
-    how many prompts there are, if that is known. `on_round` sees every round, `on_phase` the
-    name of what is done before rounds are, `on_bytes` how many bytes of the weights are read, of
-    how many, `on_note` what the user should know: that memory ran out, and fewer rows go on.
-    `loop`: an empty one to use instead of a new one.
+    Raises:
+        UserError: The job or a prompt has a mistake.
+        MachineError: The machine lacks memory, a device or a package.
     """
     from bass_cli.run import engine as scheduler
 
@@ -82,7 +87,7 @@ def generate(
     if isinstance(job, Job):
         with own_terms():
             prompts, plan, count = _planned(prompts, job, count)
-    else:  # a command's, which speaks of flags
+    else:  # a plan is a command's, whose messages name flags
         plan = job
     drawn = scheduler.generate(
         plan,
@@ -95,17 +100,17 @@ def generate(
         on_note=on_note if plan is job else lambda note: on_note(in_own_terms(note)),
         loop=loop,
     )
-    return drawn if plan is job else told_in_own_terms(drawn)
+    return drawn if plan is job else with_own_terms(drawn)
 
 
 def in_own_terms(text: str) -> str:
-    """A message with fields of a Job where it has flags of the command line."""
+    """Replace the flags in a message by the fields of a Job."""
     return _FLAG.sub(lambda found: _FIELDS.get(found[1], found[0]), text)
 
 
 @contextlib.contextmanager
 def own_terms() -> Iterator[None]:
-    """Have a UserError say what is wrong in the library's terms."""
+    """Replace the flags in the messages of UserErrors by the fields of a Job."""
     try:
         yield
     except UserError as error:
@@ -113,8 +118,8 @@ def own_terms() -> Iterator[None]:
         raise
 
 
-def told_in_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
-    """The samples, with what their lines and a UserError say in the library's terms."""
+def with_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
+    """Yield the samples, with fields of a Job in place of flags in all error messages."""
     with own_terms(), contextlib.closing(drawn):  # type: ignore[type-var]
         for one in drawn:
             if one.error is not None:
@@ -125,8 +130,7 @@ def told_in_own_terms(drawn: Iterator[Completion]) -> Iterator[Completion]:
 def _planned(
     prompts: Iterable[Any], job: Job, count: int | None
 ) -> tuple[Iterable[Any], Plan, int | None]:
-    """The prompts, of a list all of them checked, the job's plan, and how many prompts there are,
-    if that is known."""
+    """Check a list of prompts and plan the job; return prompts, plan and number of prompts."""
     configure_threads(job.threads, lambda note: _LOG.info(in_own_terms(note)))
     longest, prompts = "", _first(prompts, job.limit)
     if isinstance(prompts, Sequence):
@@ -137,19 +141,18 @@ def _planned(
 
 
 def _check_kind(prompts: Any, job: Any) -> None:
-    """UserError for one prompt where many are needed: its characters or fields would be taken; and
-    for what is no job."""
+    """Raise UserError for a single prompt in place of a list, or for a job of another type."""
     if not isinstance(getattr(job, "job", job), Job):
         raise UserError(f"job: a Job or its plan is needed, not {shown(job)}")
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise UserError(
-            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; of one prompt "
-            "make a list"
+            f"prompts: a list of texts or mappings is needed, not {shown(prompts)}; put a single "
+            "prompt into a list"
         )
 
 
 def _first(prompts: Iterable[Any], limit: int | None) -> Iterable[Any]:
-    """So many of them at most; a list stays one, of which all can be checked."""
+    """Take at most `limit` prompts; a list stays a list."""
     if limit is None:
         return prompts
     return prompts[:limit] if isinstance(prompts, Sequence) else itertools.islice(prompts, limit)

@@ -1,8 +1,7 @@
-"""What a plan says of the file that its samples go to, and what a person should know before they
-are drawn.
+"""Make the manifest of a plan, and the facts that the user should know before samples are drawn.
 
-It knows no weights; so a process that draws elsewhere can be told it. Not here: the plan (plan.py),
-how a manifest is written and compared (io/resume.py).
+No weights are needed, so a process that runs elsewhere can send them. io/resume.py writes and
+compares manifests.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from bass_cli.io.shards import Shard
 if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
-_PROFILED = ("auto", "table", "bass+table")  # draft lengths that a profile decides
+_PROFILED = ("auto", "table", "bass+table")  # draft lengths that depend on a profile
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known once the models were looked at: the manifest, how many rows are drawn at once,
-    what the user should know, and whether the target has a chat template."""
+    """Facts about a plan: the manifest, the rows of the batch, notes to the user, and whether the
+    target has a chat template."""
 
     manifest: dict[str, Any]
     rows: int
@@ -32,7 +31,7 @@ class Facts:
 
 
 def facts_of(plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None) -> Facts:
-    """What there is to know of a plan; see `describe`."""
+    """Return the facts about a plan; for the arguments see `describe`."""
     manifest = describe(plan, source, shard=shard)
     return Facts(manifest, plan.rows, plan.notes, plan.files.tokenizer.has_chat_template)
 
@@ -40,8 +39,14 @@ def facts_of(plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = Non
 def describe(
     plan: Plan, source: Mapping[str, Any], *, shard: Shard | None = None
 ) -> dict[str, Any]:
-    """The manifest: what the run is; "results" holds all that changes its lines, which a resumed
-    run is held against. `source`: what identifies the prompts, `shard`: which of them are drawn."""
+    """Make the manifest of a plan.
+
+    "results" has every setting that changes result lines; a resumed run must have the same.
+
+    Args:
+        source: Identifies the prompts.
+        shard: The part of the prompts that is drawn; None for all.
+    """
     job, identity = plan.job, plan.identity()
     versions = identity.pop("versions")
     results: dict[str, Any] = {
@@ -73,6 +78,6 @@ def describe(
             and plan.surface.measured
             and speculation["length"] in _PROFILED
         ):
-            # the draft lengths come from it, and reach the samples
+            # it decides the draft lengths, which change the samples
             results |= {"profile": plan.surface.digest()}
     return {"results": results, "job": job.model_dump(mode="json"), "versions": versions}

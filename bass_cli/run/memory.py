@@ -1,8 +1,7 @@
-"""How much memory a job takes, by rows and new tokens, from its models' sizes alone; what to say
-where that is too much.
+"""Compute the memory of a job from its models' sizes, its rows and its new tokens.
 
-Weights and caches are exact, the work space is what was measured (docs/DESIGN.md). Not here: how
-much there is (system/host.py), who asks (plan.py, bench/pairs.py).
+Weights and caches are exact; work space is estimated from measurements (docs/DESIGN.md). If a job
+does not fit, the error names settings that do. system/host.py reads the free memory.
 """
 
 from __future__ import annotations
@@ -24,22 +23,21 @@ from bass_cli.models.prefill import LONG, PASS
 from bass_cli.models.spec import HeadSpec, Spec, head_parameters, parameters
 from bass_cli.system.host import free_memory, gigabytes, held_memory, is_refused_memory
 
-# of the free memory: the rest is for what other programs take meanwhile, and for fragments
+# the usable share of the free memory; the rest is for other programs and for fragmentation
 _USABLE = 0.95
-SLACK = 3  # positions of a row's span for its pending token, and a draft's lag of two
+SLACK = 3  # positions of a row for its pending token and a draft's lag of two
 _INTEGER = 8  # bytes of a token id
-# Bytes a logit, the logit itself left out. On a CPU the noise of the whole vocabulary takes 36,
-# a truncated law 16, and maximal coupling with a draft model 38 (measured); the kernels of a GPU
-# write a few numbers a row instead.
+# Bytes a logit, without the logit itself. Measured on a CPU: 36 for the noise of the whole
+# vocabulary, 16 for truncation, 38 for maximal coupling with a draft model. GPU kernels write only
+# a few numbers a row.
 _CHOOSING = {"cpu": 36, "cuda": 4}
-# bytes a head, query and key: scores and their exponentials, where they are written down
+# bytes a head, query and key, for scores and their exponentials
 _SCORES = {"cpu": 8, "cuda": 0}
 _LIBRARIES = {"cpu": 100 << 20, "cuda": 700 << 20}  # kernels, graphs, work space of libraries
 
 
 class Each(NamedTuple):
-    """Bytes of one more row, or of one more new token of a row: in the `cache` of its keys and
-    values, and of `buffers` beside it."""
+    """Bytes of one more row, or of one more new token of a row: in the KV cache, and in buffers."""
 
     cache: int
     buffers: int
@@ -47,10 +45,18 @@ class Each(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a job takes: `weights`; `graphs`, with kernels and libraries; `buffers` of a pass
-    over a prompt; `prompts`, the store with one prompt in it, and `prompt` for every other that
-    has rows at once; what every `row` takes, and every new `token` of a row (as many as `context`
-    leaves room for)."""
+    """The memory of a job, in bytes.
+
+    Args:
+        weights: The weights of all models.
+        graphs: CUDA graphs, kernels and libraries.
+        buffers: Work space of a prefill pass.
+        prompts: The prompt cache with one prompt.
+        prompt: Each further prompt in the batch.
+        row: Each row.
+        token: Each new token of a row.
+        context: The target's context, in tokens, which limits the new tokens.
+    """
 
     weights: int
     graphs: int
@@ -64,13 +70,19 @@ class Footprint:
     def parts(
         self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
     ) -> dict[str, int]:
-        """What `rows` rows of `prompts` prompts take, each of which may generate `new_tokens`, by
-        what it is for; with place in the cache for `kept` of these on average (None: for all),
-        and for all of one row."""
+        """Return the bytes by purpose.
+
+        Args:
+            rows: The rows of the batch.
+            new_tokens: The most new tokens of a row.
+            prompts: The number of prompts in the batch.
+            kept: The new tokens of a row that the cache holds on average; None for all. The cache
+                holds at least all new tokens of one row.
+        """
         tokens = min(new_tokens, self.context - 1)
         stored = rows * min(tokens if kept is None else kept, tokens)
         buffers = rows * (self.row.buffers + self.token.buffers * tokens)
-        # rows that are not live write to places of one more
+        # one more row, which padding rows write to
         cache = (rows + 1) * self.row.cache + self.token.cache * max(stored, min(rows, 1) * tokens)
         return {
             "weights": self.weights,
@@ -83,14 +95,13 @@ class Footprint:
     def bytes(
         self, rows: int, new_tokens: int, *, prompts: float = 1, kept: int | None = None
     ) -> int:
-        """The sum of the parts."""
+        """Return the sum of the parts."""
         return sum(self.parts(rows, new_tokens, prompts=prompts, kept=kept).values())
 
     def most_rows(
         self, new_tokens: int, free: int, *, samples: float = math.inf, kept: int | None = None
     ) -> int:
-        """The most rows for which `free` bytes suffice, with `samples` rows to a prompt; 0 if
-        there are none."""
+        """Return the most rows that fit into `free` bytes, with `samples` rows to a prompt."""
         tokens, left = min(new_tokens, self.context - 1), free - self.bytes(0, new_tokens)
         stored = min(tokens if kept is None else kept, tokens)
         each = sum(self.row) + self.token.buffers * tokens + math.ceil(self.prompt / samples)
@@ -98,8 +109,7 @@ class Footprint:
         return max(min(left // (each + self.token.cache * stored), longest), 0)
 
     def most_kept(self, rows: int, new_tokens: int, free: int, *, samples: float = math.inf) -> int:
-        """For how many of its new tokens each of `rows` rows can have place in the cache on
-        average, where `free` bytes do not suffice for all; 0 if for none."""
+        """Return how many new tokens of each row the cache can hold on average in `free` bytes."""
         prompts = max(rows / samples, 1)
         beside = self.bytes(rows, new_tokens, prompts=prompts) - rows * self.token.cache * min(
             new_tokens, self.context - 1
@@ -107,8 +117,7 @@ class Footprint:
         return max((free - beside) // (rows * self.token.cache), 0)
 
     def most_tokens(self, rows: int, free: int) -> int:
-        """The most new tokens, up to the context, for which `free` bytes suffice; 0 if there are
-        none."""
+        """Return the most new tokens that fit into `free` bytes, up to the context."""
         return max(
             min((free - self.bytes(rows, 0)) // (rows * sum(self.token)), self.context - 1), 0
         )
@@ -127,34 +136,41 @@ def footprint(
     prompt_tokens: int = 0,
     ranks: int = 1,
 ) -> Footprint:
-    """The footprint of a pair with drafts of up to `longest` tokens, which the draft makes one by
-    one or `at_once`. `head`: what the draft is beside its layers, if it reads the target's hidden
-    states. `kept_layers`: how many of the target's own layers draft, where they do.
-    `prompt_tokens`: of the longest prompt, if that is known. With the target split over `ranks`
-    devices it is that of the first one, which has the draft and the logits besides its part."""
+    """Compute the footprint of a pair.
+
+    With tensor parallelism it is that of the first device, which also has the draft and the logits.
+
+    Args:
+        longest: The longest draft, in tokens.
+        at_once: Whether the draft model proposes all tokens in one pass.
+        head: The draft head, if the draft reads the target's hidden states.
+        kept_layers: The number of the target's own layers that draft (layer skipping), else 0.
+        prompt_tokens: The tokens of the longest prompt; 0 if unknown.
+        ranks: The number of devices that the target is split over.
+    """
     kind, places = device.type, longest + 1
-    vocab = target.vocab * (1 if ranks == 1 else 2)  # logits are there twice while parts are joined
+    vocab = target.vocab * (1 if ranks == 1 else 2)  # parts and joined logits
     target = part_of(target, ranks)
     models = [spec for spec in (target, draft) if spec is not None]
-    # tokens of a row in a pass of each: one that drafts at once takes as many masks, almost, as
-    # tokens that it may have missed
+    # tokens of a row in one pass of each model; a parallel draft takes up to `longest` missed
+    # tokens and as many masks
     fed = (places, 2 * longest if at_once and head is None else places)
     position = sum(_position(spec, spec.layers, dtype) for spec in models) + _position(
         target, kept_layers, dtype
     )
-    if head is not None and not head.block:  # features stand in the store
+    if head is not None and not head.block:  # the prompt cache also has hidden states
         position += head.body.width * dtype.itemsize
     prompt_tokens = min(prompt_tokens, target.context)
     scores = [_SCORES[kind] * spec.heads for spec in models]
-    # float32 values between a layer's products
+    # float32 activations of a layer
     wide = [4 * (4 * spec.inner + 8 * spec.width) for spec in models]
-    if head is not None:  # the outputs that it reads, while the target runs
+    if head is not None:  # the hidden states that the head reads
         wide[0] += len(head.aux_layers) * target.width * dtype.itemsize
     scored = max(map(operator.mul, fed, scores))
     logits = places * vocab * (dtype.itemsize + _CHOOSING[kind])
     packed = kind == "cpu" and dtype == torch.float32
     token = Each(position, 2 * _INTEGER + scored)
-    beside = beyond(longest) + SLACK  # positions of a row beside those of its new tokens
+    beside = beyond(longest) + SLACK  # positions of a row in addition to its new tokens
     work = logits + max(map(operator.mul, fed, wide)) + scored * prompt_tokens
     work += _INTEGER * ARENA[kind]
     return Footprint(
@@ -174,12 +190,12 @@ def footprint(
 
 
 def _position(spec: Spec, layers: int, dtype: torch.dtype) -> int:
-    """Bytes of a position's keys and values."""
+    """Return the bytes of a position's keys and values."""
     return 2 * layers * spec.kv_heads * spec.head_size * dtype.itemsize
 
 
 def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
-    """Bytes of all weights. Packing a tied head makes a copy of it."""
+    """Return the bytes of all weights. Packing copies a tied head."""
     shapes = parameters(spec)
     if spec.tied and not packed:
         del shapes["head.weight"]
@@ -187,9 +203,11 @@ def _weights(spec: Spec, dtype: torch.dtype, *, packed: bool) -> int:
 
 
 def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool, split: bool) -> int:
-    """Bytes of what is loaded of a head; where weights are packed, its projections to keys and
-    values are there twice, and where the target is split, the embedding and head that others
-    share with it are its own."""
+    """Return the bytes of a draft head's weights.
+
+    Packed weights have a copy of the key and value projections. If the target is split, the head
+    cannot share its embedding and output layer.
+    """
     body = head.body
     own = (2 - head.embeds - head.heads) * body.vocab * body.width * split
     keys = 2 * body.layers * body.kv_heads * body.head_size * head.inputs
@@ -199,8 +217,14 @@ def _head_weights(head: HeadSpec, dtype: torch.dtype, *, copied: bool, split: bo
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a job is to take of a device: `rows` that may each generate `new_tokens`. `options`:
-    what sets the two (the second may be None). `kept`: see Footprint.parts."""
+    """The memory that a job needs on a device.
+
+    Args:
+        rows: The rows of the batch.
+        new_tokens: The most new tokens of a row.
+        options: The flags that set the two; None if new tokens cannot be set.
+        kept: See Footprint.parts.
+    """
 
     footprint: Footprint
     rows: int
@@ -210,8 +234,7 @@ class Need:
     kept: int | None = None
 
     def check(self) -> None:
-        """MachineError, with the largest settings that fit, where there is not enough memory for
-        it now."""
+        """Raise MachineError, with settings that fit, if there is not enough free memory."""
         free, needed = (
             usable(free_memory(self.device)),
             self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept),
@@ -220,14 +243,12 @@ class Need:
             remedy = self._remedy(free, self.rows, self.new_tokens)
             raise MachineError(
                 f"{self._batch()}: {gigabytes(needed)} of memory are needed and {gigabytes(free)} "
-                "can be "
-                f"had here; {remedy}"
+                f"are free; {remedy}"
             )
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
-        """Memory that is refused while it lasts is a MachineError with the largest settings that
-        can be expected to fit."""
+        """Turn an out-of-memory error into a MachineError with settings that should fit."""
         try:
             yield
         except Exception as error:
@@ -235,22 +256,19 @@ class Need:
                 raise
             try:
                 free = usable(free_memory(self.device) + held_memory(self.device))
-            except (
-                RuntimeError
-            ):  # a device that refuses memory may refuse that too; then the plan has to do
+            except RuntimeError:  # the device may refuse even this; then take the plan's figure
                 free = self.footprint.bytes(self.rows, self.new_tokens, kept=self.kept)
-            # By the plan it should have fitted: half of it is proposed, or less where others
-            # have taken memory meanwhile.
+            # The plan expected it to fit, so propose half of it, or less if memory was taken.
             remedy = self._remedy(free, self.rows // 2, self.new_tokens // 2)
             raise MachineError(f"memory ran out with {self._batch()}; {remedy}") from None
 
     def _batch(self) -> str:
         tokens = min(self.new_tokens, self.footprint.context - 1)
-        rows = "a row" if self.rows == 1 else f"{self.rows} rows"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
         return f"{rows} of up to {tokens} new tokens{'' if self.rows == 1 else ' each'}"
 
     def _remedy(self, free: int, most_rows: int, most_tokens: int) -> str:
-        """What to give instead: one setting changed, up to these."""
+        """Suggest one changed setting, up to these values."""
         rows_option, tokens_option = self.options
         found = []
         fitting = self.footprint.most_rows(self.new_tokens, free, kept=self.kept)
@@ -262,12 +280,11 @@ class Need:
         if found:
             return f"the largest that can be expected to fit: {', or '.join(found)}"
         return (
-            f"the weights take {gigabytes(self.footprint.weights)}: use a smaller model, a "
-            "shorter --dtype or a "
-            "machine with more memory"
+            f"the weights take {gigabytes(self.footprint.weights)}; use a smaller model, a "
+            "16-bit --dtype or a machine with more memory"
         )
 
 
 def usable(free: int) -> int:
-    """How many of `free` bytes a plan may count on."""
+    """Return how many of `free` bytes a plan may use."""
     return int(_USABLE * free)

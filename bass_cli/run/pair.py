@@ -1,7 +1,7 @@
-"""The files of a job's pair, opened and held against each other: checkpoints, tokenizer, what
-rounds cost, how far drafts reach.
+"""Open the files of a job's pair and check them against each other.
 
-Not here: the memory and the device that a job runs with (plan.py).
+The files are checkpoints, the tokenizer and the profile of round costs. This module also computes
+how far drafts reach. plan.py chooses device, memory and rows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ from bass_cli.lengths import profiles as store
 from bass_cli.lengths.costs import Surface
 from bass_cli.models.spec import Spec, parameters
 
-# How many tokens more are drafted than verified where rows are cut: two have three quarters of what
-# four bring (docs/LOG.md), and a pass takes two places for each, but for a block that is whole.
+# How many more tokens are drafted than verified if drafts are truncated by confidence. Two give
+# three quarters of the gain of four (docs/LOG.md). Each takes two positions of a pass, except in a
+# block, which is drafted whole.
 _MORE, _WHOLE = 2, 4
-# The part of a target's size from which a draft's tokens are too dear for that: the two that are
-# not verified take four of them, for a twentieth of a round. On a GPU a part of it is reading
-# weights, which nothing makes longer.
+# The largest draft, as a share of the target's size, for which that pays: the two extra tokens take
+# four positions of the draft's pass, for a gain of a twentieth of a round. On a GPU a part of the
+# pass is reading weights, which takes no longer.
 _DEAR = {"cpu": 1 / 16, "cuda": 1 / 8}
 
 
 class Files(NamedTuple):
-    """A pair's opened checkpoints and tokenizer. `draft_vocab`: the ids that a draft model may
-    propose. `mask`: the token by which it drafts in one pass, None if it does not. `skipped`: the
-    target's layers that a draft of the kind skip:LAYERS leaves out."""
+    """A pair's opened checkpoints and tokenizer.
+
+    Args:
+        draft: The draft's checkpoint; None if no model drafts.
+        draft_vocab: The number of ids that the draft may propose.
+        mask: The mask token of a parallel draft; None for other drafts.
+        skipped: The target's layers that a draft of the kind skip:LAYERS skips.
+    """
 
     target: Checkpoint
     tokenizer: Tokenizer
@@ -48,7 +54,7 @@ class Files(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know of the models' configurations, each note once."""
+        """Notes to the user on the models' configurations, without duplicates."""
         opened = (self.target,) if self.draft is None else (self.target, self.draft)
         notes = dict.fromkeys(note for one in opened for note in one.notes)
         vocab = self.target.spec.vocab
@@ -63,8 +69,13 @@ class Files(NamedTuple):
 
 
 def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -> Files:
-    """The checkpoints and the tokenizer of a job's pair; UserError where they do not fit each
-    other, or the job. `early`: what tokenizer.begin gave."""
+    """Open the checkpoints and the tokenizer of a job's pair.
+
+    `early` returns the tokenizer that tokenizer.begin loaded, or None.
+
+    Raises:
+        UserError: They do not fit each other, or the job.
+    """
     pair = job.pair
     target_path = locate(pair.target, folder=pair.folder, weights=True)
     target = open_checkpoint(target_path)
@@ -105,8 +116,10 @@ def open_files(job: Job, early: Callable[[], Tokenizer | None] = lambda: None) -
 def costs_of(
     job: Job, files: Files, device: torch.device, dtype: torch.dtype, note: Callable[[str], None]
 ) -> tuple[Path | None, Surface | None]:
-    """The file for what rounds cost, and what it holds; UserError where that is needed and not
-    there."""
+    """Return the file of round costs and its content, each None if there is none.
+
+    UserError if the draft length needs a profile and there is none.
+    """
     pair, profile, surface, ignored = job.pair, None, None, list[str]()
     if pair.draft != "none":
         profile = store.path_of(
@@ -136,8 +149,8 @@ def costs_of(
 
 
 def check_ranks(job: Job, files: Files, device: torch.device) -> None:
-    """UserError where the target cannot be split over so many devices, MachineError where there
-    are not so many."""
+    """Raise UserError if the target cannot be split over the devices, MachineError if there are
+    too few."""
     ranks = job.tensor_parallel
     if ranks == 1:
         return
@@ -145,7 +158,7 @@ def check_ranks(job: Job, files: Files, device: torch.device) -> None:
 
 
 def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> None:
-    """The same of a target's spec."""
+    """Check that a model can be split over `ranks` devices; see check_ranks."""
     check_divisible(spec, ranks, model=model)
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         raise MachineError(
@@ -154,18 +167,20 @@ def check_split(spec: Spec, ranks: int, device: torch.device, *, model: str) -> 
 
 
 def tokens_of(prompt: str, tokenizer: Tokenizer, context: int) -> int:
-    """How many tokens a prompt needs room for: none beyond the context, for it is not run then."""
-    # only its length counts; what cannot be read fails later
+    """Return the number of a prompt's tokens, at most the context."""
+    # only the length counts here; invalid text fails later
     text = prompt.encode(errors="replace").decode()
     try:
         return min(len(tokenizer.encode(text, context)), context) if text else 0
-    except UserError:  # too long to be tokenised, or a token that the model does not have
+    except UserError:  # too long, or it has a token that the model lacks
         return min(len(text.encode()), context)
 
 
 def reach(job: Job, files: Files, device: torch.device) -> int:
-    """The most places of a row that a round writes to behind its last token: a block is never
-    cut to the drafts that are wanted."""
+    """Return how many positions beyond its last token a round may write for a row.
+
+    A block is written whole, even if fewer drafts are verified.
+    """
     head = None if files.draft is None else files.draft.head
     longest, cut = longest_draft(job), cut_of(job, files, device)
     longest = longest if cut is None else cut.drafted(longest)
@@ -173,24 +188,26 @@ def reach(job: Job, files: Files, device: torch.device) -> int:
 
 
 def cut_of(job: Job, files: Files, device: torch.device) -> Cut | None:
-    """Where rows' drafts may be cut by the draft's confidence; None: nowhere. Only of drafts of one
-    pass, by a target that one process has, under shared coupling; and not where a drafted token
-    takes so much of a verified one's time that drafting more is not worth it."""
+    """Return the rule by which the draft's confidence truncates drafts; None if they are not.
+
+    Drafts are truncated if one pass drafts all tokens, the target is not split, the coupling is
+    shared, and the draft is small enough for extra tokens to pay.
+    """
     draft, most = files.draft, job.speculation.max
     if job.speculation.coupling == "maximal" or job.tensor_parallel > 1 or draft is None:
         return None
     above = CHEAP[device.type]
-    if draft.head is not None:  # its block is drafted whole in any case
+    if draft.head is not None:  # its block is always drafted whole
         return Cut(min(draft.head.drafts, most), above, _WHOLE) if draft.head.block else None
-    numbers, due = (
+    own, target = (
         sum(map(math.prod, parameters(spec).values())) for spec in (draft.spec, files.target.spec)
     )
-    pays = files.mask is not None and numbers <= _DEAR[device.type] * due
+    pays = files.mask is not None and own <= _DEAR[device.type] * target
     return Cut(most, above, _MORE) if pays else None
 
 
 def longest_draft(job: Job) -> int:
-    """The most tokens that a job may ask for at once."""
+    """Return the longest draft that a job may use, in tokens."""
     if job.pair.draft == "none":
         return 0
     length = job.speculation.length

@@ -1,8 +1,7 @@
-"""What a job will run with, settled before any weights are loaded: files, device, dtype,
-vocabularies.
+"""Plan a job before any weights are loaded: files, device, dtype, vocabulary, memory and rows.
 
-Not here: building and running it (scheduler.py). Every mistake that can be found without weights
-is found here.
+Every mistake that can be found without weights is found here. build.py loads the models;
+scheduler.py runs the job.
 """
 
 from __future__ import annotations
@@ -42,21 +41,28 @@ from bass_cli.run.pair import (
 from bass_cli.system.host import free_memory, gigabytes, give_kernels_a_cache, wake
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Slots of a row's first piece, at least: with more, most of a short sample's would be empty; with
-# fewer, rows would be copied more often.
+# The least positions of a row's first block. Larger blocks waste memory on short samples; smaller
+# ones are copied more often.
 _PIECE = 256
-# The most rows that --batch-size auto takes: docs/LOG.md has what more of them gain, and cost.
+# The most rows of --batch-size auto; docs/LOG.md has measurements of more rows.
 _MOST = {"cpu": 64, "cuda": 1024}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job with the opened files of its pair.
-    `profile`: the file for what rounds cost (None without a draft), `surface`: what it holds, if
-    it is there. `notes`: what the user should know. `footprint`: what it takes of memory, of
-    which `free` bytes are there; `most_rows`: as many as fit into that, with every prompt as long
-    as the longest and place in the cache for `kept` new tokens of a row on average; `prompts`:
-    how many there are (None: nobody knows); `options`: those that set rows and new tokens."""
+    """A job with the opened files of its pair, and what it will run with.
+
+    Args:
+        footprint: The memory of the job by its rows and new tokens.
+        free: Usable bytes of the device.
+        most_rows: The rows that fit, if every prompt is as long as the longest.
+        kept: The new tokens of a row that the cache holds on average.
+        profile: The file of round costs; None without a draft.
+        surface: The content of that file; None if there is none.
+        notes: Notes to the user.
+        prompts: The number of prompts; None if unknown.
+        options: The flags that set rows and new tokens, for error messages.
+    """
 
     job: Job
     files: Files
@@ -74,35 +80,38 @@ class Plan:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end a sample: the checkpoint's, and the tokenizer's (ends.py)."""
+        """The end-of-sequence ids of the checkpoint and of the tokenizer."""
         return frozenset(self.files.target.eos_ids).union(self.files.tokenizer.eos_ids)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The ids that end a sample because a stop text is that token."""
+        """The ids of stop texts that are one special token."""
         return special_stops(self.files.tokenizer, self.job.sampling.stop)
 
     @property
     def samples(self) -> int | None:
-        """How many are drawn in all, if that is known."""
+        """The number of samples to draw; None if unknown."""
         prompts = self.job.limit if self.prompts is None else self.prompts
         return None if prompts is None else prompts * (1 if self.job.draws_one else self.job.n)
 
     @property
     def rows(self) -> int:
-        """How many rows the batch keeps busy."""
+        """The rows of the batch."""
         return self._rows(self.most_rows)
 
     @property
     def wished(self) -> int:
-        """How many it would, if there were memory for all that it likes."""
+        """The rows of the batch if memory were unlimited."""
         return self._rows(sys.maxsize)
 
     def _rows(self, most: int) -> int:
-        """Up to `most`: what was asked for; with a budget one prompt's samples, since latency is
-        what counts then. Otherwise the job is done soonest in as few turns of its rows as there
-        can be, for a round of all of them takes less than two of half of them, with drafts too;
-        and in turns of one size, so that the last one has no empty rows."""
+        """Choose the rows, up to `most`.
+
+        A given batch size is taken as it is. With a budget it is one prompt's samples, because
+        latency counts. Otherwise the job runs in as few waves as possible, because a round of all
+        rows takes less time than two rounds of half of them, with drafts too. All waves have the
+        same size, so that the last one has no empty rows.
+        """
         if isinstance(self.job.batch_size, int):
             return min(self.job.batch_size, most)
         if self.job.budget is not None:
@@ -113,14 +122,16 @@ class Plan:
 
     @property
     def span(self) -> int:
-        """How many positions of its own a row needs: no sample is longer than the target's
-        context leaves room for."""
+        """The positions of a row's private KV: its new tokens and the drafts beyond them."""
         return self.new_tokens + beyond(reach(self.job, self.files, self.device))
 
     @property
     def pieces(self) -> Pieces:
-        """How the rows' own keys are cut: a piece a row where there is place for all that every
-        row may generate, else smaller ones, of which rows get more as they grow."""
+        """The blocks of the rows' private KV.
+
+        A row has one block if the cache holds all new tokens of every row. Otherwise blocks are
+        smaller, and rows get more of them as they grow.
+        """
         beside, most = self.span - self.new_tokens + SLACK, 1
         whole = self.new_tokens + beside
         if self.kept >= self.new_tokens:
@@ -132,23 +143,23 @@ class Plan:
 
     @property
     def new_tokens(self) -> int:
-        """The most that a sample may generate."""
+        """The most new tokens of a sample."""
         return min(self.job.sampling.max_new_tokens, self.files.target.spec.context - 1)
 
     @property
     def longest(self) -> int:
-        """The most tokens that are drafted at once."""
+        """The longest draft, in tokens."""
         most, draft = longest_draft(self.job), self.files.draft
         return most if draft is None or draft.head is None else min(most, draft.head.drafts)
 
     @property
     def cut(self) -> Cut | None:
-        """Where rows' drafts may be cut by the draft's confidence; None: nowhere."""
+        """The rule by which the draft's confidence truncates drafts; None if they are not."""
         return cut_of(self.job, self.files, self.device)
 
     @property
     def need(self) -> Need:
-        """The memory that its rows and new tokens ask for."""
+        """The memory that its rows and new tokens need."""
         return Need(
             self.footprint,
             self.rows,
@@ -160,8 +171,7 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of the memory that it takes, by what for, with as many prompts at once as its
-        rows have."""
+        """The bytes of memory that it takes, by purpose."""
         prompts = max(self.rows / (1 if self.job.draws_one else self.job.n), 1)
         return self.footprint.parts(
             self.rows, self.job.sampling.max_new_tokens, prompts=prompts, kept=self.kept
@@ -169,36 +179,34 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """What decides the rows."""
+        """The reason for the number of rows."""
         if isinstance(self.job.batch_size, int):
-            return "as --batch-size says"
+            return "set by --batch-size"
         if self.rows < self.wished:
-            return f"more might not fit into the {gigabytes(self.free)} that can be had here"
+            return f"more might not fit into the {gigabytes(self.free)} of free memory"
         if self.job.budget is not None:
-            return "the samples of one prompt, since there is a budget"
+            return "the samples of one prompt, because there is a budget"
         if self.samples is None:
             return "the most on this kind of device; a job of fewer samples draws all at once"
-        turns = math.ceil(self.samples / self.rows)
-        return "all samples at once" if turns == 1 else f"{self.samples} samples in {turns} turns"
+        waves = math.ceil(self.samples / self.rows)
+        return "all samples at once" if waves == 1 else f"{self.samples} samples in {waves} waves"
 
     @property
     def share(self) -> str:
-        """What is to be known where rows share a cache that is too small for all at their
-        longest; else nothing."""
+        """A note if the cache cannot hold all rows at their longest; else an empty text."""
         if self.kept >= self.new_tokens:
             return ""
         return (
-            f"the cache holds {self.kept} of the up to {self.new_tokens} new tokens of a row on "
-            "average; a row that cannot grow waits, and is drawn again"
+            f"the cache holds {self.kept} of up to {self.new_tokens} new tokens of a row on "
+            "average; a row that does not fit is preempted and drawn again"
         )
 
     def identity(self) -> dict[str, Any]:
-        """What the results depend on beside the job, and the versions they came from: for the
-        manifest."""
+        """Return what the results depend on besides the job, and versions, for the manifest."""
         name = {dtype: name for name, dtype in DTYPES.items()}[self.dtype]
         path = self.files.target.path
         device = platform.machine()
-        if self.device.type == "cuda":  # for a plan of others' work there may be none here
+        if self.device.type == "cuda":  # a plan of remote work needs no GPU here
             there = torch.cuda.is_available()
             device = torch.cuda.get_device_name(self.device) if there else "cuda"
         return {
@@ -226,10 +234,20 @@ def make_plan(
     grows: bool = True,
     tokenizer: Callable[[], Tokenizer | None] = lambda: None,
 ) -> Plan:
-    """Check all that can be checked without weights. UserError for a mistake, MachineError for
-    what is missing here. `longest_prompt`: its text, if it is known; `prompts`, `options`: see
-    Plan. `grows`: the rows' cache may grow with them (Loop.grow is called), so that there can be
-    more of them than fit at their longest. `tokenizer`: what was begun (tokenizer.begin)."""
+    """Check all that can be checked without weights, and plan the job.
+
+    Args:
+        longest_prompt: The text of the longest prompt, if known.
+        prompts: The number of prompts; None if unknown.
+        options: See Plan.
+        grows: Whether the rows' cache may grow (Loop.grow is called), so that the batch can have
+            more rows than fit at their longest.
+        tokenizer: Returns a tokenizer that was begun early (tokenizer.begin).
+
+    Raises:
+        UserError: The job has a mistake.
+        MachineError: The machine lacks memory, a device or a package.
+    """
     device = device_of(job.device)
     wake(device)  # while files are read
     files = open_files(job, tokenizer)
@@ -242,7 +260,7 @@ def make_plan(
     found = _footprint(job, files, tokens, device=device, dtype=dtype)
     free = usable(free_memory(device))
     if device.type == "cpu":
-        free //= job.tensor_parallel  # which all processes share
+        free //= job.tensor_parallel  # all processes share it
     fitting = found.most_rows(
         job.sampling.max_new_tokens, free, samples=1 if job.draws_one else job.n
     )
@@ -262,7 +280,7 @@ def make_plan(
     )
     if grows:
         plan = _growing(plan)
-    if isinstance(job.batch_size, int):  # these are held against the memory next
+    if isinstance(job.batch_size, int):  # checked against the memory below
         plan = replace(plan, most_rows=max(plan.most_rows, job.batch_size))
     plan = replace(plan, most_rows=max(plan.most_rows, 1))
     plan.need.check()
@@ -274,9 +292,10 @@ def make_plan(
 
 
 def plan_of_others(job: Job) -> Plan:
-    """What is known without their device of a job that others run on it: files, vocabularies,
-    number format. Nothing of memory or rows, and nothing is looked at but files. `job`: on "cuda"
-    or "cpu"."""
+    """Plan a job that other processes run, from its files alone: no device, memory or rows.
+
+    `job.device` must be "cuda" or "cpu".
+    """
     device, files = torch.device(job.device), open_files(job)
     dtype, tokens = _dtype(job.dtype, device), job.sampling.max_new_tokens
     found = _footprint(job, files, 0, device=device, dtype=dtype)
@@ -284,10 +303,11 @@ def plan_of_others(job: Job) -> Plan:
 
 
 def _growing(plan: Plan) -> Plan:
-    """The plan with rows whose cache grows with them, where more are wished than fit at their
-    longest: as many as fit at the length that is expected, with all the memory that they leave.
-    Not with a budget, nor under maximal coupling: a row that has to be put back is late, and its
-    sample would be another one."""
+    """Plan more rows than fit at their longest, with a cache that grows with them.
+
+    The batch has as many rows as fit at the expected length. There is no such plan with a budget,
+    because a preempted row is late, nor under maximal coupling, because its sample would change.
+    """
     job, found = plan.job, plan.footprint
     if (
         not 0 < plan.most_rows < plan.wished
@@ -307,7 +327,7 @@ def _growing(plan: Plan) -> Plan:
 
 
 def _contradictions(job: Job) -> Iterator[str]:
-    """What of a job is not done as it was asked."""
+    """Yield notes on settings that take no effect."""
     if job.pair.target == job.pair.fallback:
         yield (
             f'pair "{job.pair.name}": the package of its target is not installed; the target is '
@@ -320,8 +340,8 @@ def _contradictions(job: Job) -> Iterator[str]:
         and job.batch_size > job.n
     ):
         yield (
-            f"--batch-size {job.batch_size}: with a budget and maximal coupling prompts run one "
-            f"at a time, in {job.n} rows"
+            f"--batch-size {job.batch_size}: only {job.n} rows are used; with a budget and maximal "
+            "coupling prompts run one at a time"
         )
 
 
@@ -344,7 +364,7 @@ def _footprint(
 
 
 def device_of(wanted: str) -> torch.device:
-    """The device that --device means here."""
+    """Return the device for a setting: "auto", "cuda" or "cpu"."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise MachineError("--device cuda: this machine has no CUDA device that torch can use")
     if wanted == "cpu" or not torch.cuda.is_available():

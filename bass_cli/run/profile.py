@@ -1,6 +1,6 @@
 """Time the rounds of a pair on this device, so that --draft-length auto and table choose well.
 
-Not here: what is done with the figures (lengths/costs.py), the command (cli/profile.py).
+lengths/costs.py uses the figures; cli/profile.py is the command.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ PASSAGES = (
 
 
 def joined(tokenizer: Tokenizer, prompt: int, length: int) -> list[int]:
-    """Passages in rotation, beginning with another one for each prompt, cut to `length` tokens."""
+    """Join passages in rotation to a prompt of `length` tokens; each prompt begins elsewhere."""
     tokens: list[int] = []
-    turn = 0
+    count = 0
     while len(tokens) < length:
-        turn += max(turn, len(PASSAGES))
-        text = "".join(PASSAGES[(prompt + i) % len(PASSAGES)] for i in range(turn))
+        count += max(count, len(PASSAGES))
+        text = "".join(PASSAGES[(prompt + i) % len(PASSAGES)] for i in range(count))
         tokens = tokenizer.encode(text)
     return tokens[:length]
 
 
 Point = tuple[int, int]  # rows, width
-_LEAST = 1e-7  # seconds of a round: a clock may stand still
+_LEAST = 1e-7  # the least seconds of a round, for a clock that did not advance
 
 
 def filled(
@@ -80,9 +80,9 @@ def filled(
 ) -> list[list[float]]:
     """Fill in the points that were not measured.
 
-    The others come from a fit (seconds of a pass, and more for each row and token, none of them
-    below 0), corrected by what the fit is off at the nearest widths and then at the nearest rows.
-    No point is below one that was measured with fewer rows and drafts.
+    They come from a fit with non-negative weights: seconds of a pass, of a row and of a token. The
+    fit's residuals are interpolated along the widths and then along the rows. No point is below a
+    measured one with fewer rows and drafts.
     """
     points = {at: max(value, _LEAST) for at, value in points.items() if math.isfinite(value)}
     assert points, "not even one round was measured"
@@ -143,7 +143,7 @@ def _positive_fit(features: numpy.ndarray, values: numpy.ndarray) -> numpy.ndarr
 
 
 def _between(axis: Sequence[int], known: dict[int, float]) -> list[float]:
-    """Values along an axis, linear between known points and the nearest one's beyond them."""
+    """Interpolate linearly along an axis; beyond the known points the nearest value holds."""
     places = sorted(known)
     found: list[float] = numpy.interp(axis, places, [known[place] for place in places]).tolist()
     return found
@@ -157,9 +157,11 @@ def drafting(
     *,
     at_once: bool = False,
 ) -> list[list[float]]:
-    """What real rounds took beyond the target's part, as lines through the lengths that were
-    measured; numbers of rows that were not lie between. `at_once`: one pass drafts all, so that
-    where only one length was measured the others take as long."""
+    """Compute the seconds of drafting: a whole round without the target's part.
+
+    They are interpolated between the measured lengths, then between the measured rows. `at_once`:
+    one pass drafts all tokens, so if one length was measured, all lengths take as long.
+    """
     known: dict[int, dict[int, float]] = {}
     for (count, width), seconds in whole.items():
         if (count, width) in verify:
@@ -175,8 +177,8 @@ def drafting(
 
 
 def _steps(known: dict[int, float], widths: Sequence[int], at_once: bool) -> list[float]:
-    """Seconds of drafting so many tokens, from those of some: on the line between the two nearest
-    lengths, or the last two."""
+    """Compute the seconds of drafting for each width, on the line through the two nearest measured
+    lengths."""
     measured = sorted(known)
     if len(measured) == 1:
         (only,) = measured
@@ -191,17 +193,20 @@ def _steps(known: dict[int, float], widths: Sequence[int], at_once: bool) -> lis
     return found
 
 
-LIMITS = {"cuda": 25.0, "cpu": 50.0}  # seconds of measuring, weights and prompts left out
+LIMITS = {
+    "cuda": 25.0,
+    "cpu": 50.0,
+}  # seconds of measuring, without loading weights and reading prompts
 WIDTHS = (0, 1, 2, 3, 4, 5, 6, 8, 12, 16)
-TOKENS = 200  # that every row may generate while it is measured
+TOKENS = 200  # new tokens that every row has room for
 _SAMPLES = 8  # rows that share a prompt
-_SLOW = 0.5  # seconds of a round that need not be repeated
-_TELLING = 50  # trials from which on a rate of acceptance is worth keeping
-_LONGER = 4  # times the context, for what a longer one costs
+_SLOW = 0.5  # seconds; a slower round is measured once
+_TELLING = 50  # the least trials for an acceptance rate
+_LONGER = 4  # the factor of the context in the second measurement
 
 
 class MadeUp(NoDrafter):
-    """Proposes the same token everywhere, at no cost: what is left of a round is the target's."""
+    """Propose the same token everywhere at no cost, to time the target's part of a round."""
 
     on_device, longest = False, WIDTHS[-1]
 
@@ -211,8 +216,11 @@ class MadeUp(NoDrafter):
 
 @dataclass(slots=True, eq=False)
 class _Bench:
-    """What is measured with: `deadline` by `now`; `kept` of `trials` drafts of the real
-    drafter's stood."""
+    """The loops to measure, and the counts of accepted drafts.
+
+    `real` has the pair's drafter, `made_up` a drafter without cost. `kept` of `trials` drafts of
+    the real drafter were accepted.
+    """
 
     real: Loop
     made_up: Loop
@@ -226,8 +234,10 @@ class _Bench:
     opened: set[str] = field(default_factory=set)
 
     def seconds(self, loop: Loop, rows: int, width: int) -> float | None:
-        """A round's seconds, the least of some (the others met something else on the machine);
-        None if the drafter proposed fewer, or the time is up."""
+        """Measure the seconds of a round, as the minimum of several rounds.
+
+        None if the drafter proposed fewer tokens, or if the time is up.
+        """
         if self.now() > self.deadline:
             return None
         self._fill(loop, rows)
@@ -251,7 +261,7 @@ class _Bench:
             if done.width != width or not done.steady:
                 continue
             last = min(loop.batch.rooms()) <= width + 1
-            # the first one warms up, where that costs little
+            # the first round warms up, unless rounds are slow
             if number or done.seconds > _SLOW or last:
                 found.append(done.seconds)
             if last or (found and (done.seconds > _SLOW or self.now() > self.deadline)):
@@ -264,8 +274,7 @@ class _Bench:
 
     @property
     def acceptance(self) -> float | None:
-        """The share of the real drafter's drafts that stood, of those whose turn came; None if
-        they were too few, or made up."""
+        """The share of accepted drafts among those that verification reached; None if unknown."""
         if self.trials < _TELLING or not self.real.drafter.on_device:
             return None
         return self.kept / self.trials
@@ -276,13 +285,13 @@ class _Bench:
             tokens = self.prompts[number]
             key = f"profile {len(tokens)} {number}"
             if key not in self.opened:
-                self.real.open(key, tokens)  # the target's store is the same for both loops
+                self.real.open(key, tokens)  # both loops share the target's prompt cache
                 self.opened.add(key)
             loop.admit(Row(key, index, 0, list(tokens), self.tokens, temperature=0.8, top_p=0.95))
 
     @property
     def compiles(self) -> bool:
-        """Whether what runs here is compiled first."""
+        """Whether kernels are compiled before they run."""
         return self.real.graphs is not None and self.real.graphs.enabled
 
     def compile(
@@ -292,8 +301,10 @@ class _Bench:
         steps: Sequence[int],
         note: Callable[[str], None],
     ) -> None:
-        """Compile all that will be measured, reading a prompt included, with a row that is then
-        given up. Where that fails, kernels are compiled as they are met."""
+        """Compile all kernels that will be measured, with one row that is retired afterwards.
+
+        If that fails, kernels are compiled when they first run.
+        """
         real, key, tokens = self.real, "profile", self.prompts[0]
 
         def work() -> None:
@@ -312,10 +323,10 @@ class _Bench:
                 real.graphs.compile([work])
             except Exception as error:
                 note(
-                    "kernels will be compiled one by one, since together they could not be: "
+                    "kernels will be compiled one by one, because compiling them together failed: "
                     f"{error}"
                 )
-            # half the time is for measuring
+            # at least half of the time is for measuring
             self.deadline += max(self.now() - began - (self.deadline - began) / 2, 0.0)
 
     def close(self) -> None:
@@ -338,16 +349,26 @@ def measure(
     now: Callable[[], float] = time.perf_counter,
     note: Callable[[str], None] = lambda text: None,
 ) -> Surface:
-    """The surface of a loop (empty, and left so) for these numbers of rows, at most its batch's.
-    `prompts`: token ids, all of about one length; `context`: what the model can take, for a
-    second measurement at a longer one. `limit`: seconds; the most telling points come first.
-    `tokens`: how many new ones rows have room for; `samples`: rows of a prompt; `note` takes a
-    line if not all could be measured."""
+    """Measure the round costs of a loop, which must be empty and is left empty.
+
+    Args:
+        prompts: Token ids of prompts of about the same length.
+        rows: The numbers of rows to measure, at most the batch's capacity.
+        coupling: "shared" or "maximal".
+        limit: Seconds for measuring; the most informative points come first.
+        longest: The longest draft to measure.
+        context: The model's context, for a second measurement with longer prompts; None for no
+            such measurement.
+        tokens: New tokens that rows have room for.
+        samples: Rows of a prompt.
+        now: The clock, in seconds.
+        note: Called with a line if not all points could be measured.
+    """
     made_up = _with_made_up_drafts(loop, coupling, now)
     bench = _Bench(loop, made_up, prompts, now, now() + limit, tokens=tokens, samples=samples)
     rows, longest = sorted(set(rows)), min(longest, loop.drafter.longest)
     widths = [width for width in WIDTHS if width <= longest]
-    # what one pass drafts takes as long as its tokens do, which begins to show at many of them
+    # the cost of a parallel draft grows with its tokens only if they are many
     at_once = loop.drafter.at_once
     steps = [width for width in (4, 1, *((widths[-1],) if at_once else ())) if width <= longest]
     steps = list(dict.fromkeys(steps))
@@ -366,9 +387,9 @@ def measure(
     bench.close()
     done = len(verify) + len(whole)
     if done < len(order) and loop.drafter.on_device:
-        again = "; once all kernels have been compiled here, the same command measures more"
+        again = "; run the same command again to measure more, now that kernels are compiled"
         note(
-            f"{done} of {len(order)} points were measured in time, and the others estimated"
+            f"{done} of {len(order)} points were measured in time; the others are estimated"
             + again * bench.compiles
         )
     return make_surface(
@@ -383,7 +404,7 @@ def measure(
 
 
 def _with_made_up_drafts(loop: Loop, coupling: str, now: Callable[[], float]) -> Loop:
-    """A loop over the same batch and target whose rounds take as long as the target's part."""
+    """Make a loop over the same batch and target whose rounds take the target's time only."""
     return Loop(
         batch=loop.batch,
         target=loop.target,
@@ -398,9 +419,11 @@ def _with_made_up_drafts(loop: Loop, coupling: str, now: Callable[[], float]) ->
 def _order(
     rows: Sequence[int], widths: Sequence[int], steps: Sequence[int]
 ) -> list[tuple[str, int, int]]:
-    """What to measure, the most telling first: for the largest number of rows, the smallest,
-    then the others a plain round, one with drafts, the same without drafting; after that
-    whatever else there is."""
+    """Order the measurements, the most informative first.
+
+    For the largest number of rows, the smallest, then the others: a plain round, a round with
+    drafts, and the same round without drafting. All other points follow.
+    """
     counts = _coarse_first(rows)
     first = [
         ("verify", 0),
@@ -414,7 +437,7 @@ def _order(
     near = [
         (part, count, width) for phase in (first, ends) for count in counts for part, width in phase
     ]
-    # What lies between matters most for many rows, where passes get longer in steps.
+    # Other widths matter most for many rows, where the time of a pass grows in steps.
     return list(
         dict.fromkeys(
             near + [("verify", count, width) for count in reversed(rows) for width in widths]
@@ -423,7 +446,7 @@ def _order(
 
 
 def _coarse_first(values: Sequence[int]) -> list[int]:
-    """The last one, the first one, and then the middles of what lies between."""
+    """Order values: the last, the first, then the middles of the gaps."""
     found, gaps = [values[-1], values[0]], [(0, len(values) - 1)]
     for low, high in gaps:
         middle = (low + high) // 2
@@ -442,8 +465,8 @@ def _growth(
     context: int,
     base: float,
 ) -> tuple[float, float]:
-    """Seconds that a further token of context adds for a row: to the target's pass, to a draft
-    step."""
+    """Measure the seconds that a token of context adds for a row: to the target's pass and to a
+    draft step."""
     short, longer = bench.prompts, min(_LONGER * int(base), context - TOKENS - WIDTHS[-1] - 1)
     count = min(rows[-1], _SAMPLES)
     if longer < 2 * base or (count, 0) not in verify:

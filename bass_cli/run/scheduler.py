@@ -1,10 +1,8 @@
-"""Which samples get rows, and when they end.
+"""Assign rows of the batch to samples, and find where samples end.
 
-Prompts become requests, requests get rows, rows become finished samples.
-
-`RequestReader` tokenises prompts, `Conductor` gives rows to samples, `Watch` finds their ends, and
-`Unfinished` knows what a restarted job still has to draw. Not here: rounds (engine/loop.py), files
-(io/).
+`RequestReader` tokenises prompts, `Conductor` assigns rows to samples, `Watch` finds the rows that
+may have ended, and `Unfinished` lists the samples that a restarted job still has to draw.
+engine/loop.py runs the rounds; files are written in io/.
 """
 
 from __future__ import annotations
@@ -33,9 +31,16 @@ from bass_cli.models.prefill import PASS
 
 
 class Unfinished:
-    """Samples 0 to n - 1 of `prompts` but those in `done`, which is asked when a prompt is taken.
-    `count`: how many prompts there are, if that is known. It holds those prompts only that are
-    under way; `in` says of (id, sample) whether it is there."""
+    """The samples of a job that are not drawn yet. Only the prompts in progress are held.
+
+    `(id, sample) in unfinished` is True if the sample is finished.
+
+    Args:
+        prompts: The prompts of the job.
+        done: Samples that need not be drawn; it is looked up when a prompt is taken.
+        n: Samples of a prompt.
+        count: The number of prompts; None if unknown.
+    """
 
     def __init__(
         self,
@@ -46,12 +51,12 @@ class Unfinished:
         count: int | None,
     ):
         self._prompts, self._done, self._n, self._count = prompts, done, n, count
-        self._taken: dict[str, tuple[Prompt, set[int]]] = {}  # with the samples it lacks
-        self.reading = False  # whether the source of the prompts was at work; see `prompts`
+        self._taken: dict[str, tuple[Prompt, set[int]]] = {}  # with its missing samples
+        self.reading = False  # whether the source of prompts is being read; see `prompts`
 
     @property
     def count(self) -> int | None:
-        """How many prompts `prompts` will give, if that is known."""
+        """The number of prompts that `prompts` will yield; None if unknown."""
         return self._count
 
     def __contains__(self, key: Any) -> bool:
@@ -61,9 +66,11 @@ class Unfinished:
         return key in self._done
 
     def prompts(self) -> Iterator[Prompt | None]:
-        """Those under way again, then those that nobody took yet. `reading` is true from when the
-        source is asked until it answers: one that failed has no further prompts, and nothing can
-        begin again."""
+        """Yield the prompts in progress again, then new ones.
+
+        `reading` is True while the next prompt is read from the source. A source that fails yields
+        no further prompts, so the job cannot be restarted then.
+        """
         yield from [prompt for prompt, _ in self._taken.values()]
         self.reading = True
         for prompt in self._prompts:
@@ -75,7 +82,7 @@ class Unfinished:
         self.reading = False
 
     def end(self, completion: Completion) -> None:
-        """One is over: a sample, or a prompt that cannot be run at all."""
+        """Count a finished sample, or the error of a whole prompt."""
         _, missing = self._taken[completion.id]
         missing.discard(completion.sample)
         if completion.is_of_prompt:
@@ -97,10 +104,19 @@ class Unfinished:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A prompt under way: when it began, when it must end, the samples that still wait for a
-    row, how many have one (`live`), and whether any has had a round. `reference`: tokens that
-    drafts may be looked up in. `text`: decodes what follows the prompt. `limit`: tokens of a
-    sample."""
+    """A prompt in progress.
+
+    Args:
+        tokens: Its token ids.
+        reference: Token ids in which drafts may be looked up.
+        text: Decodes the tokens that follow the prompt.
+        limit: The most tokens of a sample.
+        waiting: The samples that wait for a row.
+        began: When it began, by the loop's clock.
+        deadline: When it must end; None without a budget.
+        live: The number of samples that have a row.
+        started: Whether one of them has had a round.
+    """
 
     prompt: Prompt
     tokens: list[int]
@@ -114,7 +130,7 @@ class Task:
     started: bool = False
 
     def row(self, sample: int, sampling: Sampling) -> Row:
-        """A new row for one of its samples."""
+        """Make a row for one of its samples."""
         return Row(
             self.prompt.id,
             sample,
@@ -128,19 +144,19 @@ class Task:
 
 
 class RequestReader:
-    """Makes Tasks of a job's prompts. `context`: the most positions the target knows."""
+    """Makes Tasks of a job's prompts. `context`: the target's context, in tokens."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, *, context: int):
         self._job, self._tokenizer, self._context = job, tokenizer, context
 
     def take(self, prompt: Prompt, samples: Iterable[int], *, now: float) -> Task:
-        """The prompt's clock starts now; UserError if it cannot be run."""
+        """Tokenise a prompt and start its clock. UserError if it cannot be run."""
         if prompt.fault is not None:
             raise UserError(prompt.fault)
         tokens, reference = self._encode(prompt), self._reference(prompt)
         if len(tokens) >= self._context:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens, the model's context {self._context}"
+                f"the prompt has {len(tokens)} tokens, and the model's context is {self._context}"
             )
         return Task(
             prompt,
@@ -154,7 +170,7 @@ class RequestReader:
         )
 
     def _reference(self, prompt: Prompt) -> list[int]:
-        """More than the context would take minutes to tokenise, and to index."""
+        """Tokenise the reference, up to the context; a longer one could take minutes."""
         if not prompt.reference:
             return []
         try:
@@ -179,25 +195,27 @@ class RequestReader:
 
 
 _UNSOUND = (
-    "the target's logits for token {} are not finite: its weights are broken, or its values too "
-    "large for the dtype (bf16 and fp32 hold more than fp16)"
+    "the target's logits for token {} are not finite: its weights are broken, or its values are "
+    "too large for the dtype (bf16 and fp32 have a larger range than fp16)"
 )
 
 
 class Watch:
-    """Finds the rows that a round may have ended, with a few operations on the round's tokens.
+    """Find the rows that may have ended in a round, with a few operations on the round's tokens.
 
-    eos: ids that end a sample because the model ends there.
-    stop_ids: ids that end it because a stop text is that token (`special_stops`).
+    Args:
+        eos: The model's end-of-sequence ids.
+        stops: Stop texts.
+        stop_ids: The ids of stop texts that are one special token (`special_stops`).
     """
 
     def __init__(self, eos: Collection[int], stops: Sequence[str], stop_ids: Collection[int] = ()):
         self.eos, self._stops = frozenset(eos), stops
         self.stop_ids = frozenset(stop_ids) - self.eos
-        self._tokens: StopTokens | None = None  # from the first prompt on
+        self._tokens: StopTokens | None = None  # made for the first prompt
 
     def detector(self, text: Continuation) -> StopDetector | None:
-        """For one sample of a prompt."""
+        """Make a stop detector for one sample of a prompt; None if there are no stop texts."""
         if not self._stops:
             return None
         if self._tokens is None:
@@ -205,7 +223,7 @@ class Watch:
         return StopDetector(text, self._stops, self._tokens)
 
     def suspects(self, host_state: HostState) -> list[int]:
-        """The places of live rows that may be over, after a round."""
+        """Return the indices of live rows that may have ended in the last round."""
         places, block, counts = host_state.news
         ends = numpy.zeros(block.shape, dtype=bool)
         for id_ in self.eos | self.stop_ids:
@@ -220,7 +238,7 @@ class Watch:
 
 
 class Ending(NamedTuple):
-    """Why a sample is over, and its text where that is known: a stop string's, which is cut."""
+    """The finish reason of a sample, and its text if a stop text truncated it."""
 
     reason: str
     text: str | None = None
@@ -228,19 +246,18 @@ class Ending(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """A live row's sample. `stops`: looks for stop strings, if there are any; `seen`: generated
-    tokens already looked at."""
+    """The sample of a live row. `seen`: the number of generated tokens already checked for ends."""
 
     task: Task
     row: Row
     stops: StopDetector | None
     seen: int = 0
 
-    def look(self, eos: Collection[int], stop_ids: Collection[int] = ()) -> Ending | None:
-        """Cut a finished row to the tokens that count and return its end; None while it goes on.
+    def check_end(self, eos: Collection[int], stop_ids: Collection[int] = ()) -> Ending | None:
+        """Truncate a finished row to its sample and return the ending; None if it has not ended.
 
-        The token that ends a row counts: the end-of-sequence token, a special token that is a
-        stop text, the token that completes a stop text. `eos`, `stop_ids`: see Watch.
+        The token that ends the sample is kept: the end-of-sequence token, a special token that is
+        a stop text, or the token that completes a stop text. `eos`, `stop_ids`: see Watch.
         """
         row = self.row
         numbers, new = row.numbers(), row.since(self.seen)
@@ -265,8 +282,10 @@ class Sample:
 
 
 class FinishedSample(NamedTuple):
-    """A sample that is over and whose line is due: of which prompt, the row it had (None: it has
-    no tokens), why it ended and when, in the clock's seconds."""
+    """A finished sample before its Completion is made.
+
+    `row` is None if it has no tokens; `now` is when it ended, in seconds of the loop's clock.
+    """
 
     task: Task
     sample: int
@@ -275,7 +294,7 @@ class FinishedSample(NamedTuple):
     now: float
 
     def completion(self, *, seed: int, ids: bool) -> Completion:
-        """Its line; `ids`: with token ids."""
+        """Make its Completion; `ids`: with token ids."""
         task, row, ending = self.task, self.row, self.ending
         tokens, scores = ([], []) if row is None else (row.generated_tokens, row.log_probabilities)
         total = math.fsum(scores)
@@ -300,8 +319,7 @@ class FinishedSample(NamedTuple):
 
 
 class WholePrompts:
-    """What is done where one sample stands for all n of a prompt: sample 0 if all of them are in
-    `done`."""
+    """The prompts with all n samples in `done`, as a container of (id, any sample)."""
 
     def __init__(self, done: Container[tuple[str, int]], n: int):
         self._done, self._n = done, n
@@ -313,8 +331,10 @@ class WholePrompts:
 def with_copies(
     drawn: Iterator[Completion], n: int, done: Container[tuple[str, int]]
 ) -> Iterator[Completion]:
-    """Samples 0 to n - 1 of every prompt, but those in `done`, where sample 0 was drawn. A
-    failure stays one line."""
+    """Yield samples 0 to n - 1 of every prompt, except those in `done`, as copies of sample 0.
+
+    The error of a prompt is not copied.
+    """
     for completion in drawn:
         if completion.is_of_prompt:
             yield completion
@@ -325,12 +345,14 @@ def with_copies(
 
 
 class Conductor:
-    """Feeds prompts to a loop and takes finished rows from it: for one job, on one loop.
+    """Runs one job on one loop: it admits prompts and takes finished rows.
 
-    `context`: the most positions the target knows; `eos_ids`, `stop_ids`: the tokens that end a
-    sample, as the model's end and as a stop;
-    `count`: prompts, if that is known, by which the end of the job is foreseen; `on_round` is
-    told of every round, with the rows that there are places for as its `capacity`.
+    Args:
+        context: The target's context, in tokens.
+        eos_ids: The model's end-of-sequence ids.
+        stop_ids: The ids of stop texts that are one special token.
+        count: The number of prompts, from which the end of the job is predicted; None if unknown.
+        on_round: Called after every round; `capacity` of its result is the rows of the batch.
     """
 
     def __init__(
@@ -346,39 +368,39 @@ class Conductor:
         on_round: Callable[[RoundResult], None] | None = None,
     ):
         self._job, self._loop, self._on_round = job, loop, on_round
-        self._intake = RequestReader(job, tokenizer, context=context)
+        self._reader = RequestReader(job, tokenizer, context=context)
         self._watch = Watch(eos_ids, job.sampling.stop, stop_ids)
-        # With a budget, prompts run one at a time unless a batch size was asked for. Under
-        # maximal coupling they always do, and each begins anew, or how far the clock let one
-        # prompt come would reach the draft lengths of others, and so their samples.
+        # With a budget, prompts run one at a time unless a batch size is given. Under maximal
+        # coupling they always do, each with a fresh controller. Otherwise the clock would change
+        # the draft lengths of later prompts, and with them their samples.
         maximal = job.speculation.coupling == "maximal"
         self._alone = job.budget is not None and (job.batch_size == "auto" or maximal)
         self._fresh = copy.deepcopy(loop.lengths) if job.budget is not None and maximal else None
-        self._tasks: dict[Task, None] = {}  # under way, in the order in which they came
-        self._queue: deque[Task] = deque()  # those with samples that wait for a row
-        self._waiting = 0  # so many samples
-        self._crowded = False  # a row was put back, and none has ended since
+        self._tasks: dict[Task, None] = {}  # in progress, oldest first
+        self._queue: deque[Task] = deque()  # tasks with samples that wait for a row
+        self._waiting = 0  # the number of samples that wait
+        self._crowded = False  # a row was preempted, and none has ended since
         self._live: dict[Row, Sample] = {}
-        self._over: list[int] = []  # the places of rows that have ended, and are not given up yet
-        self._due = deque[FinishedSample | Completion]()  # what is over and was not yielded
+        self._ended_rows: list[int] = []  # indices of ended rows that are still in the batch
+        self._finished_queue = deque[FinishedSample | Completion]()  # finished, but not yielded yet
         self._forecast, self._ended = Forecast(None if count is None else count * job.n), False
 
     def run(
         self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]
     ) -> Iterator[Completion]:
-        """Every sample of every prompt that is not in `done`, in the order in which they end.
+        """Yield every sample that is not in `done`, in the order in which they end.
 
-        Prompts are taken as rows become free; a None among them says that there is none now, and
-        they are asked again after the next round. One that cannot be used yields a Completion with
-        finish_reason "error". Lines of samples that are over are made, and the caller writes them,
-        while the device runs the next round. What breaks a job off, an interruption too, is
-        raised after them.
+        Prompts are taken as rows become free. A None among them means that no prompt is ready;
+        the next one is read after the next round. A prompt that cannot be run yields a Completion
+        with finish_reason "error". Completions are made, and written by the caller, while the
+        device runs the next round. An exception or interruption is raised after the finished
+        samples.
         """
         try:
             while not self._ended or self._queue or self._live:
-                self._exchange()  # before others come, so that prompts without rows make place
+                self._swap_rows()  # before new prompts, to free the space of finished ones
                 self._take(prompts, done)
-                self._exchange()
+                self._swap_rows()
                 self._expire()
                 self._grow()
                 if self._live:
@@ -387,7 +409,7 @@ class Conductor:
                 if self._live:
                     self._round()
                     self._collect()
-            self._exchange()
+            self._swap_rows()
         except GeneratorExit:
             raise
         except BaseException:
@@ -396,9 +418,11 @@ class Conductor:
         yield from self._finished()
 
     def _take(self, prompts: Iterator[Prompt | None], done: Container[tuple[str, int]]) -> None:
-        """Open prompts for free rows; and where nobody's clock runs, those that go into a pass
-        that has to be made anyway, if they are as long as the last one, for as many rows more as
-        there are."""
+        """Open prompts for free rows.
+
+        Without a budget, further prompts that fit into the same prefill pass are opened early, up
+        to twice the batch.
+        """
         tokens, last, most = 0, 0, PASS if self._job.budget is None else 0
         while not self._ended and self._wants_prompt(more=0 < tokens <= most - last):
             prompt, self._ended = next(((one, False) for one in prompts), (None, True))
@@ -412,16 +436,17 @@ class Conductor:
         return self._waiting < room and not (self._alone and self._tasks)
 
     def _begin(self, prompt: Prompt, done: Container[tuple[str, int]]) -> int:
-        """Tokenise a prompt and open it; its tokens. An unusable one ends here, with an error."""
+        """Tokenise and open a prompt; return its number of tokens, 0 if it cannot be run."""
         waiting = [i for i in range(self._job.n) if (prompt.id, i) not in done]
         self._forecast.begin(self._job.n)
         if not waiting:
             return 0
         try:
-            task = self._intake.take(prompt, waiting, now=self._loop.clock.now())
+            task = self._reader.take(prompt, waiting, now=self._loop.clock.now())
         except UserError as error:
             seed = self._job.sampling.seed
-            self._due.append(Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta))
+            failed = Completion.failed(prompt.id, str(error), seed=seed, meta=prompt.meta)
+            self._finished_queue.append(failed)
             return 0
         if self._fresh is not None:
             self._loop.restart(copy.deepcopy(self._fresh))
@@ -433,9 +458,8 @@ class Conductor:
             self._leave_out(task)
         return len(task.tokens)
 
-    def _exchange(self) -> None:
-        """Give free rows, and those of samples that are over, to waiting samples, oldest prompt
-        first."""
+    def _swap_rows(self) -> None:
+        """Give free and ended rows to waiting samples, oldest prompt first."""
         rows, room = list[Row](), self._room() if self._queue else 0
         while self._queue and len(rows) < room:
             task = self._queue[0]
@@ -443,23 +467,21 @@ class Conductor:
             rows += (self._row(task, task.waiting.popleft()) for _ in range(count))
             if not task.waiting:
                 self._queue.popleft()
-        if rows or self._over:
-            self._loop.swap_rows(self._over, rows)
+        if rows or self._ended_rows:
+            self._loop.swap_rows(self._ended_rows, rows)
         self._waiting -= len(rows)
-        self._over = []
+        self._ended_rows = []
 
     def _room(self) -> int:
-        """How many rows more there is place for: none after a row was put back, until another
-        one has ended."""
+        """The number of rows that can be admitted; 0 after a preemption until a row has ended."""
         batch, limit = self._loop.batch, self._job.sampling.max_new_tokens
         if self._crowded and self._live:
             return 0
         generated = int(batch.generated().sum())
-        return batch.room(self._forecast.becomes(limit, generated), ended=self._over)
+        return batch.room(self._forecast.becomes(limit, generated), ended=self._ended_rows)
 
     def _grow(self) -> None:
-        """Rows that are put back wait again, before all others, and are drawn from the
-        beginning."""
+        """Grow the rows' cache. Preempted samples wait again, and are drawn from the start."""
         for row in self._loop.grow():
             sample = self._live.pop(row)
             task = sample.task
@@ -492,15 +514,16 @@ class Conductor:
             self._on_round(done._replace(capacity=self._loop.batch.capacity))
 
     def _soonest(self) -> float | None:
-        """The deadline that comes first, by which the next round is to end."""
+        """The earliest deadline, before which the next round should end; None without one."""
         deadlines = (task.deadline for task in self._tasks if task.deadline is not None)
         return min(deadlines, default=None)
 
     def _expire(self) -> None:
-        """End all samples of prompts whose deadline has come, or would pass within even the
-        shortest round; but the first round is not left out because of a prediction, for no other
-        one might ever correct it. A round that is under way is taken in before: it was launched
-        to be over in time."""
+        """End the samples of prompts whose deadline has passed or would pass in any round.
+
+        The first round of a prompt always runs, because without it a wrong prediction could never
+        be corrected. A round in flight is collected first: it was launched to end in time.
+        """
         deadlines = [task.deadline for task in self._tasks if task.deadline is not None]
         if not deadlines or self._loop.under_way:
             return
@@ -522,48 +545,49 @@ class Conductor:
                 task.waiting.clear()
                 self._queue.remove(task)
                 self._forget(task)
-        if self._over:
-            self._loop.retire(*self._over)
-            self._over = []
+        if self._ended_rows:
+            self._loop.retire(*self._ended_rows)
+            self._ended_rows = []
 
     def _collect(self) -> None:
-        """Look at the rows that the round may have ended; cut and end those that are done."""
+        """Truncate and end the samples that the last round finished."""
         hosts = self._loop.batch.hosts
         for place in self._watch.suspects(self._loop.batch.host_state):
             sample = self._live[hosts[place]]
-            ending = sample.look(self._watch.eos, self._watch.stop_ids)
+            ending = sample.check_end(self._watch.eos, self._watch.stop_ids)
             if ending is not None:
                 self._end(sample, ending)
 
     def _end(self, sample: Sample, ending: Ending) -> None:
-        """The row is given up with all others that end now."""
+        """Mark a sample as finished; its row leaves the batch with all that end in this round."""
         row, task = sample.row, sample.task
-        self._over.append(row.place)
+        self._ended_rows.append(row.place)
         self._crowded = False
         self._forecast.end(row.generated)
         del self._live[row]
         task.live -= 1
         self._forget(task)
-        self._due.append(FinishedSample(task, row.sample, row, ending, self._loop.clock.now()))
+        now = self._loop.clock.now()
+        self._finished_queue.append(FinishedSample(task, row.sample, row, ending, now))
 
     def _leave_out(self, task: Task) -> None:
-        """Its waiting samples had no time for a token."""
+        """End its waiting samples without tokens, because their time is up."""
         now = self._loop.clock.now()
-        self._due += (
+        self._finished_queue += (
             FinishedSample(task, sample, None, Ending("budget"), now) for sample in task.waiting
         )
 
     def _forget(self, task: Task) -> None:
-        """Until all its samples are over a prompt may need another row."""
+        """Close a prompt if all its samples are finished."""
         if not task.waiting and not task.live and task in self._tasks:
             del self._tasks[task]
             self._loop.close(task.prompt.id)
 
     def _finished(self) -> Iterator[Completion]:
-        """What is over, in the order in which it ended."""
+        """Yield the finished samples, in the order in which they ended."""
         seed, ids = self._job.sampling.seed, self._job.token_ids
-        while self._due:
-            one = self._due[0]  # until it is there: an interruption may come in between
+        while self._finished_queue:
+            one = self._finished_queue[0]  # an interruption before popleft loses nothing
             done = one if isinstance(one, Completion) else one.completion(seed=seed, ids=ids)
-            self._due.popleft()
+            self._finished_queue.popleft()
             yield done

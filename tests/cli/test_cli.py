@@ -14,7 +14,7 @@ import pytest
 from stand_in import install, loaded
 from typer.testing import CliRunner
 
-import bass_cli
+import bass_cli.run
 from bass_cli.cli.commands import app
 
 
@@ -22,9 +22,9 @@ from bass_cli.cli.commands import app
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Run `bass ...` in a folder of its own with the stand-in; gives the result with exit code,
     stdout, stderr."""
-    for name in ("plan", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
@@ -109,7 +109,7 @@ def test_a_model_needs_no_pair_file(cli: Any, tmp_path: Path) -> None:
     )
     other = cli("generate", "p.jsonl", "--model", "models/u.gguf", "--out", "o.jsonl")
     assert other.exit_code == 2
-    assert '\n  target: "models/t.gguf" there, "models/u.gguf" now' in other.stderr
+    assert '\n  target: "models/t.gguf" before, "models/u.gguf" now' in other.stderr
     (tmp_path / "same.yaml").write_text(
         "target: models/t.gguf\n"
     )  # the same target by another road goes on
@@ -135,11 +135,11 @@ def test_what_form_plain_prompts_are_given_is_said_once(cli: Any, tmp_path: Path
         (tmp_path / "chats.jsonl").read_text() + (tmp_path / "p.jsonl").read_text()
     )
     raw = (
-        "plain prompts are continued as raw text; --chat asks them through the model's chat "
+        "plain prompts are continued as raw text; with --chat they use the model's chat "
         "template"
     )
     chat = (
-        "plain prompts go through the model's chat template; --no-chat continues them as raw text"
+        "plain prompts use the model's chat template; with --no-chat they are continued as raw text"
     )
     for flags, said in (((), raw), (("--no-chat",), raw), (("--chat",), chat)):
         for prompts, plain in (("p.jsonl", True), ("both.jsonl", True), ("chats.jsonl", False)):
@@ -296,7 +296,7 @@ def test_a_finished_file_given_again_is_said_to_be_complete_and_loads_no_model(
     (tmp_path / "o.jsonl").write_bytes(before[:-9])  # as a crash leaves it
     torn = cli(*base, "--n", "2")
     assert (torn.exit_code, len(loaded)) == (0, 1)
-    assert "o.jsonl: going on, 3 samples are there already" in torn.stderr
+    assert "o.jsonl: continuing, 3 samples are there already" in torn.stderr
     assert result_keys((tmp_path / "o.jsonl").read_text()) == result_keys(before.decode())
 
 
@@ -381,12 +381,12 @@ def test_under_maximal_coupling_a_file_keeps_its_rows_and_grows_when_it_is_compl
     manifest.write_text(json.dumps(begun | {"finished": False}))
     refused = cli(*warm, "--n", "3")
     assert refused.exit_code == 2
-    assert "n can grow when the file is complete; go on with n 2 first" in refused.stderr
+    assert "so complete it with n 2 first" in refused.stderr
     manifest.write_text(json.dumps(begun))
     grown = cli(*warm, "--n", "3")
     assert grown.exit_code == 0, grown.stderr
     assert json.loads(manifest.read_text())["results"]["batch_size"] == 1
-    assert "those that are there are drawn again" in grown.stderr
+    assert "so all are drawn again" in grown.stderr
 
 
 def test_version_and_wrong_commands(cli: Any) -> None:

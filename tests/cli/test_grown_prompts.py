@@ -1,5 +1,6 @@
-"""A prompt file to which prompts were added goes on with its samples; any other change of it is
-refused, and where it begins is said. With a stand-in for the engine."""
+"""Test resuming after prompts were added to a file; any other change is refused with its place.
+
+A stand-in replaces the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import pytest
 from stand_in import install, loaded
 from typer.testing import CliRunner
 
-import bass_cli
+import bass_cli.run
 from bass_cli.cli.commands import app
 from bass_cli.io.prompts import PromptDigest, Source, prompts_of
 
@@ -26,9 +27,9 @@ LINES = [{"prompt": f"p{number}", "level": number} for number in range(5)]
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for name in ("plan", "scheduler"):
-        monkeypatch.setitem(sys.modules, f"bass_cli.{name}", types.ModuleType(name))
-        monkeypatch.setattr(bass_cli, name, None, raising=False)
+    for name in ("plan", "engine"):
+        monkeypatch.setitem(sys.modules, f"bass_cli.run.{name}", types.ModuleType(name))
+        monkeypatch.setattr(bass_cli.run, name, None, raising=False)
     install()
     monkeypatch.chdir(tmp_path)
     loaded.clear()
@@ -59,7 +60,7 @@ def keys(out: str = "o.jsonl") -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt", "p.json", "p.parquet"])
-def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> None:
+def test_added_prompts_are_drawn_and_other_samples_stay(place: Path, name: str) -> None:
     write(name, LINES[:3])
     assert run(name).exit_code == 0
     before = Path("o.jsonl").read_bytes()
@@ -83,25 +84,25 @@ def test_added_prompts_are_drawn_and_the_others_stay(place: Path, name: str) -> 
     [
         (
             [LINES[0], {"prompt": "other", "level": 1}, *LINES[2:]],
-            'number 2 (now "1", p.jsonl:2) is not',
+            'number 2 (id "1", p.jsonl:2) has changed',
         ),
         (
             [*LINES[:2], {**LINES[2], "level": 9}, *LINES[3:]],
-            'number 3 (now "2", p.jsonl:3) is not',
+            'number 3 (id "2", p.jsonl:3) has changed',
         ),
         (
             [*LINES[:3], LINES[4], LINES[3], LINES[0]],
-            'number 4 (now "3", p.jsonl:4) is not the prompt that it was',
+            'number 4 (id "3", p.jsonl:4) has changed',
         ),
-        (LINES[:3], "5 there, 3 now; those after number 3 are missing"),
-        (LINES[1:], '5 there, 4 now; number 1 (now "0", p.jsonl:1) is not the prompt that it was'),
+        (LINES[:3], "5 before, 3 now; those after number 3 are missing"),
+        (LINES[1:], '5 before, 4 now; number 1 (id "0", p.jsonl:1) has changed'),
         (
             [{**LINES[0], "id": "a"}, *LINES[1:]],
-            'number 1 (now "a", p.jsonl:1) is not the prompt that it was',
+            'number 1 (id "a", p.jsonl:1) has changed',
         ),
         (
             [*LINES[:4], {**LINES[4], "reference": "r"}],
-            'number 5 (now "4", p.jsonl:5) is not the prompt',
+            'number 5 (id "4", p.jsonl:5) has changed',
         ),
     ],
 )
@@ -137,7 +138,7 @@ def test_prompts_beyond_the_limit_may_change(place: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
 def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> None:
-    """It has the SHA-256 of the whole file."""
+    """Such a manifest has the SHA-256 of the whole file."""
     first = "".join(f'{{"prompt": "{word}"}}\n' for word in "abc").encode()
     first = first.replace(b"\n", ending.encode()) if ending == "\r\n" else first
     first = first if ending else first.removesuffix(b"\n")
@@ -156,7 +157,7 @@ def test_a_manifest_of_an_older_version_is_read(place: Path, ending: str) -> Non
     assert len(keys()) == 8
     path.write_text(json.dumps(manifest))
     Path("p.jsonl").write_bytes(first.replace(b'"b"', b'"x"'))
-    assert "the file has other prompts" in run("p.jsonl").stderr
+    assert "the prompt file has changed" in run("p.jsonl").stderr
 
 
 def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:
@@ -169,7 +170,7 @@ def test_maximal_coupling_lets_a_complete_file_grow_only(place: Path) -> None:
     path.write_text(json.dumps(manifest | {"finished": False}))
     done = run("p.jsonl", *flags)
     assert done.exit_code == 2
-    assert "go on with the 3 prompts that it had first" in done.stderr
+    assert "complete it with the prompts that it was begun with first" in done.stderr
     path.write_text(json.dumps(manifest))
     assert run("p.jsonl", *flags).exit_code == 0
     assert len(keys()) == 10
@@ -194,7 +195,7 @@ def test_shards_grow_and_are_merged_with_the_prompts_that_they_had(place: Path) 
     assert (merged.exit_code, len(keys("x.jsonl"))) == (0, 10)
 
 
-def test_what_a_manifest_keeps_of_many_prompts_is_small_and_finds_changes() -> None:
+def test_prompt_digest_of_many_prompts_is_small_and_finds_changes() -> None:
     def digest(words: list[str]) -> PromptDigest:
         found = PromptDigest(Source("p.jsonl", "jsonl"))
         assert len(list(found.over(prompts_of(words)))) == len(words)
@@ -215,18 +216,18 @@ def test_what_a_manifest_keeps_of_many_prompts_is_small_and_finds_changes() -> N
         assert fault is not None
 
 
-def test_a_budgets_cuts_are_no_failure_of_a_merged_file(place: Path) -> None:
+def test_samples_cut_by_a_budget_do_not_fail_a_merge(place: Path) -> None:
     write("p.jsonl", [{"prompt": "SLOW"}, {"prompt": "b"}])
     for number in (1, 2):
         done = run("p.jsonl", "--budget", "9s", "--shard", f"{number}/2", out=f"s{number}.jsonl")
         assert done.exit_code == 0
     merged = CliRunner().invoke(app, ["merge", "m.jsonl", "s1.jsonl", "s2.jsonl"])
     assert merged.exit_code == 0
-    assert "lines that ran out of time: 2" in merged.stderr
+    assert "lines that the budget truncated: 2" in merged.stderr
 
 
 def test_prompts_may_grow_where_the_manifest_is_damaged(place: Path) -> None:
-    """By the lines, and by the file's attributes where the file system keeps any."""
+    """The lines, and attributes of the file if it has any, show that it fits."""
     write("p.jsonl", LINES[:3])
     run("p.jsonl")
     Path("o.jsonl.manifest.json").write_text("")

@@ -69,7 +69,7 @@ def test_text_that_is_none_and_fields_too_deep_to_write_fail_alone(
             f'"prompt": "the mat", "k": 1, "far": {lists}',
             'p.jsonl:6: field "far": it is nested more than 100',
         ),
-        "objects": (f'"prompt": "the mat", "far": {objects}', "nested more than 100 deep"),
+        "objects": (f'"prompt": "the mat", "far": {objects}', "nested more than 100 levels deep"),
         "\\ud800": ('"prompt": "the cat"', 'p.jsonl:8: field "id"'),
     }
     good = {

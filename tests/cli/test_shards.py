@@ -37,7 +37,7 @@ def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
     killed = max((place / part for part in parts), key=lambda path: path.stat().st_size)
     content = killed.read_bytes()
     killed.write_bytes(content[: content.index(b"\n") + 30])  # a kill within the second line
-    assert f"{killed.name}: 29 bytes of torn lines are left out missing: " in bass(
+    assert f"{killed.name}: leaving out 29 bytes of torn lines missing: " in bass(
         "merge", "all.jsonl", *parts, code=1
     )
     bass("generate", *FLAGS, "--shard", f"{killed.stem}/3", "--out", killed.name)
@@ -49,16 +49,16 @@ def test_shards_make_the_file_of_an_undisturbed_run(place: Path) -> None:
     # it goes on as what a single run wrote, complete or not
     assert "complete, 18 samples" in bass("generate", *FLAGS, "--out", "all.jsonl")
     bass("merge", "all.jsonl", killed.name, "--overwrite", code=1)
-    assert "going on" in bass("generate", *FLAGS, "--out", "all.jsonl")
+    assert "continuing" in bass("generate", *FLAGS, "--out", "all.jsonl")
     assert work_of(place / "all.jsonl") == work_of(place / "whole.jsonl")
 
 
 def test_a_file_goes_on_with_its_own_shard_only(place: Path) -> None:
     bass("generate", *FLAGS, "--shard", "2/3", "--limit", "1", "--out", "o.jsonl")
     said = bass("generate", *FLAGS, "--shard", "1/3", "--limit", "1", "--out", "o.jsonl", code=2)
-    assert 'shard: "2/3" there, "1/3" now' in said
+    assert 'shard: "2/3" before, "1/3" now' in said
     said = bass("generate", *FLAGS, "--limit", "1", "--out", "o.jsonl", code=2)
-    assert 'shard: "2/3" there, not given now' in said
+    assert 'shard: "2/3" before, not given now' in said
 
 
 def test_bad_shards_are_refused_before_models_are_looked_at(
@@ -70,7 +70,7 @@ def test_bad_shards_are_refused_before_models_are_looked_at(
     for command in (("generate", *FLAGS), ("eval", "humaneval", "--pair", "pair.yaml")):
         for shard in ("9/8", "0/8", "some"):
             said = bass(*command, "--shard", shard, code=2)
-            assert f'--shard (or BASS_SHARD): "{shard}" is no part of a job' in said
+            assert f'--shard (or BASS_SHARD): "{shard}" is not a part of a job' in said
     said = bass("generate", *FLAGS, "--shard", "1/2", "--coupling", "maximal", code=2)
     assert "give them all one --batch-size" in said
 
@@ -81,7 +81,7 @@ def test_under_maximal_coupling_parts_are_merged_with_a_word_on_their_samples(pl
         shard = ("--shard", f"{number}/2", "--out", f"{number}.jsonl")
         bass("generate", *FLAGS[:3], *rows, *shard)
     said = bass("merge", "all.jsonl", "1.jsonl", "2.jsonl")
-    assert "these have the law of a single run's, and are not the same" in said
+    assert "these have the distribution of a single run, but are not equal to it" in said
 
 
 def test_an_evaluation_in_parts(pair_folder: Any) -> None:

@@ -1,5 +1,5 @@
-"""No option is ignored: one that would change nothing in its company is refused before a model
-is loaded."""
+"""Test that no option is ignored: an option that would have no effect is refused before a model is
+loaded."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["generate", "p.txt", "--overwrite", "--out", "/dev/stderr"], "--overwrite: samples go to "
                                                                    "/dev/stderr, where no"),
     (["generate", "p.txt", "--prompt-column", "text"], "--prompt-column (or BASS_PROMPT_COLUMN): "
-                                                       "lines of text have no"),
+                                                       "a text file has no"),
     (["eval", *XSUM, "--plot", "c.png"], "--plot (or BASS_PLOT): a chart shows a sweep; add "
                                          "--budgets"),
     (["eval", *XSUM, "--out", "o.csv"], "--out o.csv: nothing is written as .csv;"),
@@ -71,7 +71,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["bench", "--prompts", "p.txt", "--prompt-tokens", "9"], "--prompt-tokens (or "
                                                               "BASS_PROMPT_TOKENS): prompts of"),
 ])  # fmt: skip
-def test_what_would_change_nothing_is_refused(
+def test_option_without_effect_is_refused(
     place: Path, arguments: list[str], fault: str
 ) -> None:
     before = sorted(place.iterdir())
@@ -82,7 +82,7 @@ def test_what_would_change_nothing_is_refused(
     assert sorted(place.iterdir()) == before
 
 
-def test_a_length_for_a_draft_that_is_there_still_goes_over_the_pairs_own(place: Path) -> None:
+def test_draft_length_flag_overrides_the_pair(place: Path) -> None:
     pair = load_pair("pair.yaml")
     assert make_job(pair, JobArgs(draft_length="4")).speculation.length == 4
     assert (

@@ -1,5 +1,5 @@
-"""Jobs and pair files: defaults, precedence, and every mistake named by file, line, key and
-nearest valid value."""
+"""Test jobs and pair files: defaults, precedence, and errors that name file, line, key and nearest
+valid value."""
 
 from __future__ import annotations
 
@@ -183,8 +183,8 @@ def test_a_mistake_in_a_pair_file_is_named(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
-    """Nobody writes to the pipe, and the device has no end."""
+def test_pipe_device_or_folder_as_pair_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """Nothing writes to the pipe, and the device is endless."""
     file = tmp_path / "pair.yaml"
     {
         "pipe": lambda: os.mkfifo(file),
@@ -202,7 +202,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     "٣", "²", "9" * 6000, "0", "-1", "1,,2", "1.5", "0x3", "", "1e3", "1_0",
 ])  # fmt: skip
 def test_numbers_in_options_are_written_in_ascii_digits(text: str) -> None:
-    """Not what Python's int would take beside, nor so many of them that it refuses them."""
+    """Other digits that Python's int accepts are refused, and so are numbers too long for it."""
     for read in (parse_ks, batch_sizes_of):
         if read is batch_sizes_of and text == "1,,2":
             continue  # it leaves blanks out
@@ -213,7 +213,7 @@ def test_numbers_in_options_are_written_in_ascii_digits(text: str) -> None:
             parse_duration(text, "--budget")
 
 
-def test_what_a_name_says_of_its_parameters_is_no_number_of_any_size() -> None:
+def test_parameters_in_names_are_bounded() -> None:
     assert parameters_in("model-7B") == 7_000_000_000
     assert parameters_in("9" * 400 + "B") is None
 
@@ -282,7 +282,7 @@ def test_nonsense_durations_are_refused(text: str) -> None:
         parse_duration(text, "--budget")
 
 
-def test_flags_go_over_the_pair_and_none_lets_it_show_through() -> None:
+def test_flags_override_the_pair_and_none_keeps_it() -> None:
     pair = Pair.model_validate(
         {
             "name": "p",
@@ -385,7 +385,7 @@ def test_models_are_frozen_and_strict() -> None:
         ("parallels/model", Draft((), "parallels/model")),
     ],
 )
-def test_what_a_draft_may_say(text: str, due: Draft) -> None:
+def test_drafts_are_parsed(text: str, due: Draft) -> None:
     assert parse_draft(text) == due
     assert due.files == (None if text.startswith("skip:") else due.model)
 
@@ -415,7 +415,7 @@ def test_what_a_draft_may_say(text: str, due: Draft) -> None:
         ("parallel:parallel:a/b", "write it like parallel:MODEL"),
     ],
 )
-def test_a_draft_that_says_nothing_names_its_place(tmp_path: Path, text: str, reason: str) -> None:
+def test_invalid_draft_is_named_by_line(tmp_path: Path, text: str, reason: str) -> None:
     file = tmp_path / "pair.yaml"
     file.write_text(f"target: x\ndraft: '{text}'\n")
     with pytest.raises(UserError, match=re.escape(reason)) as caught:

@@ -1,5 +1,4 @@
-"""Suggestions: only words that are near the given one, by an edit distance that is computed here in
-another way."""
+"""Test that only near words are suggested, by an edit distance that is computed here in another way."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ OPTIONS = (
 
 
 def distance(one: str, other: str) -> int:
-    """By the recursive definition, with swaps of neighbours."""
+    """Compute it by the recursive definition, with swaps of neighbours."""
 
     @functools.cache
     def of(i: int, j: int) -> int:

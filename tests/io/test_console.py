@@ -1,4 +1,4 @@
-"""What a person sees: help at once, progress, the tables of `bass pairs` and `bass doctor`."""
+"""Test help, progress, and the tables of `bass pairs` and `bass doctor`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_help_is_fast_and_loads_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_pairs_and_doctor_tell_what_is_here() -> None:
+def test_pairs_and_doctor_show_available_models() -> None:
     known = {row["name"]: row for row in json.loads(cli("pairs", "--json").stdout)}
     assert known["smollm2"]["here"] == "ready" or "not installed" in known["smollm2"]["here"]
     assert known["local-files"]["ready"] is False
@@ -73,7 +73,7 @@ def test_pairs_and_doctor_tell_what_is_here() -> None:
     assert "transformers" in cli("doctor").stdout
 
 
-def test_what_a_name_tells_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_read_from_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
         "Qwen/Qwen2.5-Coder-7B-Instruct": 7e9,
         "Qwen/Qwen3-0.6B": 6e8,
@@ -89,7 +89,7 @@ def test_what_a_name_tells_of_a_model(tmp_path: Path, monkeypatch: pytest.Monkey
     assert place_of("package:no_such_module/x.gguf") == "package no_such_module is not installed"
 
 
-def test_without_a_terminal_progress_is_a_line_now_and_then(
+def test_progress_without_a_terminal_prints_lines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = [0.0]
@@ -112,7 +112,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(
     )
 
 
-def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_counted_work(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     screen = Screen(now=lambda: now[0])
     with screen.counting("verdicts", 9) as progress:
@@ -131,7 +131,7 @@ def test_progress_of_other_things_than_samples(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == ""
 
 
-def test_what_a_terminal_would_obey_is_spelled_out_in_tables(tmp_path: Path) -> None:
+def test_tables_escape_control_characters(tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text('name: "a\\nb"\ntarget: "\\e[31mred"\n')
     for command in (("pairs", str(path)), ("doctor", "--pair", str(path))):

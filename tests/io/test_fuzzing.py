@@ -1,5 +1,4 @@
-"""Files that were damaged or made up at random: each is either read, or refused with an error
-that names it."""
+"""Test damaged and random files: each is read, or refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ BITS = [b"&a", b"*n", b"<<: ", b"? ", b"- ", b"[", b"{", b"!!int ", b"!!binary "
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes, bits: list[bytes]) -> bytes:
-    """The bytes with up to six places overwritten, or cut out, or with something put in; and
-    perhaps cut off."""
+    """Damage the bytes in up to six places: overwrite, remove or insert; perhaps truncate."""
     content = bytearray(whole)
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(content)))
@@ -124,8 +122,7 @@ JSON = st.recursive(
 
 @st.composite
 def replaced(draw: st.DrawFn, whole: Any) -> Any:
-    """The JSON value with one to three of its parts, at any depth, replaced by random ones,
-    removed, or swapped."""
+    """Replace, remove or swap one to three parts of a JSON value, at any depth."""
     value = copy.deepcopy(whole)
     for _ in range(draw(st.integers(1, 3))):
         part = value
@@ -146,8 +143,7 @@ def replaced(draw: st.DrawFn, whole: Any) -> Any:
 
 
 def assert_read_or_named(read: Callable[[], object], file: Path) -> None:
-    """Whatever else is raised than an error that names the file, in one line and perhaps a list,
-    is a fault of ours."""
+    """Fail at any exception that is not a UserError which names the file."""
     try:
         read()
     except UserError as error:
@@ -198,7 +194,7 @@ def test_metadata_of_gguf_files(metadata: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as safetensors, as GGUF and as torch saves it."""
+    """A model as safetensors, as GGUF and as a torch file."""
     folder = tmp_path_factory.mktemp("models")
     sizes = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 32}
     model = write_checkpoint("llama", folder / "folder", shards=False, **sizes)
@@ -219,7 +215,7 @@ NUMBERS = [
 @FUZZ
 @given(data=st.data())
 def test_gguf_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Their header and a little of what follows, where all that is believed of a file lies."""
+    """Damage headers and a little of what follows."""
     whole, path = (models / "model.gguf").read_bytes(), tmp_path / "model.gguf"
     path.write_bytes(data.draw(damaged(whole[:4000], NUMBERS)) + whole[4000:])
     assert_read_or_named(lambda: open_checkpoint(path), path)
@@ -228,7 +224,7 @@ def test_gguf_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
 @FUZZ
 @given(data=st.data())
 def test_safetensors_files(models: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Damaged bytes, or a sound header that says what cannot be."""
+    """Damage bytes, or write a valid header with impossible values."""
     whole, folder = (models / "folder" / "model.safetensors").read_bytes(), tmp_path / "folder"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes((models / "folder" / "config.json").read_bytes())
@@ -258,7 +254,7 @@ def as_line(value: Any) -> bytes:
 
 @st.composite
 def lines(draw: st.DrawFn, rows: list[Any]) -> bytes:
-    """The values as JSON lines: one of them with parts replaced, or all of them damaged."""
+    """Write the values as JSON lines: one with replaced parts, or all damaged."""
     if draw(st.booleans()):
         number = draw(st.integers(0, len(rows) - 1))
         rows = [draw(replaced(row)) if at == number else row for at, row in enumerate(rows)]
@@ -338,7 +334,7 @@ def test_verdicts(tmp_path: Path, content: bytes) -> None:
 @FUZZ
 @given(content=lines([json.loads(surface().to_json())]))
 def test_profiles(tmp_path: Path, content: bytes) -> None:
-    """One that is none is told of and done without."""
+    """An invalid profile is ignored with a note."""
     path, notes = tmp_path / "profile.json", list[str]()
     path.write_bytes(content)
     found = load_surface(path, notes.append)

@@ -1,5 +1,4 @@
-"""What a user reads when the Hugging Face hub gives nothing: the cause in one line, the remedy
-in another."""
+"""Test errors of the Hugging Face hub: one line has the cause, another the remedy."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def test_without_the_hub_two_lines_name_cause_and_remedy(
                                      "HF_TOKEN) if it is private; or"),
     (OSError, "nor to be had from the Hugging Face hub: no space left; do without"),
 ])  # fmt: skip
-def test_a_hub_that_answers_is_no_lack_of_the_machine(
+def test_hub_refusal_is_a_user_error(
     monkeypatch: pytest.MonkeyPatch, kind: type[Exception], expected: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -66,7 +65,7 @@ def test_a_hub_that_answers_is_no_lack_of_the_machine(
     assert expected in str(found)
 
 
-def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(
+def test_hub_errors_are_left_to_the_dataset_reader(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import datasets
@@ -79,7 +78,7 @@ def test_a_hub_that_answers_with_an_error_leaves_the_data_set_to_its_reader(
     assert check_prompts(open_source("hf:o/n:test"), column="prompt", limit=None).count is None
 
 
-def test_files_are_looked_for_without_fetching(
+def test_hub_files_are_listed_without_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[SimpleNamespace] = []

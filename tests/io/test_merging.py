@@ -1,5 +1,5 @@
-"""`--shard` and `bass merge`: who has which prompt, what a merged file holds, what is refused and
-what is named as missing. Files of lines only; with models: tests/cli/test_shards.py."""
+"""Test `--shard` and `bass merge` on files of lines: assignment of prompts, merged content, refusals
+and missing lines. tests/cli/test_shards.py uses models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def manifest(shard: str | None, **given: Any) -> dict[str, Any]:
 def write(
     name: str, shard: str | None, lines: list[Completion] | None = None, **given: Any
 ) -> list[Completion]:
-    """A part as a run leaves it, samples in the order in which they ended; returns its lines."""
+    """Write a part as a run leaves it, with samples in the order they ended; return its lines."""
     ids = [id_ for id_ in IDS if shard is None or parse_shard(shard).holds(id_)]
     due = [sample(id_, number) for number in range(N) for id_ in reversed(ids)]
     with open_output(name, manifest(shard, **given), overwrite=True) as writer:
@@ -58,7 +58,7 @@ def write(
 
 
 def three() -> list[str]:
-    """The parts of a whole job; the names of their files."""
+    """Write the three parts of a job; return the names of their files."""
     for number in (1, 2, 3):
         write(f"{number}.jsonl", f"{number}/3")
     return ["1.jsonl", "2.jsonl", "3.jsonl"]
@@ -80,7 +80,7 @@ def test_every_prompt_is_in_one_shard_and_stays_there() -> None:
     assert found == ["6/8", "3/8", "8/8", "8/8"]
 
 
-def test_all_prompts_are_held_where_there_is_no_shard() -> None:
+def test_without_a_shard_all_prompts_are_drawn() -> None:
     prompts = [sample(id_, 0) for id_ in IDS]
     assert list(held_by(None, prompts)) == prompts
     counts = Counter(one.id for k in (1, 2, 3) for one in held_by(Shard(k, 3), prompts))
@@ -88,15 +88,15 @@ def test_all_prompts_are_held_where_there_is_no_shard() -> None:
 
 
 @pytest.mark.parametrize("text", ["9/8", "0/8", "-1/8", "2/0", "2", "2/8/3", "half", "", "1.5/2"])
-def test_what_is_no_shard_is_refused(text: str) -> None:
+def test_invalid_shard_is_refused(text: str) -> None:
     with pytest.raises(
-        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is no part of a job; .* 2/8'
+        UserError, match=r'--shard \(or BASS_SHARD\): ".*" is not a part of a job; .* 1/8 to 8/8'
     ):
         parse_shard(text)
     assert parse_shard(" 8 / 8 ") == (8, 8)
 
 
-def test_a_merged_file_is_that_of_a_single_run() -> None:
+def test_merged_file_equals_single_run() -> None:
     merge("all.jsonl", *reversed(three()))
     write("single.jsonl", None)
     rows = Path("all.jsonl").read_text().splitlines()
@@ -117,7 +117,7 @@ def test_a_merged_file_is_that_of_a_single_run() -> None:
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-def test_without_the_prompts_numbers_or_parts_stand_in_order(
+def test_without_the_prompt_file_order_is_by_number_or_part(
     place: Path, monkeypatch: pytest.MonkeyPatch, numbered: bool
 ) -> None:
     if not numbered:
@@ -127,8 +127,8 @@ def test_without_the_prompts_numbers_or_parts_stand_in_order(
     with (place / "p.jsonl").open("a") as file:
         file.write(' \n{"prompt": "one more"}')
     said = merge("all.jsonl", *reversed(names))
-    assert "not here as they were" in said
-    assert ("by their numbers" in said) == numbered
+    assert "prompt file is not here or has changed" in said
+    assert ("by the numbers in their ids" in said) == numbered
     rows = [json.loads(line) for line in Path("all.jsonl").read_bytes().splitlines()]
     found = [row["id"] for row in rows]
     if numbered:  # 2 before 10
@@ -142,7 +142,7 @@ def test_without_the_prompts_numbers_or_parts_stand_in_order(
     assert f'missing: 1 samples of 1 prompts: "{lines[0].id}" (0)' in said
 
 
-def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
+def test_missing_lines_are_named_and_can_be_drawn(place: Path) -> None:
     names = three()
     mine = [id_ for id_ in IDS if Shard(2, 3).holds(id_)]
     kept = [sample(id_, 1) for id_ in mine[1:]]
@@ -150,7 +150,7 @@ def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
     with (place / "2.jsonl").open("a") as file:
         file.write('{"id": "torn')
     said = merge("all.jsonl", *names, code=1)
-    assert "2.jsonl: 12 bytes of torn lines are left out" in said
+    assert "2.jsonl: leaving out 12 bytes of torn lines" in said
     assert f"missing: {len(mine) + 1} samples of {len(mine)} prompts: " in said
     assert f'"{mine[0]}" (0, 1), "{mine[1]}" (0)' in said
     with open_output("all.jsonl", manifest(None), resume=True) as writer:
@@ -161,8 +161,8 @@ def test_what_is_missing_is_named_and_may_be_drawn(place: Path) -> None:
     assert "samples" not in said.replace("samples of", "", 1).partition("all.jsonl")[0]
 
 
-def test_a_part_that_was_killed_leaves_the_whole_unfinished(place: Path) -> None:
-    """Also where nobody knows the prompts any more: one without a line is not missed by its id."""
+def test_merge_of_a_killed_part_is_unfinished(place: Path) -> None:
+    """This holds without the prompt file, too: prompts without any line are then unknown."""
 
     def finished() -> bool:
         found: bool = json.loads(Path("all.jsonl.manifest.json").read_text())["finished"]
@@ -181,12 +181,12 @@ def test_a_part_that_was_killed_leaves_the_whole_unfinished(place: Path) -> None
     assert not finished()
     (place / "p.jsonl").unlink()
     said = merge("all.jsonl", *names, "--overwrite", code=1)
-    assert "2.jsonl: the run that wrote it did not come to its end" in said
+    assert "2.jsonl: the run that wrote it did not finish" in said
     assert "missing" not in said
     assert not finished()
 
 
-def test_a_shard_without_prompts_is_not_missed() -> None:
+def test_shard_without_prompts_may_be_left_out() -> None:
     of = next(of for of in range(2, 99) if len({shard_of(id_, of) for id_ in IDS}) < of)
     held = sorted({shard_of(id_, of) for id_ in IDS})
     for shard in held:
@@ -194,7 +194,7 @@ def test_a_shard_without_prompts_is_not_missed() -> None:
     assert "missing" not in merge("all.jsonl", *(f"{shard.number}.jsonl" for shard in held))
 
 
-def test_failures_are_taken_over_and_are_an_exit_code() -> None:
+def test_merge_copies_failures_and_exits_with_1() -> None:
     names = three()
     lines = write("1.jsonl", "1/3")
     failed = Completion.failed(lines[0].id, "too long", seed=0, meta={})
@@ -205,19 +205,19 @@ def test_failures_are_taken_over_and_are_an_exit_code() -> None:
     assert Path("all.jsonl").read_text().count("too long") == 1
 
 
-def test_parts_of_different_jobs_are_refused_with_what_differs(place: Path) -> None:
+def test_parts_of_different_jobs_are_refused_with_differences(place: Path) -> None:
     names = three()
     write("2.jsonl", "2/3", seed=7, temperature=0.5)
     said = merge("all.jsonl", *names, code=2)
-    assert "2.jsonl: it is of another job than 1.jsonl" in said
-    assert "seed: 0 there, 7 here" in said
-    assert "temperature: not given there, 0.5 here" in said
+    assert "2.jsonl: it is part of another job than 1.jsonl" in said
+    assert "seed: 0 in " in said
+    assert "temperature: not given in 1.jsonl, 0.5 here" in said
     write("2.jsonl", "2/4")
-    assert 'shard: "one of 3" there, "one of 4" here' in merge("all.jsonl", *names, code=2)
+    assert 'shard: "one of 3" in 1.jsonl, "one of 4" here' in merge("all.jsonl", *names, code=2)
     write("2.jsonl", None)
-    assert "2.jsonl: it is no part of a job" in merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: it is not a part of a job" in merge("all.jsonl", *names, code=2)
     write("2.jsonl", "1/3")
-    assert "2.jsonl: it is shard 1/3, as 1.jsonl is" in merge("all.jsonl", *names, code=2)
+    assert "2.jsonl: 1.jsonl is also shard 1/3" in merge("all.jsonl", *names, code=2)
     Path("2.jsonl.manifest.json").write_text("{}")
     assert "2.jsonl.manifest.json: the manifest cannot be read" in merge(
         "all.jsonl", *names, code=2
@@ -228,12 +228,12 @@ def test_parts_of_different_jobs_are_refused_with_what_differs(place: Path) -> N
     assert not Path("all.jsonl").exists()
 
 
-def test_lines_that_belong_elsewhere_or_are_twice_are_refused() -> None:
+def test_foreign_and_duplicate_lines_are_refused() -> None:
     names = three()
     lines = write("2.jsonl", "2/3")
     write("2.jsonl", "2/3", [*lines, lines[0]])
     said = merge("all.jsonl", *names, code=2)
-    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" is in the file twice' in said
+    assert f'2.jsonl:{len(lines) + 1}: sample 0 of "{lines[0].id}" occurs twice' in said
     other = next(id_ for id_ in IDS if Shard(1, 3).holds(id_))
     write("2.jsonl", "2/3", [sample(other, 0)])
     assert f'2.jsonl:1: "{other}" belongs to shard 1/3, not to 2/3' in merge(
@@ -244,14 +244,14 @@ def test_lines_that_belong_elsewhere_or_are_twice_are_refused() -> None:
     assert f'2.jsonl: there is no prompt "{unknown}"' in merge("all.jsonl", *names, code=2)
 
 
-def test_nothing_is_lost_for_a_merged_file(place: Path) -> None:
+def test_merge_never_replaces_other_files(place: Path) -> None:
     names = three()
     (place / "all.jsonl").write_text("something else\n")
     assert "all.jsonl: it exists; use --overwrite" in merge("all.jsonl", *names, code=2)
     assert (place / "all.jsonl").read_text() == "something else\n"
     merge("all.jsonl", *names, "--overwrite")
     assert "this is a part" in merge("2.jsonl", *names, "--overwrite", code=2)
-    assert "a file is needed" in merge("-", *names, code=2)
+    assert "name a file" in merge("-", *names, code=2)
     with (place / "2.jsonl").open("rb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         assert "2.jsonl: another process is writing" in merge("new.jsonl", *names, code=2)

@@ -1,5 +1,5 @@
-"""Only regular files are written, and what is not ours is not replaced without --overwrite:
-refused before any work."""
+"""Test that only regular files are written, and that foreign files are not replaced without
+--overwrite; both are refused before any work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALLOW = "--allow-code-execution"
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """The kind of everything in a folder, and what is in regular files."""
+    """Return the kind of every entry of a folder, and the content of regular files."""
     return {str(path.relative_to(folder)): (path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
             for path in sorted(folder.rglob("*"))}  # fmt: skip
 
@@ -42,7 +42,7 @@ def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
     ([*BENCH, "--plot", "x.png"], "x.png"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["pipe", "link to a socket", "folder", "foreign"])
-def test_what_cannot_be_replaced_is_refused_before_any_work(
+def test_output_that_cannot_be_replaced_is_refused_early(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], name: str, kind: str
 ) -> None:
     monkeypatch.setattr(
@@ -66,21 +66,21 @@ def test_what_cannot_be_replaced_is_refused_before_any_work(
     assert tree(tmp_path) == before
 
 
-def test_devices_are_no_place(tmp_path: Path) -> None:
+def test_devices_are_refused_as_outputs(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/null")
     for path in ("/dev/full", "/dev/null", tmp_path / "link"):
         with pytest.raises(UserError, match="this is a device"):
             check_place("--out", path)
 
 
-def test_what_became_a_pipe_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_path_that_became_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "r.json")
     with pytest.raises(OSError, match="not a regular file"):
         write_file(tmp_path / "r.json", b"")
     assert (tmp_path / "r.json").is_fifo()
 
 
-def test_places_that_do_not_take_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_folders_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "away").symlink_to("nowhere/f")
     (tmp_path / "file").write_text("")
@@ -96,7 +96,7 @@ def test_places_that_do_not_take_files(tmp_path: Path, monkeypatch: pytest.Monke
     check_place("--out", tmp_path / "new")
 
 
-def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:
+def test_names_of_standard_output_write_to_it(cli: Any, tmp_path: Path) -> None:
     before = tree(tmp_path)
     for name in ("-", "/dev/stdout", "/dev/fd/1"):
         result = cli("generate", "p.jsonl", "--n", "2", "--out", name)
@@ -107,7 +107,7 @@ def test_names_of_standard_output_mean_it(cli: Any, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
-def test_a_manifest_that_is_not_ours_is_kept(cli: Any, tmp_path: Path) -> None:
+def test_foreign_manifest_is_kept(cli: Any, tmp_path: Path) -> None:
     command, beside = (
         ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl"),
         tmp_path / "o.jsonl.manifest.json",
@@ -136,7 +136,7 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_a_report_replaces_its_like_and_nothing_else() -> None:
+def test_report_replaces_only_reports() -> None:
     def score(*arguments: str) -> Any:
         return CliRunner().invoke(app, ["score", *arguments, ALLOW, "--report", "r.json"])
 
@@ -158,7 +158,7 @@ def test_a_report_replaces_its_like_and_nothing_else() -> None:
 
 
 @pytest.mark.usefixtures("files")
-def test_what_came_to_the_report_s_place_meanwhile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_created_in_place_of_the_report_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     from bass_cli.eval import scoring
 
     judged = scoring._judge
@@ -175,7 +175,7 @@ def test_what_came_to_the_report_s_place_meanwhile_is_kept(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("flags", [[], ["--rejudge"]])
-def test_a_file_in_the_place_of_verdicts_is_kept(flags: list[str]) -> None:
+def test_foreign_file_in_place_of_verdicts_is_kept(flags: list[str]) -> None:
     Path("f.jsonl.verdicts.jsonl").write_text("precious\n")
     result = CliRunner().invoke(app, ["score", "f.jsonl", ALLOW, *flags])
     assert result.exit_code == 2

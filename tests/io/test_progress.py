@@ -1,5 +1,5 @@
-"""Progress that is honest: what is going on has a name, silence has an end, and the time that is
-left is no wish."""
+"""Test progress: phases have names, a line comes at least every 30 seconds, and the estimated time
+is realistic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DONE = Completion("a", 0, "", "eos", 30, None, None, 0.0, 10, 40, 20, 0, 1)
 
 
 class Terminal(io.StringIO):
-    """Takes what is written, and says that it is a terminal."""
+    """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -35,7 +35,7 @@ def seconds_left(line: str) -> int | None:
     return None if found is None else int(found[1] or 0) * 3600 + int(found[2]) * 60 + int(found[3])
 
 
-def test_no_estimate_without_a_basis() -> None:
+def test_no_estimate_before_enough_items() -> None:
     estimate = Estimate(1000)
     assert estimate.left(5.0) is None
     for done in range(20):  # two of a hundred are too few, and so are two at all
@@ -53,7 +53,7 @@ def test_no_estimate_without_a_basis() -> None:
     assert unknown.left(50.0) is None
 
 
-def test_what_was_done_before_does_not_count_as_speed() -> None:
+def test_items_of_earlier_runs_do_not_count_as_speed() -> None:
     estimate = Estimate(200)
     estimate.update(100, 0.0)  # verdicts of an earlier run
     estimate.update(110, 10.0)
@@ -61,8 +61,8 @@ def test_what_was_done_before_does_not_count_as_speed() -> None:
     assert estimate.left(12.0) == pytest.approx(88.0)
 
 
-def test_the_last_sample_is_not_said_to_take_a_second_for_minutes() -> None:
-    """31 of 32 samples end at one a second, and the last one takes three minutes more."""
+def test_estimate_grows_while_nothing_finishes() -> None:
+    """31 of 32 samples end, one a second; the last one takes three minutes."""
     estimate, short = Estimate(32), []
     estimate.update(0, 0.0)
     for done in range(1, 32):
@@ -115,7 +115,7 @@ def test_phases_are_named_and_silence_ends_after_30_seconds(
     assert capsys.readouterr().err == ""
 
 
-def test_lines_come_while_nothing_reports_anything(
+def test_lines_are_printed_without_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "SILENCE", 0.02)
@@ -162,7 +162,7 @@ def test_a_terminal_has_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--budget", "60s")])
-def test_a_job_names_what_it_does_before_the_first_round(
+def test_phases_before_the_first_round_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     write_checkpoint("llama", tmp_path / "target", seed=0, shards=False)

@@ -1,4 +1,4 @@
-"""Prompts: every format gives the same prompts, nothing is read ahead, every fault is named by
+"""Test that all formats give the same prompts, that nothing is read ahead, and that faults name
 file, line and field."""
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_text_lines_have_their_line_index_as_id(tmp_path: Path) -> None:
         (b"[]int{1}\n", [("0", "[]int{1}", None, {}, None)]),
     ],
 )
-def test_stdin_is_read_once_and_twice_over(
+def test_stdin_can_be_read_twice(
     monkeypatch: pytest.MonkeyPatch, content: bytes, expected: Any
 ) -> None:
     feed(monkeypatch, content)
@@ -149,18 +149,18 @@ def test_prompts_stream(tmp_path: Path) -> None:
         ('{"prompt": "a", "reference": 1}\n', 'p.jsonl:1: field "reference": it must be a string'),
         (
             '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}\n',
-            'p.jsonl:2: field "id": "x" is already the id of',
+            'p.jsonl:2: field "id": "x" is also the id of',
         ),
         (
             '{"prompt": "a", "id": 1}\n{"prompt": "b"}\n',
-            'p.jsonl:2: field "id": "1" is already the id of',
+            'p.jsonl:2: field "id": "1" is also the id of',
         ),
         (
             b'{"prompt": "a"}\n{"prompt": "\xff"}\n',
             "p.jsonl:2: the text is not valid UTF-8: byte 0xff at byte 13",
         ),
-        ("\n \n", "p.jsonl: there is no prompt in it"),
-        ("", "p.jsonl: there is no prompt in it"),
+        ("\n \n", "p.jsonl: it contains no prompts"),
+        ("", "p.jsonl: it contains no prompts"),
         ("[" * 100_000 + "\n", "p.jsonl:1: broken JSON"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_fault_is_named(tmp_path: Path, content: str | bytes, expected: str) -
         ('[{"prompt": "a"},\n]', 'p.json:2: broken JSON: "," before the closing "]"'),
         ('[{"prompt": "a"}]\n\n[]', "p.json:3: broken JSON: something follows"),
         ('[{"prompt": "a"},\n"b"]', "p.json:2: a prompt is an object"),
-        ("[]", "p.json: there is no prompt in it"),
+        ("[]", "p.json: it contains no prompts"),
     ],
 )
 def test_a_fault_in_a_json_list_is_named(tmp_path: Path, content: str, expected: str) -> None:

@@ -1,5 +1,5 @@
-"""Fields of a prompt that ask for what a prompt cannot set are errors in every format; all other
-fields become `meta`, and messages hold nothing that a chat template would drop."""
+"""Test that reserved fields of a prompt are errors in every format, that all other fields become
+`meta`, and that messages with keys that templates drop are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fault(path: Path, record: dict[str, Any]) -> str:
     return str(caught.value).removeprefix(f"{path.parent}/")
 
 
-def test_the_table_has_the_apis_fields_and_every_option_of_a_job() -> None:
+def test_reserved_names_cover_the_api_and_all_job_options() -> None:
     assert set(OPENAI) <= RESERVED
     assert JOB_FLAGS | {"pair", "model"} <= RESERVED
     assert not RESERVED & {*KEPT, "id", "prompt", "messages", "reference", "meta", "task_id"}
@@ -62,7 +62,8 @@ def test_a_reserved_field_is_named_with_what_to_do(tmp_path: Path, name: str) ->
         ("n", "--n"),
         ("stop", "--stop"),
         ("system", '"messages" with {"role": "system"'),
-        ("tools", "nothing of the kind"),
+        ("tools", "cannot pass it to the model"),
+        ("min_p", "no such setting"),
     ],
 )
 def test_the_remedy_is_the_flag_or_the_place(tmp_path: Path, name: str, remedy: str) -> None:
@@ -91,19 +92,82 @@ def test_all_formats_have_one_rule(
         list(prompts)
 
 
-def test_a_field_that_is_the_prompt_or_null_is_no_setting(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("Temperature", "--temperature"),
+        ("maxTokens", "--max-new-tokens"),
+        ("max-tokens", "--max-new-tokens"),
+        ("SYSTEM", '"role": "system"'),
+        ("systemPrompt", '"role": "system"'),
+        ("Tools", "cannot pass it to the model"),
+        ("images", "cannot pass it to the model"),
+        ("ID", 'did you mean "id"?'),
+        ("Messages", 'did you mean "messages"?'),
+    ],
+)
+def test_another_spelling_of_a_reserved_field_is_refused(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", name: "x"})
+    assert said.startswith(f'p.jsonl:2: field "{name}": ')
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("field", "inside"),
+    [
+        ("sampling_params", "temperature"),
+        ("parameters", "maxNewTokens"),
+        ("options", "num_predict"),
+        ("generationConfig", "stopSequences"),
+        ("body", "tools"),
+    ],
+)
+def test_a_setting_inside_an_object_of_settings_is_refused(
+    tmp_path: Path, field: str, inside: str
+) -> None:
+    said = fault(tmp_path / "p.jsonl", {"prompt": "a", field: {"x": 1, inside: 1}})
+    assert said.startswith(f'p.jsonl:2: field "{field}.{inside}": ')
+
+
+def test_data_in_fields_named_like_settings_becomes_meta() -> None:
+    line = {"options": ["A", "B"], "config": {"level": 1}, "reasoning": "because", 5: 6}
+    (found,) = prompts_of([{"prompt": "a", **line}])  # type: ignore[dict-item]
+    assert found.meta == line
+    with pytest.raises(UserError, match='"reasoning": bass has no such setting'):
+        list(prompts_of([{"prompt": "a", "reasoning": {"effort": "high"}}]))
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.json"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a", "prompt": "b"}',
+        '{"prompt": "a", "meta": {"x": 1, "x": 1}}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path, name: str, line: str) -> None:
+    path = tmp_path / name
+    path.write_text(f"[\n{line}]" if path.suffix == ".json" else f'{{"prompt": "c"}}\n{line}\n')
+    with pytest.raises(UserError, match=r'2: broken JSON: the key "\w+" is given twice in one obj'):
+        list(read_prompts(str(path)))
+
+
+def test_prompt_column_and_null_fields_are_not_reserved(tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text('{"system": "a", "tools": null}\n')
     (found,) = read_prompts(str(tmp_path / "p.jsonl"), column="system")
     assert (found.text, found.meta) == ("a", {})
 
 
-def test_meta_carries_what_is_reserved(tmp_path: Path) -> None:
+def test_meta_may_hold_reserved_names(tmp_path: Path) -> None:
     line = {"prompt": "a", "level": 3, "meta": {"temperature": 0.2, "system": "x"}, **{"user": 1}}
     (tmp_path / "p.jsonl").write_text(json.dumps(line) + "\n")
     (found,) = read_prompts(str(tmp_path / "p.jsonl"))
     assert found.meta == {"level": 3, "user": 1, "temperature": 0.2, "system": "x"}
     said = fault(tmp_path / "p.jsonl", {"prompt": "a", "level": 3, "meta": {"level": 4}})
-    assert said == 'p.jsonl:2: field "meta": "level" is a field beside it too'
+    assert said == 'p.jsonl:2: field "meta": "level" is also a field of the prompt'
     (found,) = prompts_of([{"prompt": "a", "meta": "a text"}])
     assert found.meta == {"meta": "a text"}
 
@@ -154,8 +218,8 @@ def test_messages_with_what_a_template_would_drop_are_refused(
     assert said in found
 
 
-def test_keys_that_are_null_do_not_reach_the_template() -> None:
-    """As tables have them, where another row's message has the key."""
+def test_null_keys_of_messages_are_dropped() -> None:
+    """Tables have such keys if another row's message has the key."""
     turns = [user(), {"role": "assistant", "content": "a"}, user("b")]
     (found,) = prompts_of([{"messages": [{**one, "tool_calls": None} for one in turns]}])
     assert found.messages == turns

@@ -1,5 +1,4 @@
-"""Result files: the line, the manifest, going on after any kind of end, the lock, refusals that
-change nothing."""
+"""Test result files: lines, manifest, lock, resuming, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -160,7 +159,7 @@ def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.M
         open_output(str(tmp_path / "out.jsonl"), MANIFEST)
 
 
-def test_a_full_disk_is_a_lack_of_the_machine() -> None:
+def test_full_disk_is_a_machine_error() -> None:
     with open("/dev/full", "wb") as full:
         name = f"/dev/fd/{full.fileno()}"
         with (
@@ -255,7 +254,7 @@ def test_an_output_that_loses_its_name_is_saved_and_the_run_fails(
         assert writer.done == {("a", 0), ("a", 1)}
 
 
-def test_nothing_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
+def test_saved_copies_are_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     (tmp_path / "out.saved.jsonl").symlink_to("nowhere")
 
@@ -271,7 +270,7 @@ def test_nothing_that_was_saved_before_is_replaced(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_what_cannot_be_saved_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
 
     def write() -> None:
@@ -285,7 +284,7 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl.manifest.json"]
 
 
-def test_an_output_that_another_program_cuts_short_is_not_called_done(tmp_path: Path) -> None:
+def test_truncated_output_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Going on with a result file after any kind of end: torn lines, failed prompts, other settings."""
+"""Test resuming a result file: torn lines, failed prompts, other settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     assert json.loads(manifest_path(str(path)).read_text())["totals"]["samples"] == 3
 
 
-def test_the_torn_line_goes_even_if_nothing_is_left_to_do(tmp_path: Path) -> None:
+def test_torn_line_is_removed_from_a_complete_file(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     whole = path.read_bytes()
@@ -80,7 +80,7 @@ def test_the_rewritten_file_keeps_its_mode_and_its_link(tmp_path: Path) -> None:
         ('{"id": "b", "sam', "out.jsonl:2: the line is broken"),
         ("{}", 'out.jsonl:2: this is not a result line: field "id": a text is needed, not None'),
         ("[" * 10**5, "out.jsonl:2: the line is broken"),
-        (sample("a", 0).to_line(), 'out.jsonl:2: sample 0 of "a" is in the file twice'),
+        (sample("a", 0).to_line(), 'out.jsonl:2: sample 0 of "a" occurs twice'),
     ],
 )
 def test_a_broken_line_in_the_middle_is_refused(tmp_path: Path, line: str, expected: str) -> None:
@@ -121,8 +121,8 @@ def test_a_line_of_other_types_is_refused(
 @pytest.mark.parametrize(
     "value", ["2", [2], {"a": 2}, True, 2.5, None, float("inf"), 10**400, [[[[[]]]]]]
 )
-def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: object) -> None:
-    """Also of those that may grow."""
+def test_settings_of_other_types_are_refused(tmp_path: Path, value: object) -> None:
+    """This includes settings that may grow."""
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
@@ -131,7 +131,7 @@ def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: objec
         json.dumps(before | {"results": before["results"] | {"n": value}, "totals": value})
     )
     with pytest.raises(
-        UserError, match=r"out\.jsonl: it was begun with other settings;.*; n: .* there, 2 now"
+        UserError, match=r"out\.jsonl: it was begun with other settings;.*; n: .* before, 2 now"
     ):
         open_output(str(path), MANIFEST)
 
@@ -142,7 +142,7 @@ def test_settings_of_other_types_are_other_settings(tmp_path: Path, value: objec
     f'{{"samples": 1, "seconds": {10**400}}}', '{"samples": [], "seconds": '
                                                '1}', '{"samples": 1, "seconds": -1}',
 ])  # fmt: skip
-def test_totals_that_are_none_are_not_known(tmp_path: Path, totals: str) -> None:
+def test_invalid_totals_are_ignored(tmp_path: Path, totals: str) -> None:
     path = tmp_path / "out.jsonl"
     fill(path, sample("a", 0))
     file = manifest_path(str(path))
@@ -159,9 +159,9 @@ def test_other_settings_are_refused_key_by_key(tmp_path: Path) -> None:
     before = path.read_bytes(), manifest_path(str(path)).read_bytes()
     with pytest.raises(UserError) as caught:
         open_output(str(path), manifest(seed=1, target="u", chat=True))
-    assert "; seed: 0 there, 1 now" in str(caught.value)
-    assert '; target: "t" there, "u" now' in str(caught.value)
-    assert "; chat: not given there, true now" in str(caught.value)
+    assert "; seed: 0 before, 1 now" in str(caught.value)
+    assert '; target: "t" before, "u" now' in str(caught.value)
+    assert "; chat: not given before, true now" in str(caught.value)
     assert "--overwrite" in str(caught.value)
     assert (path.read_bytes(), manifest_path(str(path)).read_bytes()) == before
     open_output(str(path), MANIFEST).close(finished=True)
@@ -184,7 +184,7 @@ def test_n_and_limit_may_only_grow(
     assert json.loads(manifest_path(str(path)).read_text())["results"][key] == value
 
 
-def test_a_kill_at_any_moment_leaves_a_file_that_goes_on(
+def test_file_can_be_resumed_after_a_kill_at_any_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""No command writes over what it reads: an output that is an input, under whatever name, is
-refused and nothing changes."""
+"""Test that no command overwrites its inputs: an output that is also an input, under any name, is
+refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BENCH = ["bench", "--pair", "pair.yaml", "--prompts", "p.jsonl"]
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with prompts, a pair of files that only look like models, problems and samples."""
+    """A folder with prompts, fake model files, problems and samples."""
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
     for folder in ("target", "draft", "other"):
@@ -106,7 +106,7 @@ def test_an_output_that_is_an_input_is_refused(
     assert contents(place) == before
 
 
-def test_a_report_does_not_become_the_manifest_that_is_not_there(place: Path) -> None:
+def test_report_cannot_take_the_place_of_a_manifest(place: Path) -> None:
     Path("f.jsonl.manifest.json").unlink()
     before = contents(place)
     result = CliRunner().invoke(app, [*SCORE, "--report", "other/../f.jsonl.manifest.json"])
@@ -115,7 +115,7 @@ def test_a_report_does_not_become_the_manifest_that_is_not_there(place: Path) ->
     assert contents(place) == before
 
 
-def test_a_chart_does_not_replace_what_is_read(
+def test_chart_never_replaces_an_input(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -144,7 +144,7 @@ def test_a_chart_does_not_replace_what_is_read(
                                                                         "--report too"),
     ([*SCORE, "--report", "f.jsonl.verdicts.jsonl"], "this is the file of the verdicts too"),
 ])  # fmt: skip
-def test_files_that_go_with_an_output_are_outputs_too(
+def test_manifests_and_verdicts_count_as_outputs(
     place: Path, command: list[str], fault: str
 ) -> None:
     Path("o.jsonl.manifest.json").write_text('[{"prompt": "a"}]')
@@ -158,7 +158,7 @@ def test_files_that_go_with_an_output_are_outputs_too(
 @pytest.mark.parametrize(
     "redirection", [">> p.jsonl", "1<> other/../p.jsonl", "--out p.jsonl --overwrite"]
 )
-def test_standard_input_and_output_are_known_by_what_they_are_connected_to(
+def test_redirected_streams_are_recognised_as_files(
     place: Path, redirection: str
 ) -> None:
     before = contents(place)
@@ -179,8 +179,8 @@ def test_standard_input_and_output_are_known_by_what_they_are_connected_to(
     assert contents(place) == before
 
 
-def test_what_is_no_file_may_be_shared(place: Path) -> None:
-    """The fault that comes is a later one: the models are none."""
+def test_streams_and_devices_may_be_shared(place: Path) -> None:
+    """The command fails later, because the model files are fake."""
     for out in ("/dev/stderr", "draft/model.png", "target/o.jsonl", "smollm2"):
         result = CliRunner().invoke(app, [*GENERATE, "--out", out])
         assert result.exit_code == 2

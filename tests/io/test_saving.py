@@ -1,5 +1,4 @@
-"""Files replaced in one step: what reaches the disk in which order, names nobody can prepare,
-full disks, damage."""
+"""Test files that are replaced atomically: order of syncs, drafts, full disks, damage."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ DRAFT = r"\.f\.json\.[0-9a-f]{16}\.new"
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """What is asked of the system from here on: ("open" of a draft | "fsync" | "replace", name,
-    size or flags)."""
+    """Record system calls: ("open" of a draft | "fsync" | "replace", name, size or flags)."""
     made: list[tuple[str, str, int]] = []
     sync, replace, open_ = os.fsync, os.replace, os.open
 
@@ -74,7 +72,7 @@ def test_content_then_name_then_folder_reach_the_disk(
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])
-def test_a_refusal_leaves_the_old_file_alone(
+def test_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def refuse(*_: Any) -> None:
@@ -100,7 +98,7 @@ def test_the_mode_of_a_file_and_the_link_to_it_stay(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_kill_left_goes_and_nothing_else(tmp_path: Path) -> None:
+def test_drafts_of_killed_processes_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "o.jsonl"
     left = [f".{name}.0123456789abcdef.new" for name in (path.name, manifest_path(path.name).name)]
     others = [".x.0123456789abcdef.new", ".o.jsonl.new", ".o.jsonl.0123456789abcdeX.new"]
@@ -114,7 +112,7 @@ def test_what_a_kill_left_goes_and_nothing_else(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_kill_left_of_any_file_goes_but_not_what_is_being_written(tmp_path: Path) -> None:
+def test_drafts_in_use_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     (tmp_path / ".report.json.0123456789abcdef.new").write_text("left")
     os.mkfifo(tmp_path / ".report.json.0123456789abcdee.new")
@@ -129,7 +127,7 @@ def test_what_a_kill_left_of_any_file_goes_but_not_what_is_being_written(tmp_pat
     ]
 
 
-def test_a_draft_that_is_taken_for_a_left_one_before_it_is_locked_is_made_anew(
+def test_draft_removed_before_its_lock_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, lock, removed = tmp_path / "f.json", saving.fcntl.flock, []
@@ -145,7 +143,7 @@ def test_a_draft_that_is_taken_for_a_left_one_before_it_is_locked_is_made_anew(
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("f.json", b"new")]
 
 
-def test_lines_are_on_the_disk_by_the_clock_and_before_the_manifest_says_so(
+def test_lines_are_synced_by_time_and_before_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str, int]]
 ) -> None:
     now = [0.0]
@@ -172,7 +170,7 @@ def test_lines_are_on_the_disk_by_the_clock_and_before_the_manifest_says_so(
     assert calls[begun + 1] == ("fsync", "o.jsonl", 3 * size)
 
 
-def test_old_lines_never_lie_under_a_new_manifest(
+def test_old_lines_never_have_a_new_manifest(
     tmp_path: Path, calls: list[tuple[str, str, int]]
 ) -> None:
     path = tmp_path / "o.jsonl"
@@ -186,7 +184,7 @@ def test_old_lines_never_lie_under_a_new_manifest(
 
 @contextlib.contextmanager
 def longest_file(size: int) -> Iterator[None]:
-    """The system refuses what would make a file longer, in bytes."""
+    """Limit the size of files, in bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -195,7 +193,7 @@ def longest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing_and_the_same_command_goes_on(cli: Any, tmp_path: Path) -> None:
+def test_run_can_be_resumed_after_a_full_disk(cli: Any, tmp_path: Path) -> None:
     command = ("generate", "p.txt", "--n", "3", "--out", "o.jsonl")
     (tmp_path / "p.txt").write_text("".join(f"prompt {number}\n" for number in range(10)))
     output = tmp_path / "o.jsonl"
@@ -235,23 +233,23 @@ def test_the_same_command_rebuilds_a_damaged_manifest(
     beside.write_text(damage)
     again = cli(*command)
     assert again.exit_code == 0, again.stderr
-    assert "o.jsonl.manifest.json: it is damaged and written anew" in again.stderr
+    assert "o.jsonl.manifest.json: it is damaged and is written again" in again.stderr
     assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
     assert json.loads(beside.read_text())["results"] == settings
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (("--seed", "1"), "seed: 0 there, 1 now"), (("--n", "1"), "sample: 1 there, --n 1 now"),
+    (("--seed", "1"), "seed: 0 before, 1 now"), (("--n", "1"), "sample 1 before, --n 1 now"),
     (("--limit", "1"), 'there is no prompt '
-                       '"b"'), (("--max-new-tokens", "2"), "tokens: 3 there, --max-new-tokens 2 "
+                       '"b"'), (("--max-new-tokens", "2"), "3 tokens before, --max-new-tokens 2 "
                                                            "now"),
-    (("--token-ids",), "token_ids: not given there, given "
+    (("--token-ids",), "token_ids: without before, with "
                        "now"), (("--model", "other"), None), (("--top-p", "0.5"), None),
 ])  # fmt: skip
 def test_another_command_is_refused_where_the_manifest_is_damaged(
     cli: Any, tmp_path: Path, change: tuple[str, ...], says: str | None
 ) -> None:
-    """By the lines; what they do not tell is known where the file system keeps attributes."""
+    """Lines show some differences; file attributes, where they exist, show the others."""
     command = ("generate", "p.jsonl", "--n", "2", "--out", "o.jsonl")
     assert cli(*command).exit_code == 0
     output, beside = tmp_path / "o.jsonl", tmp_path / "o.jsonl.manifest.json"
@@ -271,7 +269,7 @@ def test_another_command_is_refused_where_the_manifest_is_damaged(
     assert (output.read_bytes(), beside.read_bytes()) == (content, b"")
 
 
-def test_a_hole_that_a_power_cut_left_costs_its_lines_alone(tmp_path: Path) -> None:
+def test_hole_of_a_power_cut_loses_only_its_lines(tmp_path: Path) -> None:
     path = tmp_path / "o.jsonl"
     lines = [sample("a", number).to_line().encode() + b"\n" for number in range(4)]
     fill(path, *(sample("a", number) for number in range(4)))
@@ -280,7 +278,7 @@ def test_a_hole_that_a_power_cut_left_costs_its_lines_alone(tmp_path: Path) -> N
     path.write_bytes(content[:begin] + bytes(end - begin) + content[end:])
     with outputs.open_output(str(path), MANIFEST) as writer:
         assert writer.done == {("a", 0), ("a", 3)}
-        assert any("torn by a power cut" in note for note in writer.notes)
+        assert any("a power cut damaged" in note for note in writer.notes)
         for number in (1, 2):
             writer.write(sample("a", number))
     assert path.read_bytes() == b"".join([lines[0], lines[3], lines[1], lines[2]])
@@ -315,7 +313,7 @@ def test_a_full_disk_keeps_the_old_chart_and_the_verdicts(tmp_path: Path) -> Non
         assert list(ledger.rulings.values()) == [ruling]
 
 
-def test_a_hole_in_the_verdicts_costs_its_lines_alone(tmp_path: Path) -> None:
+def test_hole_in_the_verdicts_loses_only_its_lines(tmp_path: Path) -> None:
     path, ruling = tmp_path / "v.jsonl", Ruling("a", 0, "0", "passed", "", 0.1, {})
     with VerdictStore(str(path)) as ledger:
         for number in range(4):

@@ -1,5 +1,4 @@
-"""What prompts come from beside ordinary files: pipes, devices, lines without end; and lines
-made up at random."""
+"""Test prompts from pipes, devices and endless lines, and random lines."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ MEGABYTE = 2**20
 
 @pytest.fixture
 def short_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines are too long from 1 MB on, so that the tests need not read 64."""
+    """Limit lines to 1 MB, so that tests need not read 64 MB."""
     for module in (prompts, records):
         monkeypatch.setattr(module, "LONGEST_LINE", MEGABYTE)
     monkeypatch.setattr(records._text_lines, "__kwdefaults__", {"longest": MEGABYTE})
@@ -37,15 +36,14 @@ def refusal(source: str) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_devices_and_folders_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.jsonl")  # nobody will ever write to it
     for name in (str(tmp_path / "p.jsonl"), "/dev/zero", "/dev/urandom", "/dev/null"):
         assert refusal(name) == (
-            f"{name}: this is a pipe or a device, not a file; give - in its place and feed "
-            "standard "
-            f"input: < {name}"
+            f"{name}: this is a pipe or a device, not a file; read it from standard input "
+            f"instead: - < {name}"
         )
-    assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder, a prompt file is needed"
+    assert refusal(str(tmp_path)) == f"{tmp_path}: this is a folder; name a prompt file"
     assert refusal(str(tmp_path / "p.jsonl" / "q.jsonl")).endswith("there is no such prompt file")
     assert refusal(f"{'n' * 3000}.jsonl").endswith(
         "cannot read the prompt file: File name too long"
@@ -55,7 +53,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("device", "expected"), [
     ("/dev/zero", "stdin:1: the line has more than 1 "
                   "MB"), ("/dev/urandom", "the text is not valid UTF-8"),
-    ("/dev/null", "stdin: there is no prompt in it"), (".", "stdin: cannot read it: Is a "
+    ("/dev/null", "stdin: it contains no prompts"), (".", "stdin: cannot read it: Is a "
                                                             "directory"),
 ])  # fmt: skip
 def test_devices_and_folders_as_standard_input(
@@ -70,7 +68,7 @@ def test_devices_and_folders_as_standard_input(
 
 
 class Unchecked(io.RawIOBase):
-    """A descriptor to read, whatever it is, as the interpreter opens standard input."""
+    """Open a descriptor as the interpreter opens standard input."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -95,17 +93,17 @@ def test_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["p.jsonl", "p.txt"])
-def test_a_line_without_end_is_not_read_to_its_end(
+def test_endless_line_is_refused(
     tmp_path: Path, short_lines: None, name: str
 ) -> None:
     path = tmp_path / name
     path.write_bytes(b'{"prompt": "a"}\n{"prompt": "')
     os.truncate(path, 1 << 40)  # a hole, which takes no room on the disk
-    assert refusal(str(path)) == f"{path}:2: the line has more than 1 MB, so it cannot be a prompt"
+    assert refusal(str(path)) == f"{path}:2: the line has more than 1 MB, the most that a prompt may have"
     assert next(read_prompts(str(path))).place == f"{path}:1"
 
 
-def test_a_list_that_is_too_long_is_not_read_as_a_whole(
+def test_too_long_list_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "_LONGEST_LIST", MEGABYTE)
@@ -115,7 +113,7 @@ def test_a_list_that_is_too_long_is_not_read_as_a_whole(
     os.truncate(path, 1 << 40)
     assert (
         refusal(str(path))
-        == f"{path}:1: a .json file is read as a whole, so it may have 1 MB; convert it to .jsonl"
+        == f"{path}:1: a .json file may have at most 1 MB, because it is read as a whole; convert it to .jsonl"
     )
 
 
@@ -179,7 +177,7 @@ CONTENTS = st.lists(st.tuples(LINES, ENDS).map(b"".join), max_size=4).map(b"".jo
 def test_any_bytes_are_prompts_or_an_error_with_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, kind: str
 ) -> None:
-    """Never another exception; and what is said fits a line of a terminal or four."""
+    """No other exception is raised, and the message has at most four terminal lines."""
     path = tmp_path / f"p.{kind}"
     monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(buffer=io.BytesIO(content)))
     path.write_bytes(content)
@@ -188,7 +186,7 @@ def test_any_bytes_are_prompts_or_an_error_with_a_line(
     if said is not None:
         assert said.startswith(f"{name}:")
         reason = said.removeprefix(f"{name}:")
-        assert reason.split(":")[0].isdigit() or reason == " there is no prompt in it"
+        assert reason.split(":")[0].isdigit() or reason == " it contains no prompts"
         assert len(reason) < 400
         assert "\n" not in reason
     for prompt in found:
@@ -198,7 +196,7 @@ def test_any_bytes_are_prompts_or_an_error_with_a_line(
 
 
 def parsed(source: str) -> tuple[list[Prompt], str | None]:
-    """The prompts before the first fault, and what is said of it."""
+    """Return the prompts before the first fault, and its message."""
     found: list[Prompt] = []
     try:
         found.extend(read_prompts(source))

@@ -1,4 +1,4 @@
-"""What a run says of its rows and seconds, held against a run that is made up."""
+"""Test the counts of rows and seconds against a made-up run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_run_without_rounds_has_its_phases() -> None:
     assert found["phases"] == {"starting": 0.0, "loading the weights": 3.0}
 
 
-def test_fewer_samples_than_rows_do_not_drain_from_the_beginning() -> None:
+def test_batch_with_fewer_samples_than_rows_is_not_draining() -> None:
     now = [0.0]
     usage = Usage(64, 3, now=lambda: now[0])
     for rows in (3, 3, 1):
@@ -80,9 +80,8 @@ def test_fewer_samples_than_rows_do_not_drain_from_the_beginning() -> None:
     assert (phases["decoding"], phases["draining"]) == (2.0, 1.0)
 
 
-def test_rows_are_held_against_those_that_there_were() -> None:
-    """Where memory runs out, half the rows go on: these are all busy, and what they do is no
-    draining."""
+def test_busy_rows_are_relative_to_the_capacity() -> None:
+    """After memory ran out, half the rows are used. They are all busy, and the batch does not drain."""
     now = [0.0]
     usage = Usage(8, 20, now=lambda: now[0])
     for rows, capacity in ((8, 8), (8, None), (4, 4), (4, None), (4, 4), (2, 4)):

@@ -1,5 +1,4 @@
-"""Profiles: where they are kept, how a pair is measured on its own loop, what the command and
-the jobs after it do."""
+"""Test profiles: their files, the measurement of a pair, the command, and jobs that use them."""
 
 import itertools
 import json
@@ -22,7 +21,7 @@ from bass_cli.run.profile import WIDTHS, drafting, filled, measure
 
 
 class Timed(Markov):
-    """A toy model whose passes take `cost(rows, width)` seconds."""
+    """A toy model with passes of `cost(rows, width)` seconds."""
 
     def __init__(self, table, lag, ticks, cost):
         super().__init__(table, lag)
@@ -47,8 +46,8 @@ def timed_loop(
 PROMPTS = [[1, 2, 3, 4], [3, 1, 2, 5]]
 
 
-def test_a_draft_of_one_pass_is_measured_as_one():
-    """It takes a pass, and a little for each token in it: not k times what one draft takes."""
+def test_parallel_draft_is_measured_as_one_pass():
+    """Its time is a pass and a little for each token, not k times one draft."""
     ticks, table = Ticks(), torch.randn(3, 7, 7, generator=torch.Generator().manual_seed(0))
     loop = loop_for(
         Timed(table, 1, ticks, lambda rows, width: 0.01 + 0.001 * rows * width),
@@ -65,14 +64,14 @@ def test_a_draft_of_one_pass_is_measured_as_one():
             assert surface.draft_seconds(rows, width) == pytest.approx(due)
 
 
-def test_what_time_did_not_suffice_for_is_filled_in_as_drafts_are_made():
+def test_unmeasured_draft_times_follow_the_kind_of_draft():
     whole, verify = {(8, 4): 0.018}, {(8, 4): 0.010}
     assert drafting(whole, verify, [8], [0, 1, 4, 8]) == [pytest.approx([0, 0.002, 0.008, 0.016])]
     at_once = drafting(whole, verify, [8], [0, 1, 4, 8], at_once=True)
     assert at_once == [pytest.approx([0, 0.008, 0.008, 0.008])]
 
 
-def test_a_loop_is_measured_in_its_parts():
+def test_target_and_draft_are_measured_apart():
     loop, ticks = timed_loop()
     surface = measure(loop, PROMPTS, rows=(8, 1, 4), coupling="shared", limit=100.0, now=ticks)
     assert (surface.rows, surface.measured) == ((1, 4, 8), True)
@@ -90,7 +89,7 @@ def test_a_loop_is_measured_in_its_parts():
     ), "again"
 
 
-def test_a_pass_that_grows_with_the_context_is_noticed():
+def test_growth_with_the_context_is_measured():
     loop, ticks = timed_loop()
     target = loop.target
     forward = target.forward
@@ -107,14 +106,14 @@ def test_a_pass_that_grows_with_the_context_is_noticed():
     assert surface.growth[1] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_what_the_time_does_not_suffice_for_is_filled_in():
+def test_unmeasured_points_are_filled_in():
     loop, ticks = timed_loop()
     notes = []
     surface = measure(
         loop, PROMPTS, rows=(1, 2, 4, 8), coupling="shared", limit=1.2, now=ticks, note=notes.append
     )
     assert ticks.seconds < 1.7
-    assert notes[0].endswith(" of 48 points were measured in time, and the others estimated"), (
+    assert notes[0].endswith(" of 48 points were measured in time; the others are estimated"), (
         "nothing was compiled"
     )
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17, rel=0.1)
@@ -124,7 +123,7 @@ def test_what_the_time_does_not_suffice_for_is_filled_in():
 
 
 class Compiler:
-    """Graphs that take 40 seconds to compile what they are given, or fail in the end."""
+    """Graphs that take 40 seconds to compile, or fail."""
 
     enabled = True
 
@@ -155,7 +154,7 @@ def test_compiling_leaves_half_of_the_time_for_measuring():
     assert ticks.seconds - whole < 45.0, "no more than it takes"
 
 
-def test_a_profile_does_without_compiling_ahead_where_that_fails():
+def test_profile_works_if_compiling_ahead_fails():
     loop, ticks = timed_loop()
     loop.graphs, notes = Compiler(ticks, fails=True), []
     surface = measure(
@@ -165,8 +164,8 @@ def test_a_profile_does_without_compiling_ahead_where_that_fails():
     assert surface.verify_seconds(8, 16) == pytest.approx(0.01 + 0.001 * 8 * 17)
 
 
-def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
-    """As on a GPU, where tokens come in tiles."""
+def test_measured_points_keep_steps_of_pass_times():
+    """As on a GPU, where passes grow by tiles of tokens."""
 
     def target(rows, width):
         return 0.01 + 0.006 * math.ceil(rows * width / 16)
@@ -179,7 +178,7 @@ def test_passes_that_get_longer_in_steps_are_known_where_they_were_measured():
 
 
 def test_missing_points_lie_between_their_neighbours():
-    """Also where a device is no plane: here arithmetic holds it up from some tokens on."""
+    """This holds for costs that are not linear: here compute dominates from some tokens on."""
 
     def seconds(rows, width):
         return 0.004 + 0.0001 * max(0, rows * (width + 1) - 60)
@@ -198,7 +197,7 @@ def test_missing_points_lie_between_their_neighbours():
     assert grown[1][2] > grown[1][1] > grown[1][0], "beyond the last one as the fit has it"
 
 
-def test_a_draft_that_proposes_nothing_is_no_cost():
+def test_draft_without_proposals_costs_nothing():
     ticks, table = Ticks(), torch.randn(1, 50, 50, generator=torch.Generator().manual_seed(0))
     loop = loop_for(Timed(table, 1, ticks, lambda rows, width: 0.01), "lookup", rows=2)
     loop.clock.now = ticks
@@ -212,7 +211,7 @@ def file(tmp_path):
     return tmp_path / "deep" / "down" / "profile.json"
 
 
-def test_profiles_are_kept_whole_and_found_again(file):
+def test_profiles_are_stored_and_loaded(file):
     notes, surface = [], surface_of(device("wide-310m"), acceptance=0.7)
     assert store.load_surface(file, notes.append) is None
     assert store.save_surface(file, surface, notes.append)
@@ -230,7 +229,7 @@ def test_a_broken_profile_is_ignored_with_a_note(file, text):
     assert str(file) in notes[0]
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+def test_unwritable_profile_folder_is_no_error(tmp_path):
     notes = []
     (tmp_path / "file").write_text("")
     assert not store.save_surface(
@@ -322,7 +321,7 @@ def test_the_command_measures_and_table_then_works(place: Path):
 
 
 def test_lookup_has_a_profile_of_its_own(place: Path):
-    """Its rounds take other time than the model's."""
+    """Lookup has other round costs than a model."""
     drafts = ("--draft", "lookup")
     made = bass("profile", "--batch-sizes", "1,2", *drafts)
     assert made.exit_code == 0
@@ -383,7 +382,7 @@ def test_under_maximal_coupling_the_manifest_names_the_profile(place: Path):
     )
 
 
-def test_a_job_without_a_profile_leaves_what_it_has_learnt(place: Path):
+def test_job_without_a_profile_stores_learnt_costs(place: Path):
     assert (
         bass(
             "generate", "p.txt", "--n", "4", "--max-new-tokens", "60", "--out", "a.jsonl"
