@@ -28,7 +28,7 @@ START = (
     "-s",
     "-S",
     "-c",
-    "import sys; sys.path.pop(0); sys.path.append({!r}); from jail.warden import main; main()",
+    "import sys; sys.path.pop(0); sys.path.append({!r}); from jail.supervisor import main; main()",
 )
 # One thread for numeric libraries, which else reserve memory for every core. Hashes are fixed:
 # the order of a set is the same in every run, and so is the verdict.
