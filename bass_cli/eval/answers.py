@@ -23,6 +23,9 @@ ENDS = 8  # closing fences that are tried where a block breaks off within a stri
 CUTS = 8  # lines of prose after code without a fence
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*$")
 _CODE = re.compile(r"(?:async\s+def|def|class|import|from|@)\s*\w", re.ASCII)
+_UNSEEN = re.compile(r"^[ \t\u00a0\u200b\ufeff]+", re.MULTILINE)
+_SPACES = str.maketrans({"\u00a0": " ", "\u200b": None, "\ufeff": None})
+_THOUGHTS = re.compile(r"\A(?:\s*<think>.*?|.*?\n[ \t]*)</think>", re.DOTALL)
 _PRE = re.compile(r"<pre\b[^>]{0,200}>(.*?)(?:</pre>|\Z)", re.DOTALL | re.IGNORECASE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -45,6 +48,9 @@ def code_in(text: str, name: str | None = None) -> str:
     is read.
     """
     text = text[:MOST].replace("\r\n", "\n").replace("\r", "\n")
+    text = _UNSEEN.sub(lambda found: found[0].translate(_SPACES), text)
+    answer = _THOUGHTS.sub("", text, count=1)  # a reasoning model drafts code before it answers
+    text = answer if answer.strip() else text
     if _worth(Block(text, "", parse(text)), name) < 2:
         return text
     blocks = list(_blocks(text))
@@ -128,6 +134,8 @@ def _blocks(text: str) -> Iterator[Block]:
     for token in tokens:
         if token.type == "fence":
             yield _widened(token.content, token.info.strip("{. \t"), token, lines)
+        elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
+            yield from _blocks(token.content)  # the whole answer is indented
         elif token.type == "code_block" and (tree := parse(token.content)) and _made(tree):
             yield Block(token.content, "", tree)
     for found in _PRE.finditer(text):
@@ -136,8 +144,17 @@ def _blocks(text: str) -> Iterator[Block]:
 
 
 def _widened(content: str, language: str, token: Token, lines: list[str]) -> Block:
-    """A fenced block; where it breaks off within a string, up to the fence that closes it."""
+    """A fenced block. If it breaks off within a string, it goes up to the fence that closes it. It
+    ends before a fence with more text on its line, and starts after a second opening fence or a
+    line with nothing but the language."""
+    first, _, rest = content.partition("\n")
+    if first.strip().lower() in ("python", "py", "python3") or first.startswith(token.markup):
+        content = rest
     tree = parse(content)
+    if tree is None and (cut := content.find("\n" + token.markup)) >= 0:
+        shorter = content[: cut + 1]
+        if (tree := parse(shorter)) is not None:
+            return Block(shorter, language, tree)
     if tree is not None or token.level or token.map is None:
         return Block(content, language, tree)
     start, end = token.map
