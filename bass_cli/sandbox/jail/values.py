@@ -1,8 +1,8 @@
-"""Values that cross between the program's process and the tests': plain data, as bytes.
+"""Values that are sent between the program's process and the tests' process: plain data, as bytes.
 
-Containers, numbers and texts arrive as exact builtin types, so no method of the program's comes
-with them. Any other object stays where it is; the other side gets a stand-in (calls.py). Not
-`marshal` or `pickle`, which are unsafe to read, and not `json`, which is slow to import.
+Containers, numbers and texts arrive as exact builtin types, so they have no methods of the
+program. Any other object stays in its process, and the other side gets a proxy (calls.py).
+`marshal` and `pickle` are unsafe to read, and `json` is slow to import.
 """
 
 from __future__ import annotations
@@ -58,13 +58,20 @@ LIBRARY: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
     ("datetime", "timedelta"): lambda one: (one.days, one.seconds, one.microseconds),
     ("datetime", "timezone"): lambda one: (one.utcoffset(None),),
 }  # fmt: skip
-OBJECT, YOURS = b"o", b"y"  # stays on the side of the sender, or of the reader
+OBJECT, YOURS = b"o", b"y"  # an object in the sender's process, or in the reader's
 EXACT = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 
 
 def dump(value: Any, keep: Keep) -> bytes:
-    """The bytes of a value. `keep` gives tag and number of an object that is no plain data.
-    Subclasses of builtin types become those types. RecursionError if nested too deeply."""
+    """Return a value as bytes. Instances of subclasses become instances of the builtin type.
+
+    Args:
+        value: the value.
+        keep: returns tag and number of an object that is not plain data.
+
+    Raises:
+        RecursionError: the value is nested too deeply.
+    """
     parts: list[bytes] = []
     _dump(value, parts.append, keep)
     return b"".join(parts)
@@ -108,7 +115,7 @@ def _dump_many(
 
 
 def _dump_other(value: Any, kind: type, add: Callable[[bytes], None], keep: Keep) -> None:
-    """A subclass, a class that is a builtin, or one of a few types of the standard library."""
+    """Write an instance of a subclass or of a class in LIBRARY, a builtin class, or a proxy."""
     named = kind.__module__, kind.__name__
     if kind is type and value in CLASS_NAMES:
         _add(b"C", CLASS_NAMES[value], add)
@@ -127,7 +134,7 @@ def _dump_other(value: Any, kind: type, add: Callable[[bytes], None], keep: Keep
 
 
 def _is_whole(value: Any, kind: type) -> bool:
-    """Whether the arguments in LIBRARY say all of a value: not with a time zone of its own."""
+    """Return whether LIBRARY's arguments describe a value. A `zoneinfo` time zone is not sent."""
     return kind.__module__ != "datetime" or type(getattr(value, "tzinfo", None)).__name__ in (
         "NoneType",
         "timezone",
@@ -144,7 +151,7 @@ def _is_number_of_numpy(value: Any, kind: type) -> bool:
 
 
 def _exact(value: Any, base: Any) -> Any:
-    """The value of a subclass as the builtin type itself."""
+    """Convert an instance of a subclass of `base` to `base`."""
     if base in (int, float, str):
         return getattr(base, f"__{base.__name__}__")(value)
     if base is dict:
@@ -153,11 +160,19 @@ def _exact(value: Any, base: Any) -> Any:
 
 
 def load(data: bytes, find: Find) -> Any:
-    """The value that `dump` gave. `find(tag, number)` gives an object that is no plain data.
-    ValueError, TypeError, KeyError, IndexError or RecursionError for any other bytes."""
+    """Return the value of bytes that `dump` returned.
+
+    Args:
+        data: the bytes, which may come from a hostile program.
+        find: returns the object with that tag and number.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError: the bytes are
+            not a value.
+    """
     value, end = _load(data, 0, find)
     if end != len(data):
-        raise ValueError("there is more than a value")
+        raise ValueError("there are bytes after the value")
     return value
 
 
@@ -187,13 +202,13 @@ def _pairs(parts: list[Any]) -> dict[Any, Any]:
 
 
 def _library(module: str, name: str, *parts: Any) -> Any:
-    """An instance of a class in LIBRARY; KeyError for any other class."""
+    """Make an instance of a class in LIBRARY. KeyError for any other class."""
     LIBRARY[module, name]
     return getattr(__import__(module), name)(*parts)
 
 
 def _named_tuple(name: str, fields: tuple[str, ...], parts: tuple[Any, ...]) -> Any:
-    """A named tuple. `namedtuple` accepts no names but identifiers."""
+    """Make a named tuple. `namedtuple` refuses names that are not identifiers."""
     from collections import namedtuple
 
     make: Any = namedtuple
@@ -201,7 +216,7 @@ def _named_tuple(name: str, fields: tuple[str, ...], parts: tuple[Any, ...]) -> 
 
 
 def refill(old: Any, new: Any) -> None:
-    """Give a mutable argument the content that the call has left in it."""
+    """Copy the content of `new` into a mutable argument. Tuples are searched for such arguments."""
     if isinstance(old, tuple) and isinstance(new, tuple):
         for one, other in zip(old, new, strict=False):
             refill(one, other)
@@ -218,13 +233,13 @@ def refill(old: Any, new: Any) -> None:
 
 
 def pack(parts: list[bytes]) -> bytes:
-    """A message of several parts, after its length."""
+    """Join parts to a message that starts with its length."""
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return len(body).to_bytes(8, "little") + body
 
 
 def unpack(body: bytes) -> Iterator[bytes]:
-    """The parts of a message; ValueError if there is none, or one is cut off."""
+    """Split a message into its parts. ValueError if it is empty or cut off."""
     at = 0
     while at < len(body) or not at:
         end = at + 8 + int.from_bytes(body[at : at + 8], "little")
