@@ -205,7 +205,7 @@ class Evaluation:
             out,
             self.task,
             **self.scoring._asdict(),
-            told=True,
+            announced=True,
             report_path=self.report_path(out),
             screen=self._screen,
             verdicts=verdicts,

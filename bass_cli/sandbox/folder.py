@@ -20,7 +20,7 @@ def work_folder(owner: tuple[int, int]) -> Iterator[str]:
     try:
         path = Path(tempfile.mkdtemp(prefix="bass-program-"))
     except OSError as error:
-        reason = f"cannot make a temporary folder for programs: {error.strerror}"
+        reason = f"programs need a temporary folder: {error.strerror}"
         raise MachineError(f"{reason}; set TMPDIR to a writable folder") from None
     try:
         if owner != (os.getuid(), os.getgid()):

@@ -125,7 +125,7 @@ def test_the_report_of_a_file_of_ours() -> None:
     )
     assert report["statuses"] == {"failed": 1, "not finished": 4, "passed": 2}
     assert report["notes"] == [
-        "the file has 4 of the 12 problems", "pass@3 is not known: 3 of 4 problems have fewer "
+        "the file has 4 of the 12 problems", "pass@3 is unknown: 3 of 4 problems have fewer "
                                              "than 3 samples",
     ]  # fmt: skip
     assert report["by_problem"][1] == {
@@ -203,8 +203,8 @@ def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:
         write("f.jsonl", rows, results={"n": 2}, totals={"seconds": 4.0}, finished=False)
     )
     assert (report["tokens_per_second"], report["budget"], report["overshoot"]) == (5.0, None, None)
-    assert "the run that wrote the file did not come to its end" in report["notes"]
-    assert "2 problems have fewer samples than the 2 that were asked for" in report["notes"]
+    assert "the run that wrote the file did not finish" in report["notes"]
+    assert "2 problems have fewer than the 2 requested samples" in report["notes"]
     assert scored(write("g.jsonl", rows))["tokens_per_second"] is None
 
 
@@ -305,8 +305,8 @@ GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'
 LINE = '{"task_id": "HumanEval/0", "completion": "x"'
 BAD: list[tuple[str | None, list[str], str]] = [
     (None, [], "f.jsonl: cannot read the generation file: No such file"),
-    ("", [], "f.jsonl: there is no sample in the file"),
-    ('{"task_id": "Hum', [], "f.jsonl: there is no sample in the file"),
+    ("", [], "f.jsonl: the file has no samples"),
+    ('{"task_id": "Hum', [], "f.jsonl: the file has no samples"),
     (f"{GOOD}oops\n{GOOD}", [], "f.jsonl:2: broken JSON: Expecting value at column 1"),
     (f"{GOOD}[1]\n{GOOD}", [], "f.jsonl:2: a line must be a JSON object"),
     (f'{GOOD}{{"completion": "x"}}\n', [], 'f.jsonl:2: field "task_id": it is missing'),
@@ -340,11 +340,11 @@ BAD: list[tuple[str | None, list[str], str]] = [
      'f.jsonl:2: sample 0 of "HumanEval/0" is in the file twice, first in line 1'),
     ('{"task_id": 11, "completion": "x", "sample": 0}\n{"task_id": "Mbpp/11", "completion": "x", '
      '"sample": 0}\n', [], 'f.jsonl:2: sample 0 of "Mbpp/11" is in the file twice, first in line 1'),
-    (GOOD, ["--report", "-"], "--report -: a file is needed"),
-    (GOOD, ["--report", "/dev/stdout", "--json"], "--report /dev/stdout: --json prints it there too"),
+    (GOOD, ["--report", "-"], "--report -: give a file name"),
+    (GOOD, ["--report", "/dev/stdout", "--json"], "--report /dev/stdout: --json prints the report there too"),
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
      'f.jsonl:2: unknown task_id "HumanEvil/3"; did you mean "HumanEval/3"?'),
-    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell '
+    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not determine '
                                                     'the task; give --task hum'),
     (GOOD, ["--task", "humanevil"], 'unknown task "humanevil"'),
     (GOOD, ["--k", "1,0"], '--k (or BASS_K): "0" is not a whole number above 0'),
@@ -421,7 +421,7 @@ def test_a_verdict_of_other_types_is_none(change: dict[str, Any]) -> None:
     )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
-    assert "f.jsonl.verdicts.jsonl:1: this is not a verdict" in result.stderr
+    assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict" in result.stderr
 
 
 def test_bytes_that_are_not_text() -> None:
@@ -441,7 +441,7 @@ def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
         stream.write('{"task_id": "HumanEval/0", "compl')
     report = scored("f.jsonl")
     assert (report["samples"], report["pass_all"]) == (2, 1.0)
-    assert "line 3 is the last one and torn; it is left out" in report["notes"]
+    assert "line 3, the last one, is incomplete and was left out" in report["notes"]
     mbpp = scored(
         write(
             "m.jsonl",
@@ -526,7 +526,7 @@ def test_what_is_judged_again() -> None:
     )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
-    assert "f.jsonl.verdicts.jsonl:1: this is not a verdict; --rejudge" in result.stderr
+    assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict; add --rejudge" in result.stderr
 
 
 def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() -> None:
@@ -608,7 +608,7 @@ def test_where_the_report_goes(monkeypatch: pytest.MonkeyPatch) -> None:
                                 "mean log-probability",
                   "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 drafts accepted "
                                                               "a round",
-                  "66.7 % of problems over; by median 0.25 s", "HumanEval/3"):  # fmt: skip
+                  "66.7 % of problems late; median 0.25 s", "HumanEval/3"):  # fmt: skip
         assert words in result.stdout  # what the command is for
     assert "warning: files are not kept in" in result.stderr
     assert "warning" not in result.stdout

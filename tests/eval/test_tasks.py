@@ -265,8 +265,8 @@ def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
     ("mbpp", {**MBPP, "text": {}}, r'm.jsonl:2: field "text": a text is needed, not {}'),
     ("mbpp", {**MBPP, "task_id": True}, r'm.jsonl:2: field "task_id": a whole number from 0 on is needed, not True'),
     ("mbpp", {k: v for k, v in MBPP.items() if k != "test_list"}, r'm.jsonl:2: field "test_list": it is missing'),
-    ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" is in the data twice'),
-    ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be an object"),
+    ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" occurs twice in the data'),
+    ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be a JSON object"),
     ("xsum", {"id": "a", "documents": "x", "summary": "y"}, 'field "document": it is missing; did '
                                                             'you mean "documents"'),
 ])  # fmt: skip
@@ -280,7 +280,7 @@ def test_faults_of_the_data_name_their_place(
     }[name]
     data = write(tmp_path / "m.jsonl", *first, *([3] if name == "humaneval" else []), record)
     with pytest.raises(
-        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be an object"
+        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be a JSON object"
     ):
         load_task(name, data)
 
