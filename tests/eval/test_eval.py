@@ -153,7 +153,7 @@ def test_pass_at_k_is_estimated_as_far_as_n_allows() -> None:
     ten = json.loads(bass("--json", "--n", "10", "--temperature", "0").stdout)
     assert set(ten["pass_at_k"]) == {"1", "10"}
     given = bass("--json", "--k", "1,10")
-    assert "pass@10 will not be known: it needs 10 samples of every problem" in given.stderr
+    assert "pass@10 will be unknown: it needs 10 samples of every problem" in given.stderr
     assert given.stderr.index("pass@10 will not") < given.stderr.index("complete, 9 samples")
     assert json.loads(given.stdout)["pass_at_k"]["10"] is None
 
@@ -329,8 +329,8 @@ def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
 @pytest.mark.parametrize(("arguments", "fault"), [
     (["--budgets", "1s,x"], '--budgets (or BASS_BUDGETS): "x" is not a time'),
     (["--budgets", "1s", "--budget", "2s"], "--budget and --budgets contradict"),
-    (["--budgets", "1s", "--batch-size", "4"], "--batch-size has no meaning with --budgets"),
-    (["--out", "-"], "an evaluation needs a file"),
+    (["--budgets", "1s", "--batch-size", "4"], "--batch-size cannot be used with --budgets"),
+    (["--out", "-"], "the file is scored afterwards"),
     (["--k", "0"], '--k (or BASS_K): "0"'),
     (["--prompt-format", "row"], 'there is no "row"; did you mean "raw"'),
     (["--report", "nowhere/r.json"], "the folder nowhere is not there"),

@@ -345,7 +345,7 @@ BAD: list[tuple[str | None, list[str], str]] = [
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
      'f.jsonl:2: unknown task_id "HumanEvil/3"; did you mean "HumanEval/3"?'),
     ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not determine '
-                                                    'the task; give --task hum'),
+                                                    'the task; add --task hum'),
     (GOOD, ["--task", "humanevil"], 'unknown task "humanevil"'),
     (GOOD, ["--k", "1,0"], '--k (or BASS_K): "0" is not a whole number above 0'),
     *((GOOD, ["--workers", number], "--workers (or BASS_WORKERS): it should be a whole number "

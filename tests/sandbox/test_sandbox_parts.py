@@ -250,7 +250,7 @@ def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
     reports = iter([cell.LOST, refused, good, refused, cell.LOST, refused])
     monkeypatch.setattr(cell.WorkerPool, "run", lambda *_: next(reports))
     assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
-    with pytest.raises(MachineError, match="not the program's: pid: full"):
+    with pytest.raises(MachineError, match="the program is not the cause: pid: full"):
         list(sandbox.run([(0, "")]))
 
 
