@@ -1,5 +1,4 @@
-"""Tests that run in a process of their own: no cheat passes, and verdicts are those of one process
-for programs that do not cheat."""
+"""Tests in a separate process: no cheat passes, and honest programs get the verdict of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
     )
 
 
-def test_the_right_answer_passes_the_tests_of_the_cheats(verdicts: dict[str, Ending]) -> None:
+def test_right_answer_passes_the_tests_of_the_cheats(verdicts: dict[str, Ending]) -> None:
     assert verdicts["right"].passed, verdicts["right"]
 
 
@@ -51,7 +50,7 @@ def test_cheats_fail_without_namespaces() -> None:
     assert {name for name, verdict in found.items() if verdict.passed} == set()
 
 
-# programs and tests that pass in one process: they must pass in two
+# programs and tests that pass in one process and must pass in two
 TOGETHER: dict[str, tuple[str, str]] = {
     "plain values": ("def f(x): return x",
                      "for x in (1, -1.5, float('inf'), 'ä\\ud800', b'a', [1, (2, {3: {4}})], None, 2j, 10**400,\n"
@@ -131,14 +130,13 @@ def test_programs_pass_as_in_one_process(
     text, tests = TOGETHER[name]
     names = ("f", "g", "h", "change", "Node", "P", "sum")
     monkeypatch.chdir(tmp_path)
-    exec(f"{text}\n{tests}", {"__name__": "tested"})  # the reference: one interpreter
+    exec(f"{text}\n{tests}", {"__name__": "tested"})  # reference: one process
     ((_, verdict),) = sandbox.run([(0, Checked(text, tests, names))])
     assert verdict.passed, verdict
 
 
-def test_an_object_of_the_program_converts_to_the_same_number_each_time(sandbox: Sandbox) -> None:
-    """Otherwise HumanEval/32 passes with any coefficients: its tests convert the zero that the
-    program has found once for each power."""
+def test_object_of_the_program_always_converts_to_the_same_number(sandbox: Sandbox) -> None:
+    """Otherwise a cheat passes HumanEval/32, whose tests convert the zero once for each power."""
     text = (
         "class N:\n    def __float__(self, n=[0]):\n        n[0] += 1\n        return n[0] / 2\n"
         "    __int__ = __index__ = lambda self: int(100 * float(self))\ndef f(): return N()"
@@ -148,14 +146,14 @@ def test_an_object_of_the_program_converts_to_the_same_number_each_time(sandbox:
     assert verdict.passed, verdict
 
 
-def test_a_program_cannot_read_objects_of_the_tests(sandbox: Sandbox) -> None:
+def test_program_cannot_read_objects_of_the_tests(sandbox: Sandbox) -> None:
     text, tests = "def f(x): return x.secret", "class C: secret = 4\nassert f(C()) == 4"
     ((_, verdict),) = sandbox.run([(0, Checked(text, tests, ("f",)))])
     assert verdict.status == "failed"
     assert "objects of the tests" in verdict.detail
 
 
-def test_the_detail_of_a_failure_names_line_and_exception(sandbox: Sandbox) -> None:
+def test_detail_of_a_failure_names_line_and_exception(sandbox: Sandbox) -> None:
     programs = {
         "line 2: ZeroDivisionError: division by zero": "def f():\n    return 1 / 0",
         "line 2: Own: why": "class Own(Exception): pass\ndef f(): raise Own('why')",
@@ -181,7 +179,7 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
     assert statuses == {"spin": "timed out", "sleep": "timed out", "heap": "out of memory"}
 
 
-def test_files_in_memory_without_a_name_are_forbidden(sandbox: Sandbox) -> None:
+def test_memfds_are_forbidden(sandbox: Sandbox) -> None:
     if "seccomp" not in sandbox.layers:
         pytest.skip("this system refuses seccomp")
     ((_, verdict),) = sandbox.run([(0, "import os\nos.memfd_create('x')")])
@@ -192,6 +190,6 @@ def test_files_in_memory_without_a_name_are_forbidden(sandbox: Sandbox) -> None:
                                   b"l-1;", b"s1;l0;", b"d1;N", b"C4;eval", b"C2;no", b"c1;N",
                                   b"L1;u1;a", b"L2;u2;osu6;getcwd", b"L3;u7;decimalu7;Decimalu1;x", b"n3;u1;at1;u2;_xt1;N",
                                   b"n3;u1;at1;u4;a, bt1;N"])  # fmt: skip
-def test_bytes_that_are_no_value_are_refused(data: bytes) -> None:
+def test_invalid_value_bytes_are_refused(data: bytes) -> None:
     with pytest.raises((ValueError, TypeError, KeyError, IndexError, ArithmeticError)):
         values.load(data, lambda tag, number: pytest.fail("there is no object"))
