@@ -1,5 +1,7 @@
-"""`bass eval`: its options, to evaluation.py or sweep.py. Light to import, since the command
-line needs it for its help."""
+"""`bass eval`: pass its options to evaluation.py or sweep.py.
+
+It is light to import, because `bass --help` imports it.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ from bass_cli.system.threads import begin
 
 @takes(EvaluateArgs)
 def evaluate(args: EvaluateArgs) -> None:
-    """Draw samples for humaneval, mbpp or xsum and score them, with a wall-clock budget for each
-    prompt if one is set.
+    """Draw samples for humaneval, mbpp or xsum and score them. --budget sets a wall-clock limit
+    for each prompt.
 
     \b
     Example:
       bass eval humaneval --n 8 --budget 5s
 
-    Samples and verdicts are kept: given again, the same command goes on.
+    Samples and verdicts are kept. Run the same command again to continue.
     """
     screen = Screen(args.quiet, document=args.json_document)
     if args.ray is None:
@@ -31,7 +33,7 @@ def evaluate(args: EvaluateArgs) -> None:
         expect(args.device)
     with exit_codes(
         screen,
-        "interrupted; samples and verdicts so far are kept, and the same command goes on from here",
+        "interrupted; samples and verdicts so far are kept; run the same command to continue",
     ):
         from bass_cli.eval.evaluation import Evaluation
         from bass_cli.eval.sweep import sweep

@@ -1,5 +1,7 @@
-"""`bass score`: its options, checked, to scoring.py. Light to import, since the command line
-needs it for its help."""
+"""`bass score`: check its options and call scoring.py.
+
+It is light to import, because `bass --help` imports it.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,33 @@ from bass_cli.io import terminal
 from bass_cli.io.console import Screen
 
 _FLAGS = {
-    "task": Flag("What the file answers", SCORING, "humaneval|mbpp|xsum", "as the file says"),
-    "report": Flag("Write the report there as JSON", OUTPUT, "FILE"),
+    "task": Flag("Task of the samples", SCORING, "humaneval|mbpp|xsum", "from the file"),
+    "report": Flag("Write the report to this file as JSON", OUTPUT, "FILE"),
     "overwrite": Flag(
-        "Let --report replace a file that is no earlier report on these samples", OUTPUT
+        "Let --report replace a file that is not an earlier report on these samples", OUTPUT
     ),
 }
 
 
 @takes(ScoreArgs, _FLAGS)
 def score(args: ScoreArgs) -> None:
-    """Score a generation file, of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
-    and the times.
+    """Score a generation file of bass or of another tool: Pass@First, Pass@All, pass@k or ROUGE,
+    and times.
 
     \b
     Example:
       bass score samples.jsonl > figures.txt
     """
     screen = Screen(args.quiet, document=args.json_document)
-    kept = "interrupted; the verdicts so far are kept, and the same command goes on from here"
-    with exit_codes(screen, kept):
+    interrupted = "interrupted; the verdicts so far are kept; run the same command to continue"
+    with exit_codes(screen, interrupted):
         document = run(args, screen)
         if args.json_document:
             terminal.document(document, allow_nan=False)
 
 
 def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
-    """Check the options and the file's lines, then score; the report."""
+    """Check the options and the file's lines, then score. Returns the report."""
     from bass_cli.config.fields import parse_duration
     from bass_cli.errors import UserError
     from bass_cli.eval import scoring
@@ -60,8 +62,8 @@ def run(args: ScoreArgs, screen: Screen) -> dict[str, Any]:
     scoring.refuse_twice(args)
     if args.overwrite and args.report is None:
         raise UserError(
-            "--overwrite (or BASS_OVERWRITE): it is for a --report FILE, and none was given; "
-            "leave it out"
+            "--overwrite (or BASS_OVERWRITE): it needs --report FILE; add that or leave "
+            "--overwrite out"
         )
     refuse_shared_files(
         [("the verdicts", verdicts_path(path)), ("--report", args.report)],

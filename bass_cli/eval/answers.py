@@ -1,7 +1,7 @@
-"""The code in a chat model's answer: CommonMark's code blocks, of which the one that defines the
-wanted function is chosen.
+"""Extract the code from a chat model's answer.
 
-Not here: the question (tasks.py), and what is run (sandbox/).
+Code blocks follow the rules of CommonMark. Of several blocks the one that defines the wanted
+function is chosen.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ if TYPE_CHECKING:
     from markdown_it.token import Token
 
 MOST = 200_000  # characters of an answer that are read
-ENDS = 8  # closing fences that are tried where a block breaks off within a string
-CUTS = 8  # lines of prose after code without a fence
+ENDS = 8  # closing fences that are tried if a block ends within a string
+CUTS = 8  # lines of prose that are tried as the end of code without a fence
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*$")
 _CODE = re.compile(r"(?:async\s+def|def|class|import|from|@)\s*\w", re.ASCII)
+_UNSEEN = re.compile(r"^[ \t\u00a0\u200b\ufeff]+", re.MULTILINE)
+_SPACES = str.maketrans({"\u00a0": " ", "\u200b": None, "\ufeff": None})
+_THOUGHTS = re.compile(r"\A(?:\s*<think>.*?|.*?\n[ \t]*)</think>", re.DOTALL)
 _PRE = re.compile(r"<pre\b[^>]{0,200}>(.*?)(?:</pre>|\Z)", re.DOTALL | re.IGNORECASE)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 class Block(NamedTuple):
-    """A code block: its text, the word after its fence, and its syntax tree, if it is Python."""
+    """A code block: its text, the word after its fence, and its syntax tree (None: not Python)."""
 
     text: str
     language: str
@@ -36,25 +39,28 @@ class Block(NamedTuple):
 
 
 def code_in(text: str, name: str | None = None) -> str:
-    """The code of a chat answer.
+    """Return the code of a chat answer.
 
-    Of several blocks it is the first that defines `name`: with a body rather than without, at
-    the top level rather than anywhere else. If none does, or `name` is None, it is the first
-    block with definitions, or the first in Python, or the first. Without any block it is the
-    text from its first line of code on. Takes linear time; of very long answers the beginning
-    is read.
+    Of several blocks it is the first that defines `name` with a body at the top level, else the
+    first that defines `name` without a body, else the first that defines it anywhere. If no block
+    does, or `name` is None, it is the first block with definitions, else the first in Python, else
+    the first. Without a block it is the text from its first line of code on. Takes linear time.
+    Only the first MOST characters are read.
     """
     text = text[:MOST].replace("\r\n", "\n").replace("\r", "\n")
-    if _worth(Block(text, "", parse(text)), name) < 2:
+    text = _UNSEEN.sub(lambda found: found[0].translate(_SPACES), text)
+    answer = _THOUGHTS.sub("", text, count=1)  # a reasoning model drafts code before it answers
+    text = answer if answer.strip() else text
+    if _rank(Block(text, "", parse(text)), name) < 2:
         return text
     blocks = list(_blocks(text))
     if not blocks:
         return _unfenced(text)
-    return min(blocks, key=lambda block: _worth(block, name)).text.removesuffix("\n")
+    return min(blocks, key=lambda block: _rank(block, name)).text.removesuffix("\n")
 
 
 def parse(text: str) -> ast.Module | None:
-    """The syntax tree, or None if the text is no Python of this interpreter's version."""
+    """Return the syntax tree. None if the text is not valid Python for this interpreter."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about escapes in strings, for example
@@ -64,15 +70,19 @@ def parse(text: str) -> ast.Module | None:
 
 
 def as_body(code: str) -> str:
-    """Code that goes on where a function's head ends: indented, if it returns outside of any
-    function."""
+    """Return code that continues a function's head.
+
+    It is indented if it has a `return` outside of any function.
+    """
     tree = parse(code)
-    outside = tree is not None and any(isinstance(node, ast.Return) for node in _outside(tree))
+    outside = tree is not None and any(
+        isinstance(node, ast.Return) for node in _statements_outside(tree)
+    )
     return textwrap.indent(code, "    ") if outside else code
 
 
-def _outside(tree: ast.Module) -> Iterator[ast.AST]:
-    """The statements that are in no function and no class."""
+def _statements_outside(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield the statements that are in no function and no class."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -82,9 +92,9 @@ def _outside(tree: ast.Module) -> Iterator[ast.AST]:
             waiting += ast.iter_child_nodes(node)
 
 
-def _worth(block: Block, name: str | None) -> int:
-    """The rank of a block; smaller is better."""
-    made = _made(block.tree) if block.tree else {}
+def _rank(block: Block, name: str | None) -> int:
+    """Return the rank of a block. Smaller is better."""
+    made = _defined(block.tree) if block.tree else {}
     if name is not None and name in made:
         return 0 if made[name] else 1
     if name is not None and _mentions(block.text, name):
@@ -99,26 +109,31 @@ def _mentions(text: str, name: str) -> bool:
                      re.MULTILINE) is not None  # fmt: skip
 
 
-def _made(tree: ast.Module) -> dict[str, bool]:
-    """The functions, classes and lambdas of a module; whether each has a body beside its
-    docstring."""
+def _defined(tree: ast.Module) -> dict[str, bool]:
+    """Return the functions, classes and lambdas of a module by name.
+
+    The value says whether it has a body besides its docstring.
+    """
     found: dict[str, bool] = {}
     for node in tree.body:
         if isinstance(node, _DEFINITIONS):
-            found[node.name] = found.get(node.name, False) or any(map(_does, node.body))
+            found[node.name] = found.get(node.name, False) or any(map(_has_effect, node.body))
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
             found |= {one.id: True for one in node.targets if isinstance(one, ast.Name)}
     return found
 
 
-def _does(statement: ast.stmt) -> bool:
+def _has_effect(statement: ast.stmt) -> bool:
     return not isinstance(statement, ast.Pass) and not (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
     )
 
 
 def _blocks(text: str) -> Iterator[Block]:
-    """The fenced and indented blocks. Tags are text, since models write them before a fence."""
+    """Yield the fenced, indented and HTML code blocks.
+
+    HTML tags count as text, because models write them right before a fence.
+    """
     from markdown_it import MarkdownIt
 
     reader = MarkdownIt("commonmark").disable(["html_block", "reference"])
@@ -127,17 +142,31 @@ def _blocks(text: str) -> Iterator[Block]:
     lines = text.split("\n")
     for token in tokens:
         if token.type == "fence":
-            yield _widened(token.content, token.info.strip("{. \t"), token, lines)
-        elif token.type == "code_block" and (tree := parse(token.content)) and _made(tree):
+            yield _fenced(token.content, token.info.strip("{. \t"), token, lines)
+        elif token.type == "code_block" and token.content.startswith(("```", "~~~")):
+            yield from _blocks(token.content)  # the whole answer is indented
+        elif token.type == "code_block" and (tree := parse(token.content)) and _defined(tree):
             yield Block(token.content, "", tree)
     for found in _PRE.finditer(text):
         code = html.unescape(re.sub(r"</?\w[^<>]*>", "", found[1]))
         yield Block(code, "", parse(code))
 
 
-def _widened(content: str, language: str, token: Token, lines: list[str]) -> Block:
-    """A fenced block; where it breaks off within a string, up to the fence that closes it."""
+def _fenced(content: str, language: str, token: Token, lines: list[str]) -> Block:
+    """Make a fenced block, corrected where models deviate from CommonMark.
+
+    A second opening fence, or a first line with only the language, is left out. The block ends
+    before a fence that is followed by text on its line. If it ends within a string, such as a
+    docstring with a fence, it is extended up to a later fence.
+    """
+    first, _, rest = content.partition("\n")
+    if first.strip().lower() in ("python", "py", "python3") or first.startswith(token.markup):
+        content = rest
     tree = parse(content)
+    if tree is None and (cut := content.find("\n" + token.markup)) >= 0:
+        shorter = content[: cut + 1]
+        if (tree := parse(shorter)) is not None:
+            return Block(shorter, language, tree)
     if tree is not None or token.level or token.map is None:
         return Block(content, language, tree)
     start, end = token.map
@@ -155,7 +184,7 @@ def _closes(line: str, mark: str) -> bool:
 
 
 def _unfenced(text: str) -> str:
-    """The text without the prose around its code, or as it is if it has no code."""
+    """Return the text without the prose around its code. Unchanged if it has no code."""
     if parse(text) is not None:
         return text
     lines = text.split("\n")

@@ -1,5 +1,7 @@
-"""A sweep drawn as two charts in one PNG: quality of the sample ranked first, and of the best,
-against the budget."""
+"""Draw a sweep as two charts in one PNG: quality against budget.
+
+One chart is for the sample ranked first, one for the best sample.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ _NAMES = {
 
 
 def draw(document: dict[str, Any], file: str) -> None:
-    """Write the charts of a sweep's document (sweep.py)."""
+    """Write the charts of a sweep's document (sweep.py) to `file`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,7 +38,7 @@ def draw(document: dict[str, Any], file: str) -> None:
         axis.set_xscale("log")
         axis.set_xticks(document["budgets"], [f"{budget:g}" for budget in document["budgets"]])
         axis.minorticks_off()
-        axis.set_xlabel("budget a prompt, seconds")
+        axis.set_xlabel("budget per prompt, seconds")
         axis.set_title(title)
         axis.grid(alpha=0.3)
     axes[0].set_ylim(0, 1.05 * max(max(quality(one)) for one in document["reports"]) or 1)
@@ -50,7 +52,7 @@ def draw(document: dict[str, Any], file: str) -> None:
 
 
 def quality(report: dict[str, Any]) -> tuple[float, float]:
-    """What the sample ranked first is worth, and what the best is, as fractions of 1."""
+    """Return the quality of the sample ranked first and of the best, as fractions of 1."""
     if "rouge" in report:
         return report["rouge"]["first"]["rougeL"], report["rouge"]["best"]["rougeL"]
     return report["pass_first"], report["pass_all"]

@@ -1,5 +1,7 @@
-"""Problems read from a file or a hub's data set, with every field that a task needs checked
-before a model is loaded."""
+"""Read a task's problems from a file or from a data set of the hub.
+
+All fields that the task needs are checked before a model is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from bass_cli.io.prompts import open_source
 from bass_cli.io.readers import READERS, hub_records
 from bass_cli.io.reading import is_unicode, whole
 
-# by name, what raises ValueError at a value of another type
+# a check for each field, by name; it raises ValueError if the value has another type
 Fields = Mapping[str, Callable[[Any], Any]]
 
 
@@ -22,13 +24,21 @@ def read_problems(
     make: Callable[[dict[str, Any]], Problem],
     optional: Fields | None = None,
 ) -> dict[str, Problem]:
-    """The problems by task_id. `needed`: the fields that each record must have, `optional`:
-    those that may be missing or null; `make` may raise ValueError. A UserError names file, line
-    and field then, and at a task_id that comes twice."""
+    """Read problems by task_id.
+
+    Args:
+        source: a file, or hf:NAME[:CONFIG][:SPLIT].
+        needed: checks of the fields that each record must have.
+        make: makes a problem of a record. It may raise ValueError.
+        optional: checks of fields that may be missing or null.
+
+    Raises:
+        UserError: a record is invalid or a task_id occurs twice. Names file, line and field.
+    """
     found: dict[str, Problem] = {}
     for place, record in _records(source):
         if not isinstance(record, dict):
-            raise UserError(f"{place}: a problem must be an object")
+            raise UserError(f"{place}: a problem must be a JSON object")
         for field, check in {**(optional or {}), **needed}.items():
             if field in needed and field not in record:
                 raise UserError(
@@ -44,19 +54,19 @@ def read_problems(
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
         if problem.task_id in found:
-            raise UserError(f'{place}: problem "{problem.task_id}" is in the data twice')
+            raise UserError(f'{place}: problem "{problem.task_id}" occurs twice in the data')
         found[problem.task_id] = problem
     if not found:
-        raise UserError(f"{source}: there is no problem in it")
+        raise UserError(f"{source}: it contains no problems")
     return found
 
 
 def identity(value: Any) -> str:
-    """What tells a record from the others: a text or a whole number."""
+    """Return a record's identifier, a text or a whole number, as text."""
     if not isinstance(value, str):
         return str(whole(value))
     if not is_unicode(value):
-        raise ValueError("it holds half of a surrogate pair, which is not text")
+        raise ValueError("it contains half of a surrogate pair, which is not valid text")
     return value
 
 
@@ -66,7 +76,9 @@ def _records(source: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{source}:{number}", record) for number, record in hub_records(source))
         return
     if opened.kind == "txt":
-        raise UserError(f"{source}: problems have fields; give a .jsonl, .json or .parquet file")
+        raise UserError(
+            f"{source}: a text file has no fields; use a .jsonl, .json or .parquet file"
+        )
     with opened.open() as stream:
         yield from (
             (f"{source}:{line}", record) for line, record in READERS[opened.kind](stream, source)

@@ -1,8 +1,6 @@
-"""One evaluation: a task's prompts through the engine to a file that can be resumed, then the file
-to its report.
+"""`bass eval`: draw samples for a task's prompts into a file that can be resumed, then score it.
 
-Not here: what a task is (tasks.py), drawing samples (scheduler.py, generation.py), scoring
-(scoring.py), sweeps (sweep.py).
+generation.py draws the samples, scoring.py scores them, and sweep.py runs several budgets.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Scoring(NamedTuple):
-    """How samples are scored: see scoring.score_file."""
+    """Arguments of scoring.score_file."""
 
     ks: list[int] | None
     consent: bool
@@ -58,7 +56,11 @@ class Scoring(NamedTuple):
 
 
 class Evaluation:
-    """What a command asks for, all of it checked but the models: UserError names what is wrong."""
+    """One evaluation. Its options are checked when it is made, the models later.
+
+    Raises:
+        UserError: an option or the task's data is invalid.
+    """
 
     def __init__(self, args: EvaluateArgs, screen: Screen):
         if args.plot is not None and args.budgets is None:
@@ -89,30 +91,37 @@ class Evaluation:
         self.out = args.out or self._default_out()
         if is_stream(self.out):
             raise UserError(
-                f"--out {self.out}: an evaluation needs a file, which is scored afterwards"
+                f"--out {self.out}: give a file name, because the file is scored afterwards"
             )
         self.request = read_request(args, self.job, self.out)
         if self.request is not None and args.budgets is not None:
-            raise UserError("--ray and --budgets exclude each other, as --ray and --budget do")
+            raise UserError("--ray and --budgets cannot be used together; leave one of the two out")
         if self.job.tensor_parallel > 1 and args.budgets is not None:
-            raise UserError("--tensor-parallel and --budgets exclude each other for now")
+            raise UserError(
+                "--tensor-parallel and --budgets cannot be used together; leave one of the two out"
+            )
         problems = list(self.task.problems.values())
         problems = problems[: self.job.limit]
         self.problems = [
             one for one in problems if self.shard is None or self.shard.holds(one.task_id)
         ]
         if not self.problems:
-            raise UserError(f"--shard {self.shard}: none of the {len(problems)} prompts is in it")
+            raise UserError(
+                f"--shard {self.shard}: it contains none of the {len(problems)} prompts"
+            )
         for k in self.scoring.ks or ():
             if k > self.job.n:
                 screen.note(
-                    f"pass@{k} will not be known: it needs {k} samples of every problem; "
-                    f"--n is {self.job.n}"
+                    f"pass@{k} will be unknown: it needs {k} samples of every problem, and --n is "
+                    f"{self.job.n}"
                 )
 
     def run(self) -> tuple[dict[str, Any], bool]:
-        """Generate what is missing in the file and score it; the report, and whether all prompts
-        could be run."""
+        """Draw the samples that the file lacks and score it.
+
+        Returns:
+            The report, and whether all prompts could be run.
+        """
         self.check_files([*self.files_of(self.out), ("the verdicts", verdicts_path(self.out))])
         self.check_places(self.out)
         self._check_sandbox()
@@ -126,59 +135,65 @@ class Evaluation:
             prompts=len(self.problems),
             shard=self.shard,
         ) as drawing:
-            self._tell(drawing.facts)
+            self._show_facts(drawing.facts)
             self.generate(drawing, self.out, self.job.n)
         return self.score(self.out, verdicts_path(self.out)), not self.failed
 
     def plan(
         self, *, options: tuple[str, str | None] = ("--batch-size", "--max-new-tokens")
     ) -> Plan:
-        """The plan of the job, for every file that is to come of it; says once what may
-        surprise. `options`: see Plan. MachineError where its programs could not be run
-        afterwards."""
+        """Plan the job, for all files of a sweep, and show the notes on it.
+
+        Args:
+            options: see Plan.
+
+        Raises:
+            MachineError: the programs could not be run afterwards.
+        """
         from bass_cli.run.plan import make_plan
 
         self._check_sandbox()
-        self._screen.phase(
-            "checking the models", live=False
-        )  # the hub's client shows what it fetches
+        # Not a live line, because the hub's client shows its downloads.
+        self._screen.phase("checking the models", live=False)
         plan = make_plan(
             self.job,
             longest_prompt=self.longest_prompt(),
             prompts=len(self.problems),
             options=options,
         )
-        self._tell(self.facts(plan))
+        self._show_facts(self.facts(plan))
         return plan
 
     def facts(self, plan: Plan) -> Facts:
-        """What the manifest of such samples says, and more."""
+        """Return the manifest of the samples, and other facts about them."""
         return facts_of(plan, self._source(), shard=self.shard)
 
     def files_of(self, out: str) -> list[tuple[str, str | Path]]:
-        """What is written about the samples in `out`, but the verdicts."""
+        """Return the files that belong to the samples in `out`, without the verdicts."""
         return [*files_written(out), ("--report", self.report_path(out))]
 
     def check_files(self, outputs: Named) -> None:
-        """UserError where one of them is another, or a file that is read."""
+        """Raise UserError if two outputs are one file, or if one of them is an input."""
         refuse_shared_files(
             outputs, [("the data", self._args.data), *files_read(self._args.pair, self.job)]
         )
 
     def check_places(self, out: str) -> None:
-        """UserError where the samples in `out`, their report or the verdicts cannot be written,
-        or would replace anything else."""
+        """Raise UserError if an output cannot be written or would replace another kind of file.
+
+        Outputs are the samples in `out`, their report and the verdicts.
+        """
         check_name(out, overwrite=self._args.overwrite)
         scoring.check_report(self.report_path(out), out, overwrite=self._args.overwrite)
         if self.task.executes:
             check_verdicts(verdicts_path(self.out))
 
     def drawing(self, plan: Plan, loop: Callable[[], Loop]) -> Drawing:
-        """This process draws the plan's job, with what `loop` gives."""
+        """Return a drawing of the plan's job in this process, with the loop that `loop` makes."""
         return LocalBackend(plan, self.facts(plan), self._screen, loop)
 
     def generate(self, drawing: Drawing, out: str, n: int) -> None:
-        """Samples 0 to n - 1 of all prompts to `out`."""
+        """Write samples 0 to n - 1 of all prompts to `out`."""
         with open_output(
             out,
             drawing.facts.manifest,
@@ -199,28 +214,32 @@ class Evaluation:
         self.failed |= "error" in writer.totals["finish_reasons"]
 
     def score(self, out: str, verdicts: str) -> dict[str, Any]:
-        """The report on `out`; verdicts are kept in `verdicts`. UserError where programs may not
-        be run."""
+        """Score the samples in `out`. Returns the report.
+
+        Args:
+            out: the generation file.
+            verdicts: file that keeps the verdicts.
+        """
         found = scoring.score_file(
             out,
             self.task,
             **self.scoring._asdict(),
-            told=True,
+            announced=True,
             report_path=self.report_path(out),
             screen=self._screen,
             verdicts=verdicts,
             overwrite=self._args.overwrite,
         )
-        # other files of a sweep share these verdicts
+        # The other files of a sweep share these verdicts.
         self.scoring = self.scoring._replace(rejudge=False)
         return found
 
     def report_path(self, out: str) -> str:
-        """Where the report on `out` goes."""
+        """Return the path of the report on `out`."""
         return self.report or out.removesuffix(".jsonl") + ".report.json"
 
     def prompts(self) -> Iterator[Prompt]:
-        """The task's prompts in the format that was asked for."""
+        """Yield the task's prompts in the chosen format."""
         for problem in self.problems:
             yield Prompt(
                 problem.task_id,
@@ -231,7 +250,7 @@ class Evaluation:
             )
 
     def longest_prompt(self) -> str:
-        """The text of the longest one."""
+        """Return the text of the longest prompt."""
         return max((prompt.whole() for prompt in self.prompts()), key=len, default="")
 
     def _ask(self, problem: Problem) -> tuple[str | None, list[dict[str, Any]] | None]:
@@ -253,8 +272,11 @@ class Evaluation:
         return read_job(job_args(self._args, chat=True if chat else None), defaults)
 
     def _default_out(self) -> str:
-        """A name with what makes the samples what they are, so that different evaluations have
-        different files. Options that have the task's own value are left out."""
+        """Return a file name with the options that determine the samples.
+
+        So different evaluations have different files. Options with the task's own value are left
+        out.
+        """
         job, own = self.job, self.task.defaults
         sampling = job.sampling
         parts = [self.task.name, job.pair.name, self.form]
@@ -280,7 +302,7 @@ class Evaluation:
         if self.task.executes:
             scoring.check_sandbox(self._screen, consent=self.scoring.consent)
 
-    def _tell(self, facts: Facts) -> None:
+    def _show_facts(self, facts: Facts) -> None:
         plain = self.form != "chat"
         tell(self.job, facts, self._screen, plain=plain, ask="--prompt-format chat")
 
@@ -288,7 +310,6 @@ class Evaluation:
         return {"task": self.task.name, "prompt_format": self.form, "prompts": self._digest()}
 
     def _digest(self) -> str:
-        """SHA-256 of all prompts that the task has in this format, however many of them are
-        wanted."""
-        asked = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        """Return the SHA-256 of all prompts of the task in this format, whatever the limit is."""
+        prompts = [(problem.task_id, self._ask(problem)) for problem in self.task.problems.values()]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

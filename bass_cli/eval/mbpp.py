@@ -1,6 +1,7 @@
-"""MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests. The
-prompt is the one without examples that code models are usually given: text and tests in a
-docstring, the program follows.
+"""MBPP (Austin et al., arXiv 2108.07732): short programs from a sentence and three tests.
+
+The prompt is the usual zero-shot prompt of code models: text and tests in a docstring, after
+which the program follows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _OPTIONAL: Fields = {"test_imports": texts, "test_setup_code": text, "text": tex
 
 
 class Mbpp:
-    """The task "mbpp". Both versions of the data set are read, "full" (`text`,
-    `test_setup_code`) and "sanitized" (`prompt`, `test_imports`)."""
+    """The task "mbpp".
+
+    Reads both versions of the data set: "full" (`text`, `test_setup_code`) and "sanitized"
+    (`prompt`, `test_imports`).
+    """
 
     name, executes = "mbpp", True
     defaults = Defaults(temperature=0.2, top_p=0.95, max_new_tokens=512)
@@ -45,8 +49,10 @@ class Mbpp:
         return code_in(text, next(iter(self._names(problem)), None)) if chat else text
 
     def program(self, problem: Problem, answer: Answer) -> Checked:
-        """The prompt is a docstring, which does nothing. The set-up may use the program's
-        classes."""
+        """Return the program without the prompt, which is only a docstring.
+
+        The data set's set-up code belongs to the tests, because it may use the program's classes.
+        """
         tests, names = _tests(problem), self._names(problem)
         return Checked(with_imports(answer.text, tests), tests, names, modules_of(tests, names))
 
@@ -69,7 +75,7 @@ def _sentence(record: Any) -> str:
 
 def _problem(record: dict[str, Any]) -> Problem:
     if not _sentence(record):
-        raise ValueError('there is neither "text" nor "prompt"')
+        raise ValueError('it needs a field "text" or "prompt"')
     tests = "\n".join(record["test_list"])
     task_id = f"Mbpp/{str(record['task_id']).removeprefix('Mbpp/')}"
     return Problem(task_id, f'"""\n{_sentence(record)}\n{tests}\n"""\n', record)

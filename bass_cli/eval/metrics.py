@@ -1,6 +1,6 @@
-"""What samples are worth, as plain arithmetic: pass@k, the sample ranked first, spreads of times.
+"""Arithmetic of scoring: pass@k, the sample ranked first, and statistics of times.
 
-Pure functions of numbers; no files, no tasks, no programs. Fractions are of 1, times in seconds.
+Pure functions. Shares are fractions of 1, times are in seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 
 class Ranked(Protocol):
-    """What ranking looks at in a sample; `mean_logprob` is natural, None where nobody knows it."""
+    """A sample that can be ranked. `mean_logprob` is in nats, None if unknown."""
 
     @property
     def sample(self) -> int: ...
@@ -24,12 +24,11 @@ R = TypeVar("R", bound=Ranked)
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float | None:
-    """The chance that one of k samples passes, drawn without replacement from `samples` of which
-    `passed` do.
+    """Return the chance that at least one of k samples passes.
 
+    The k samples are drawn without replacement from `samples`, of which `passed` pass. Computes
     1 - C(n-c, k) / C(n, k) as a product, which neither overflows nor cancels (Chen et al. 2021,
-    arXiv 2107.03374, figure 3). None where there are fewer than k samples: then there is no
-    unbiased estimate.
+    arXiv 2107.03374, figure 3). None with fewer than k samples: then no unbiased estimate exists.
     """
     assert 0 <= passed <= samples
     assert k >= 1
@@ -42,34 +41,31 @@ def pass_at_k(samples: int, passed: int, k: int) -> float | None:
 
 
 def first_ranked(finished: Iterable[R]) -> R | None:
-    """The sample with the highest mean log-probability (Pass@First of arXiv 2404.15778), None if
-    there is no sample.
+    """Return the sample with the highest mean log-probability (Pass@First of arXiv 2404.15778).
 
-    Those without one come last; the lowest sample number wins a tie, whatever the order of the
-    lines is.
+    Samples without one come last. The lowest sample number wins a tie. None without samples.
     """
-    return max(finished, key=_rank, default=None)
+    return max(finished, key=_sort_key, default=None)
 
 
-def _rank(sample: Ranked) -> tuple[float, int]:
+def _sort_key(sample: Ranked) -> tuple[float, int]:
     known = -math.inf if sample.mean_logprob is None else sample.mean_logprob
     return known, -sample.sample
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The arithmetic mean, None of nothing."""
+    """Return the arithmetic mean. None without values."""
     found = list(values)
     return math.fsum(found) / len(found) if found else None
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """part / whole, None where either is not known or the whole is nothing."""
+    """Return part / whole. None if either is unknown or the whole is 0."""
     return part / whole if part is not None and whole else None
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the values lie below, linear between neighbours (numpy's default
-    definition)."""
+    """Return a quantile, linear between neighbours (numpy's default definition)."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     below = math.floor(position)
@@ -78,7 +74,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, median, p90 and max of some times; None of nothing."""
+    """Return mean, median, p90 and max. None without values."""
     if not values:
         return None
     middle = statistics.median(values)
@@ -91,10 +87,13 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def overshoot(values: Sequence[float]) -> dict[str, float] | None:
-    """How late problems were, from each one's seconds beyond the deadline (negative: early); None
-    of nothing.
+    """Return statistics of how late problems were. None without values.
 
-    `share_over` is the fraction of problems that were late at all.
+    Args:
+        values: seconds beyond the deadline for each problem, negative if early.
+
+    Returns:
+        median, p90, p99 and max in seconds, and `share_over`, the fraction of late problems.
     """
     if not values:
         return None

@@ -1,6 +1,6 @@
-"""Which names tests take from the program that they test.
+"""Find the names that tests take from the program that they test.
 
-Decided by the data alone: nothing that a program does can change it.
+Only the data set is read for this, so a program cannot change it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from bass_cli.eval.answers import parse
 
 
 def whole(head: str) -> str:
-    """A prompt as text that runs by itself: what it is, with an empty body, or nothing if it is
-    no Python."""
+    """Return a prompt as text that runs by itself, with an empty body if it needs one.
+
+    Empty if the prompt is not Python.
+    """
     for text in (head, f"{head}\n    pass\n"):
         if parse(text) is not None:
             return text
@@ -24,10 +26,10 @@ def whole(head: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def names_of(tests: str, setup: str = "", solution: str = "") -> tuple[str, ...]:
-    """The global names that the tests use and that neither they nor the setup bind.
+    """Return the global names that the tests use and that neither tests nor setup bind.
 
-    A builtin counts if the reference `solution` defines it. Where no name is left, the builtins
-    that the tests call count: a function may be called `sum`.
+    A builtin's name is included if the reference `solution` defines it. If no name is left, the
+    builtins that the tests call are included, because the function may be called `sum`.
     """
     tree = parse(tests)
     if tree is None:
@@ -42,7 +44,7 @@ def names_of(tests: str, setup: str = "", solution: str = "") -> tuple[str, ...]
 
 
 def modules_of(tests: str, names: tuple[str, ...]) -> str:
-    """Imports of the standard library's modules that the tests use and do not import."""
+    """Return imports of the standard library's modules that the tests use but do not import."""
     tree = parse(tests)
     if tree is None:
         return ""
@@ -52,14 +54,14 @@ def modules_of(tests: str, names: tuple[str, ...]) -> str:
 
 
 def with_imports(program: str, tests: str) -> str:
-    """The program, followed by the imports of its tests: data sets let programs use them."""
+    """Append the imports of the tests to a program, because solutions may rely on them."""
     tree = parse(tests) or ast.Module([], [])
     found = [one for one in tree.body if isinstance(one, (ast.Import, ast.ImportFrom))]
     return "\n\n".join([program, *map(ast.unparse, found)])
 
 
 def _names(tree: ast.AST) -> tuple[list[str], set[str]]:
-    """The names that are read, in their order, and those that are bound anywhere."""
+    """Return the names that are read, in order, and those that are bound anywhere."""
     used: dict[str, None] = {}
     bound: set[str] = set()
     for node in ast.walk(tree):
@@ -80,7 +82,7 @@ def _names(tree: ast.AST) -> tuple[list[str], set[str]]:
 
 
 def _defined(tree: ast.Module) -> set[str]:
-    """The functions, classes and variables of a module, without what it imports."""
+    """Return the functions, classes and variables of a module, without its imports."""
     found = set()
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -91,7 +93,7 @@ def _defined(tree: ast.Module) -> set[str]:
 
 
 def _is_module(tree: ast.AST, name: str) -> bool:
-    """Whether a name is a module of the standard library in this text: it is never called."""
+    """Return whether a name is used as a standard library module: it is one and never called."""
     called = {node.func.id for node in ast.walk(tree)
               if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}  # fmt: skip
     return name in sys.stdlib_module_names and name not in called

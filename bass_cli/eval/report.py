@@ -1,8 +1,7 @@
-"""Outcomes to the report: a dict for JSON, whose keys docs/EVAL.md explains. Fractions are of 1,
-times in seconds.
+"""Build the report from outcomes: a dict for JSON, whose keys docs/EVAL.md explains.
 
-It reads no file and runs nothing; the arithmetic is metrics.py's, what a person sees is
-table.py's.
+Shares are fractions of 1, times are in seconds. metrics.py has the arithmetic, table.py shows the
+report.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Rating = dict[str, float]
 
 
 class Outcome(NamedTuple):
-    """A sample and what it is worth: its verdict's status, or a rating where no program is run."""
+    """A sample with the status of its verdict, or with its ratings if the task runs no programs."""
 
     generation: Generation
     status: str
@@ -37,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 def unjudged(generation: Generation) -> Outcome:
-    """A sample that counts as failed without being looked at: it was not finished in time."""
+    """Return the outcome of a sample that did not finish in time. It counts as failed."""
     return Outcome(generation, LATE if generation.late else NOT_FINISHED)
 
 
@@ -54,8 +53,17 @@ def build(
     ks: Sequence[int],
     isolation: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """The report on a file. `problems`: by task_id, the samples of each by number; `known`: how
-    many the data set has."""
+    """Return the report on a file.
+
+    Args:
+        file: the generation file.
+        problems: by task_id, the outcomes of a problem's samples in order of sample number.
+        task: the task's name.
+        executes: the task runs programs.
+        known: number of problems in the data set.
+        ks: values of k for pass@k.
+        isolation: how the programs were isolated.
+    """
     rows = [
         _problem(task_id, outcomes, executes, file.budget) for task_id, outcomes in problems.items()
     ]
@@ -81,7 +89,7 @@ def build(
 
 
 def _first(outcomes: Outcomes) -> Outcome | None:
-    """The outcome of the finished sample that is ranked first."""
+    """Return the outcome of the finished sample that is ranked first."""
     finished = {outcome.generation: outcome for outcome in outcomes if outcome.generation.finished}
     first = metrics.first_ranked(finished)
     return None if first is None else finished[first]
@@ -111,7 +119,7 @@ def _problem(
 
 
 def _seconds(outcomes: Outcomes) -> list[float]:
-    """When the samples ended; the line of a prompt that could not be run has no time."""
+    """Return when the samples ended. A prompt that could not be run has no time."""
     known = [
         outcome.generation for outcome in outcomes if outcome.generation.finish_reason != "error"
     ]
@@ -119,8 +127,10 @@ def _seconds(outcomes: Outcomes) -> list[float]:
 
 
 def _ratings(ratings: list[Rating], first: Rating | None) -> dict[str, Rating] | None:
-    """Ratings of the sample ranked first, of the one with the highest ROUGE-L, and the mean;
-    None if none is finished."""
+    """Return ratings of the first and best sample and their mean. None if none is finished.
+
+    The best sample is the one with the highest ROUGE-L.
+    """
     if not ratings or first is None:
         return None
     best = max(ratings, key=lambda rating: rating["rougeL"])
@@ -134,7 +144,7 @@ def _passes(
     ks: Sequence[int],
     notes: list[str],
 ) -> dict[str, Any]:
-    """Pass@First, Pass@All (arXiv 2404.15778) and pass@k; what is not known goes to the notes."""
+    """Return Pass@First, Pass@All (arXiv 2404.15778) and pass@k. Adds a note if one is unknown."""
     passes: dict[str, Any] = {"pass_first": metrics.mean(row["pass_first"] for row in rows)}
     passes["pass_first_of_finished"] = metrics.mean(
         row["pass_first"] for row in rows if row["finished"]
@@ -148,21 +158,23 @@ def _passes(
         if len(known) < len(estimates):
             few = len(estimates) - len(known)
             notes.append(
-                f"pass@{k} is not known: {few} of {len(rows)} problems have fewer than {k} samples"
+                f"pass@{k} is unknown: {few} of {len(rows)} problems have fewer than {k} samples"
             )
     return passes
 
 
 def _pass_at_k(outcomes: Outcomes, k: int) -> float | None:
-    """Unfinished samples count as failed; a prompt that could not be run has one line, however
-    many were asked for."""
+    """Return pass@k of a problem. Unfinished samples count as failed.
+
+    A prompt that could not be run has one line, whatever n is, and counts 0.
+    """
     if all(outcome.generation.finish_reason == "error" for outcome in outcomes):
         return 0.0
     return metrics.pass_at_k(len(outcomes), sum(outcome.passed for outcome in outcomes), k)
 
 
 def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
-    """Means over all problems; one without a finished sample counts as 0."""
+    """Return means over all problems. A problem without a finished sample counts 0."""
     nothing = dict.fromkeys(MEASURES, 0.0)
     chosen = {
         kind: [(row["rouge"] or {}).get(kind, nothing) for row in rows]
@@ -177,7 +189,7 @@ def _rouge(rows: list[dict[str, Any]]) -> dict[str, Rating]:
 def _timing(
     file: GenerationFile, problems: Mapping[str, Outcomes], rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Seconds, tokens and what the drafts gave."""
+    """Return times, tokens and acceptance of drafts."""
     generations = [outcome.generation for outcomes in problems.values() for outcome in outcomes]
     tokens = _total(generations, "tokens")
     late = [row["overshoot"] for row in rows if row["overshoot"] is not None]
@@ -199,7 +211,7 @@ def _timing(
 
 
 def _total(generations: list[Generation], name: str) -> int | None:
-    """The sum over the lines that have the figure, None if none has."""
+    """Return the sum over the lines that have the figure. None if no line has it."""
     known = [
         value
         for value in (getattr(generation, name) for generation in generations)
@@ -209,8 +221,11 @@ def _total(generations: list[Generation], name: str) -> int | None:
 
 
 def _decoding_seconds(file: GenerationFile, problems: Mapping[str, Outcomes]) -> float | None:
-    """The whole run's time if the manifest has it. With a budget and no --batch-size prompts ran
-    one at a time, so their times add up; else nobody knows."""
+    """Return the run's seconds. None if unknown.
+
+    They are in the manifest. Without it they are the sum of the problems' times if prompts ran one
+    at a time, which they do with a budget and no --batch-size.
+    """
     if file.total_seconds is not None or file.budget is None or not file.one_at_a_time:
         return file.total_seconds
     return sum(max(_seconds(outcomes), default=0.0) for outcomes in problems.values())
@@ -222,7 +237,7 @@ def _unranked(everything: Outcomes) -> list[str]:
 
 
 def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) -> list[str]:
-    """What the file does not hold: problems of the data set, samples that the manifest promises."""
+    """Return notes about missing problems, and about samples missing by the manifest's n."""
     notes = (
         [] if len(problems) == known else [f"the file has {len(problems)} of the {known} problems"]
     )
@@ -234,9 +249,5 @@ def _gaps(file: GenerationFile, problems: Mapping[str, Outcomes], known: int) ->
             if any(one.generation.finish_reason != "error" for one in o)
         )
         short = sum(len(outcomes) < n for outcomes in whole)
-        notes += (
-            [f"{short} problems have fewer samples than the {n} that were asked for"]
-            if short
-            else []
-        )
+        notes += [f"{short} problems have fewer than the {n} requested samples"] if short else []
     return notes

@@ -1,8 +1,7 @@
-"""Generation files read for scoring: those of bass, and those of other tools (`task_id` with
-`completion` or `solution`).
+"""Read generation files for scoring: files of bass, and files of other tools.
 
-It checks lines and reads the manifest beside the file; which problems there are and what a text
-is worth is not known here.
+Files of other tools have `task_id` with `completion` or `solution`. This checks each line and
+reads the manifest beside the file.
 """
 
 from __future__ import annotations
@@ -23,13 +22,19 @@ UNFINISHED = ("budget", "error")
 COUNTED = ("tokens", "rounds", "drafted", "accepted")
 PREFIXES = {"HumanEval/": "humaneval", "Mbpp/": "mbpp"}
 TASKS = ("humaneval", "mbpp", "xsum")
-_LINE_BYTES = 1 << 26  # of a sample; gzip can make a line a thousand times as long as its file
+_LINE_BYTES = 1 << 26  # most bytes of a line; a small gzip file can hold a line of any length
 
 
 class Generation(NamedTuple):
-    """One line of a generation file. `whole`: the text stands alone, it does not complete the
-    prompt. Seconds are from the prompt's beginning; a figure is None where the file does not
-    have it. A copy counts no tokens and no rounds."""
+    """One line of a generation file. Figures that the file does not have are None.
+
+    Attributes:
+        line: line number from 1.
+        whole: the text stands alone; otherwise it continues the prompt.
+        seconds: time from the prompt's start to the sample's end.
+        tokens, rounds, drafted, accepted: 0 for a copy of another sample.
+        late: the sample ended by itself, but after the deadline.
+    """
 
     line: int
     task_id: str
@@ -43,19 +48,17 @@ class Generation(NamedTuple):
     rounds: int | None
     drafted: int | None
     accepted: int | None
-    late: bool = False  # it has its end, and came to it after the deadline
+    late: bool = False
 
     @property
     def finished(self) -> bool:
-        """Whether the sample had its end in time; "length" is one, it has all the tokens that it
-        may have."""
+        """Whether the sample ended in time. Reaching the length limit counts as an end."""
         return self.finish_reason not in UNFINISHED and not self.late
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationFile:
-    """The lines of a file, at least one, what its manifest says (empty without one) and what a
-    person should know."""
+    """The lines of a generation file (at least one), its manifest (may be empty) and notes."""
 
     path: str
     rows: tuple[Generation, ...]
@@ -63,29 +66,31 @@ class GenerationFile:
     notes: tuple[str, ...]
 
     def setting(self, key: str) -> Any:
-        """A value of the manifest's "results", None where there is none."""
+        """Return a value of the manifest's "results". None if it is missing."""
         return _part(self.manifest, "results").get(key)
 
     @property
     def budget(self) -> float | None:
-        """Seconds that a prompt had, None if there was no end or nobody wrote it down."""
+        """Seconds per prompt. None without a budget or if unknown."""
         return _number(self.setting("budget"))
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether prompts with a budget were decoded one after the other."""
+        """Whether prompts with a budget ran one after the other."""
         together = self.setting("coupling") == "maximal"
         return together or _part(self.manifest, "job").get("batch_size", "auto") == "auto"
 
     @property
     def total_seconds(self) -> float | None:
-        """How long the whole generation took, if the manifest says so."""
+        """Seconds of the whole generation. None if unknown."""
         return _number(_part(self.manifest, "totals").get("seconds"))
 
 
 def read_generations(path: str) -> GenerationFile:
-    """The lines of a .jsonl file, gzipped or not. A broken last line is left out with a note;
-    other faults: UserError."""
+    """Read a .jsonl file, gzipped or not.
+
+    A broken last line is left out with a note. UserError for all other faults.
+    """
     notes: list[str] = []
     rows: list[Generation] = []
     seen: dict[tuple[str, int], int] = {}
@@ -102,10 +107,10 @@ def read_generations(path: str) -> GenerationFile:
         seen[key] = number
         rows.append(generation)
     if not rows:
-        raise UserError(f"{path}: there is no sample in the file")
+        raise UserError(f"{path}: the file has no samples")
     manifest = _read_manifest(path)
     if manifest.get("finished") is False:
-        notes.append("the run that wrote the file did not come to its end")
+        notes.append("the run that wrote the file did not finish")
     file = GenerationFile(path, tuple(rows), manifest, tuple(notes))
     budget = math.inf if file.budget is None else file.budget
     held = (
@@ -116,7 +121,7 @@ def read_generations(path: str) -> GenerationFile:
 
 
 def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The JSON object of every line that is not blank, with the line's number, from 1."""
+    """Yield the line number, from 1, and the JSON object of each line that is not blank."""
     broken: tuple[int, str] | None = None
     try:
         with _open(path) as stream:
@@ -139,7 +144,7 @@ def _records(path: str, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]]
     except (EOFError, zlib.error):
         raise UserError(f"{path}: the gzip file is damaged or cut short") from None
     if broken is not None:
-        notes.append(f"line {broken[0]} is the last one and torn; it is left out")
+        notes.append(f"line {broken[0]}, the last one, is incomplete and was left out")
 
 
 def _open(path: str) -> IO[bytes]:
@@ -150,7 +155,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 def _parse(line: bytes) -> dict[str, Any] | str:
-    """The object on the line, or why there is none."""
+    """Return a line's object, or the reason why it has none."""
     try:
         value = parse_json(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -161,7 +166,7 @@ def _parse(line: bytes) -> dict[str, Any] | str:
 
 
 def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str]) -> Generation:
-    """The line checked; `order` counts lines without a sample number, problem by problem."""
+    """Check a line. `order` counts the lines without a sample number for each problem."""
     task_id = _task_id(row, place)
     whole, text = _text(row, place)
     sample = _figure(row, "sample", int, place)
@@ -179,13 +184,15 @@ def _read_row(row: dict[str, Any], place: str, number: int, order: Counter[str])
 
 
 def _bare(task_id: str) -> str:
-    """MBPP's own number of a problem, which other tools write "Mbpp/11"; else what it is."""
+    """Return a task_id without the prefix "Mbpp/" that some tools add."""
     return task_id.removeprefix("Mbpp/")
 
 
 def _task_id(row: dict[str, Any], place: str) -> str:
-    """The line's problem: `task_id`, which bass puts under `meta` if the prompt file had it; or
-    an `id` like "a/1"."""
+    """Return a line's task_id.
+
+    It is `task_id`, or `meta.task_id` if the prompt file of bass had it, or an `id` like "a/1".
+    """
     meta = row.get("meta")
     value = row.get("task_id")
     if value is None and isinstance(meta, dict):
@@ -200,8 +207,10 @@ def _task_id(row: dict[str, Any], place: str) -> str:
 
 
 def _text(row: dict[str, Any], place: str) -> tuple[bool, str]:
-    """Whether the text stands alone, and the text; a `solution` goes before a `completion`, as
-    other scorers have it."""
+    """Return whether the text stands alone, and the text.
+
+    `solution` takes precedence over `completion`, as in other scorers.
+    """
     ours = ("text",) if "finish_reason" in row else ()
     there = [key for key in ("solution", "completion", *ours) if key in row]
     key = next((key for key in there if row[key] is not None), there[0] if there else None)
@@ -220,7 +229,7 @@ def _hint(row: dict[str, Any], key: str) -> str:
 
 
 def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
-    """A number of the line; None where it is absent, null or not finite."""
+    """Return a number of a line. None if it is missing, null or not finite."""
     value = row.get(key)
     if value is None or (kind is float and type(value) is float and not math.isfinite(value)):
         return None
@@ -235,8 +244,7 @@ def _figure(row: dict[str, Any], key: str, kind: type, place: str) -> Any:
 
 
 def _read_manifest(path: str) -> dict[str, Any]:
-    """The manifest beside the file, empty where there is none that can be read: a score does not
-    need it."""
+    """Return the manifest beside the file. Empty if it cannot be read; scoring works without."""
     try:
         return read_manifest(path)
     except (OSError, ValueError):
@@ -256,8 +264,10 @@ def _number(value: Any) -> float | None:
 
 
 def guess_task(file: GenerationFile) -> str:
-    """The task that the manifest names or that the first `task_id` looks like; UserError if
-    neither tells it."""
+    """Return the task from the manifest, or from the form of the first `task_id`.
+
+    UserError if neither determines it.
+    """
     named = file.setting("task")
     if isinstance(named, str):
         return named
@@ -268,15 +278,17 @@ def guess_task(file: GenerationFile) -> str:
         if task_id.startswith(prefix):
             return task
     reason = (
-        f'the task_id "{task_id[:80]}" does not tell the task; give --task '
+        f'the task_id "{task_id[:80]}" does not determine the task; add --task '
         f"{', '.join(TASKS[:-1])} or {TASKS[-1]}"
     )
     raise UserError(f"{file.path}:{file.rows[0].line}: {reason}")
 
 
 def by_problem(file: GenerationFile, known: Collection[str]) -> dict[str, list[Generation]]:
-    """The samples of each problem by number, problems in the order of `known`; UserError at an
-    unknown task_id."""
+    """Group samples by problem, in the order of `known`, each group by sample number.
+
+    UserError for an unknown task_id.
+    """
     groups: dict[str, list[Generation]] = {}
     for row in file.rows:
         bare = _bare(row.task_id)

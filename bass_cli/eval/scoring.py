@@ -1,8 +1,7 @@
-"""A generation file and a task to a report: what `bass score` does, and `bass eval` once it has
-generated.
+"""Score a generation file: `bass score`, and `bass eval` after generating.
 
-The order of refusals and checks is here; reading, judging and reporting are in files of their
-own.
+This has the order of checks. Reading, judging and reporting are in samples.py, judging.py and
+report.py.
 """
 
 from __future__ import annotations
@@ -40,15 +39,14 @@ if TYPE_CHECKING:
     from bass_cli.sandbox.jail.job_spec import Program
     from bass_cli.sandbox.programs import Isolation, Limits
 
-_REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that a report is known by
+_REPORT = {"task", "file", "problems", "statuses", "by_problem"}  # keys that identify a report
 _SWEEP = {"task", "pair", "n", "budgets", "reports"}
 _MOST_WORKERS = 1024
 Problems = Mapping[str, Sequence[Generation]]
 
 
 def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
-    """UserError for an option that says how programs are run or counted, where the task has
-    none."""
+    """Raise UserError for an option about programs if the task runs none."""
     for key in ("k", "workers", "timeout", "rejudge") if not task.executes else ():
         if getattr(args, key):
             raise UserError(
@@ -57,17 +55,26 @@ def refuse_without_programs(task: Task, args: EvaluateArgs | ScoreArgs) -> None:
 
 
 def refuse_twice(args: EvaluateArgs | ScoreArgs) -> None:
-    """UserError where the report would be printed beside the one that --json prints."""
+    """Raise UserError if --report would print to standard output beside --json."""
     if args.json_document and args.report is not None and descriptor_of(args.report) == 1:
-        raise UserError(f"--report {args.report}: --json prints it there too; leave one out")
+        raise UserError(
+            f"--report {args.report}: --json prints the report there too; leave one of the two out"
+        )
 
 
 def check_report(path: str | None, samples: str, *, overwrite: bool, sweep: bool = False) -> None:
-    """UserError where a report on `samples` (a `sweep`: on the files beside it) could not be
-    written, or would replace anything but an earlier one: a document with a report's keys, on a
-    file of that name."""
+    """Raise UserError if a report cannot be written, or would replace another kind of file.
+
+    An earlier report may be replaced: a document with a report's keys, on a file of that name.
+
+    Args:
+        path: where the report goes. None: nowhere.
+        samples: the generation file.
+        overwrite: allow to replace any file.
+        sweep: the report is on the sweep's files beside `samples`.
+    """
     if path == "-":
-        raise UserError("--report -: a file is needed; --json prints a report of one line")
+        raise UserError("--report -: give a file name; --json prints the report to standard output")
     if path is None or descriptor_of(path) is not None:
         return
     check_format("--report", path, suffix=".json", written="a report is one JSON document")
@@ -99,7 +106,7 @@ def score_file(
     *,
     ks: Sequence[int] | None = None,
     consent: bool = False,
-    told: bool = False,
+    announced: bool = False,
     workers: int | None = None,
     timeout: float | None = None,
     report_path: str | None = None,
@@ -108,16 +115,30 @@ def score_file(
     verdicts: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Judge the samples in a file, show the figures and give the report (docs/EVAL.md), also
-    written to `report_path`.
+    """Score the samples in a file and show the figures.
 
-    `timeout`: seconds a program may take, the sandbox's own limit if None. Verdicts are kept
-    beside the file: after an interruption the same call goes on (`verdicts` names another file
-    for them, which several calls may share); `rejudge` runs all programs again; `overwrite` lets
-    the report replace what is no report on this file; `consent` runs them also where the sandbox
-    is weak, which else is a MachineError. `ks` None: see `default_ks`. `told`: `check_sandbox`
-    has said how programs are kept in. UserError for any fault of the file, and for a task_id that
-    the task does not have.
+    Verdicts are kept in a file, so the same call goes on after an interruption.
+
+    Args:
+        path: the generation file.
+        task: the task that the file answers.
+        ks: values of k for pass@k. Default: see `default_ks`.
+        consent: run programs in a weak sandbox too.
+        announced: `check_sandbox` has already said how programs are isolated.
+        workers: programs at once. Default: the number of cores.
+        timeout: seconds per program. Default: the sandbox's limit.
+        report_path: write the report there too.
+        screen: for progress and figures.
+        rejudge: run all programs again.
+        verdicts: file for the verdicts, which several calls may share. Default: beside `path`.
+        overwrite: let the report replace any file.
+
+    Returns:
+        The report (docs/EVAL.md).
+
+    Raises:
+        UserError: the file has a fault, or a task_id that the task does not have.
+        MachineError: the sandbox is weak and `consent` is False, or programs cannot run.
     """
     file = read_generations(path)
     return score(
@@ -130,7 +151,7 @@ def score_file(
         screen=screen,
         rejudge=rejudge,
         consent=consent,
-        told=told,
+        announced=announced,
         verdicts=verdicts,
         overwrite=overwrite,
     )
@@ -147,11 +168,11 @@ def score(
     screen: Screen,
     rejudge: bool,
     consent: bool,
-    told: bool = False,
+    announced: bool = False,
     verdicts: str | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """`score_file` for a file that is read already."""
+    """Score a file that has been read. See `score_file`."""
     check_report(report_path, file.path, overwrite=overwrite)
     problems = by_problem(file, task.problems)
     isolation = None
@@ -165,7 +186,7 @@ def score(
             screen=screen,
             rejudge=rejudge,
             consent=consent,
-            told=told,
+            announced=announced,
             verdicts=verdicts or verdicts_path(file.path),
         )
         outcomes = {
@@ -185,9 +206,8 @@ def score(
     )
     table.show(document, screen)
     if report_path is not None:
-        check_report(
-            report_path, file.path, overwrite=overwrite
-        )  # again, for judging may have taken hours
+        # Check again, because judging may have taken hours.
+        check_report(report_path, file.path, overwrite=overwrite)
         write_json(Path(report_path), document, f"--report {report_path}: cannot write the report")
     return document
 
@@ -199,8 +219,7 @@ def _outcome(task_id: str, row: Generation, rulings: Mapping[Key, Ruling]) -> Ou
 
 
 def _programs(task: Task, problems: Problems) -> Iterator[tuple[Key, Program]]:
-    """The program of every finished sample; one that was cut off or late is not run, it counts
-    as failed."""
+    """Yield the program of every finished sample. Unfinished and late samples are not run."""
     from bass_cli.eval.tasks import Answer
 
     for name, rows in problems.items():
@@ -222,50 +241,50 @@ def _judge(
     screen: Screen,
     rejudge: bool,
     consent: bool,
-    told: bool,
+    announced: bool,
     verdicts: str,
 ) -> dict[Key, Ruling]:
-    """A verdict on every finished sample, through the verdict file and, for what is not in it,
-    the sandbox."""
+    """Return a verdict on every finished sample, from the verdict file or from the sandbox."""
     from bass_cli.sandbox.programs import Limits
 
     limits = Limits()
-    if (
-        timeout is not None
-    ):  # processor time has a limit of its own, which must not undo a longer wall clock
+    if timeout is not None:
+        # The limit on processor time grows with it, or a longer timeout would have no effect.
         cpu_seconds = max(limits.cpu_seconds, math.ceil(timeout / 2))
         limits = limits._replace(seconds=timeout, cpu_seconds=cpu_seconds)
     total = sum(row.finished for rows in problems.values() for row in rows)
     with (
         ExitStack() as stack,
-        VerdictStore(verdicts, anew=rejudge) as ledger,
+        VerdictStore(verdicts, anew=rejudge) as store,
         screen.counting("verdicts", total) as progress,
     ):
-        if ledger.rulings:
+        if store.rulings:
             screen.note(
-                f"{ledger.path}: going on, {len(ledger.rulings)} programs are judged already"
+                f"{store.path}: continuing, {len(store.rulings)} programs have a verdict already"
             )
         return judge(
             _programs(task, problems),
-            ledger,
+            store,
             limits._asdict(),
             progress=progress,
             open_executor=lambda: _open_sandbox(
-                stack, workers, limits, consent, None if told else screen
+                stack, workers, limits, consent, None if announced else screen
             ),
         )
 
 
 def check_sandbox(screen: Screen, *, consent: bool) -> None:
-    """Say how programs will be kept in. MachineError where they cannot be run, or only in a weak
-    sandbox and without consent."""
+    """Say how programs will be isolated.
+
+    MachineError if they cannot run, or if the sandbox is weak and there is no consent.
+    """
     from bass_cli.sandbox.programs import Sandbox
 
     with Sandbox(workers=1) as sandbox:
-        _tell(sandbox.isolation, consent, screen)
+        _announce(sandbox.isolation, consent, screen)
 
 
-def _tell(isolation: Isolation, consent: bool, screen: Screen | None) -> None:
+def _announce(isolation: Isolation, consent: bool, screen: Screen | None) -> None:
     if not consent:
         isolation.refuse_weakness()
     if screen is None:
@@ -281,12 +300,12 @@ def _open_sandbox(
     from bass_cli.sandbox.programs import Sandbox
 
     sandbox = stack.enter_context(Sandbox(workers=workers, limits=limits))
-    _tell(sandbox.isolation, consent, screen)
+    _announce(sandbox.isolation, consent, screen)
     return Executor(sandbox.run, dict(sandbox.isolation._asdict()))
 
 
 def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outcome]]:
-    """A rating of every finished sample; the same text of one problem is rated once."""
+    """Rate every finished sample. Equal texts of one problem are rated once."""
     total = sum(len(rows) for rows in problems.values())
     outcomes: dict[str, list[Outcome]] = {}
     done = 0
@@ -305,13 +324,15 @@ def _rate(task: Task, problems: Problems, screen: Screen) -> dict[str, list[Outc
 
 
 def default_ks(samples: int) -> list[int]:
-    """The k of pass@k where none are given: 1, 10 and 100, as far as that many samples allow."""
+    """Return the default k of pass@k: those of 1, 10 and 100 that have enough samples."""
     return [k for k in (1, 10, 100) if k <= samples] or [1]
 
 
 def _fewest(problems: Problems) -> int:
-    """The fewest samples of a problem. A prompt that could not be run has one line, however many
-    samples it should have, and is left out."""
+    """Return the smallest number of samples of a problem.
+
+    Prompts that could not be run are ignored, because they have one line whatever n is.
+    """
     counts = [
         len(rows) for rows in problems.values() if any(row.finish_reason != "error" for row in rows)
     ]
@@ -319,7 +340,10 @@ def _fewest(problems: Problems) -> int:
 
 
 def parse_ks(text: str) -> list[int]:
-    """The ks of "1,10", sorted, each once; UserError unless all are whole numbers above 0."""
+    """Parse a list like "1,10" to sorted, distinct numbers.
+
+    UserError unless all are whole numbers above 0.
+    """
     parts = [part.strip() for part in text.split(",")]
     bad = next((part for part in parts if not re.fullmatch("0*[1-9][0-9]{0,5}", part)), None)
     if bad is not None:
@@ -330,8 +354,10 @@ def parse_ks(text: str) -> list[int]:
 
 
 def parse_workers(given: int | None) -> int | None:
-    """The number as it is; UserError below 1, and beyond what a machine's limits of processes
-    and files allow."""
+    """Check a number of workers and return it. UserError unless it is from 1 to 1024.
+
+    More would exceed a machine's limits on processes and files.
+    """
     if given is not None and not 1 <= given <= _MOST_WORKERS:
         raise UserError(
             f"--workers (or BASS_WORKERS): it should be a whole number from 1 to {_MOST_WORKERS} "

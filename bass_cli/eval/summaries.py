@@ -1,6 +1,7 @@
-"""XSum (Narayan et al., arXiv 1808.08745): one sentence that says what an article is about,
-rated by ROUGE (Lin, 2004) as the rouge-score package computes it: F-measures of words, pairs of
-words and the longest common subsequence, stemmed.
+"""XSum (Narayan et al., arXiv 1808.08745): summarise an article in one sentence.
+
+Scored by ROUGE (Lin, 2004) as computed by the rouge-score package: F-measures of words, pairs of
+words and the longest common subsequence, with stemming.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Summaries:
     def __init__(self, data: str | None = None):
         if importlib.util.find_spec("rouge_score") is None:
             raise MachineError(
-                "xsum is rated by the package rouge-score, which is not installed: "
+                "xsum needs the package rouge-score, which is not installed: "
                 "pip install 'bass-cli[xsum]'"
             )
         self.problems = read_problems(data or _DATA, _FIELDS, _problem)

@@ -1,6 +1,7 @@
-"""Quality against time: the same evaluation under several budgets, for plain decoding,
-single-sequence speculation and batched speculation, with models that are loaded once. The
-comparison of BASS (arXiv 2404.15778), section on deadlines.
+"""Run the same evaluation under several budgets, to compare quality against time.
+
+The methods are plain decoding, single-sequence speculation and batched speculation. Models are
+loaded once. This is the comparison under deadlines of BASS (arXiv 2404.15778).
 """
 
 from __future__ import annotations
@@ -33,14 +34,17 @@ METHODS = ("plain", "single", "batched")
 
 
 def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
-    """Every method under every budget, each to a file of its own beside `--out`; then all are
-    scored and drawn. One document, {"task", "pair", "n", "budgets", "reports": [{"method", ...a
-    report without its problems}]}, and whether all prompts could be run."""
+    """Run every method under every budget, each to its own file beside --out, and score them all.
+
+    Returns:
+        A document {"task", "pair", "n", "budgets", "reports": [{"method", ...a report without
+        by_problem}]}, and whether all prompts could be run.
+    """
     budgets = _budgets(args)
     evaluation = Evaluation(args, screen)
     document_path = args.report or str(Path(evaluation.out).with_suffix(".sweep.json"))
     chart = _chart(args.plot, evaluation.out, screen)
-    evaluation.report = None  # that of each file has a name of its own; --report is the document's
+    evaluation.report = None  # --report names the document; each file's report has its own name
     samples = [_file(evaluation.out, method, budget) for method in METHODS for budget in budgets]
     evaluation.check_files(
         [
@@ -57,7 +61,7 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
         evaluation.check_places(out)
     configure_threads(evaluation.job.threads, screen.note)
 
-    # the methods say how many of them are drawn at once
+    # The method determines the batch size, so it is not an option here.
     plan = evaluation.plan(options=("--n", "--max-new-tokens"))
     for note in plan.notes:  # once, not before every file
         screen.note(note)
@@ -87,9 +91,11 @@ def sweep(args: EvaluateArgs, screen: Screen) -> tuple[dict[str, Any], bool]:
 
 def _budgets(args: EvaluateArgs) -> list[float]:
     if args.budget is not None:
-        raise UserError("--budget and --budgets contradict each other; give one of the two")
+        raise UserError("--budget and --budgets cannot be used together; give one of the two")
     if args.batch_size is not None:
-        raise UserError("--batch-size has no meaning with --budgets: the methods differ in it")
+        raise UserError(
+            "--batch-size cannot be used with --budgets, because each method sets it; leave it out"
+        )
     found = [
         parse_duration(part, "--budgets (or BASS_BUDGETS)")
         for part in (args.budgets or "").split(",")
@@ -98,15 +104,15 @@ def _budgets(args: EvaluateArgs) -> list[float]:
 
 
 def _chart(plot: str | None, out: str, screen: Screen) -> str | None:
-    """Where the chart goes, if there can be one."""
+    """Return the chart's path. None without matplotlib."""
     if plot is not None or importlib.util.find_spec("matplotlib") is not None:
         return plot or str(Path(out).with_suffix(".sweep.png"))
-    screen.note("no chart will be drawn: that needs matplotlib (pip install 'bass-cli[plot]')")
+    screen.note("no chart will be drawn: it needs matplotlib (pip install 'bass-cli[plot]')")
     return None
 
 
 def _file(out: str, method: str, budget: float) -> str:
-    """Where the samples of one method under one budget go."""
+    """Return the file for the samples of one method under one budget."""
     path = Path(out)
     return str(path.with_name(f"{path.stem}.{method}-{budget:g}s{path.suffix}"))
 
@@ -114,11 +120,13 @@ def _file(out: str, method: str, budget: float) -> str:
 def _generate(
     evaluation: Evaluation, plan: Plan, budgets: list[float], screen: Screen
 ) -> dict[tuple[str, float], str]:
-    """The file of every method and budget. Which samples there are is the same for all of them,
-    but for rounding: the seed fixes them."""
+    """Draw the samples of every method and budget. Returns their files.
+
+    The seed fixes the samples, so they are the same for all methods, except for rounding.
+    """
     from bass_cli.run.build import load_models
 
-    @functools.cache  # not before something is missing in a file
+    @functools.cache  # loaded when the first missing sample is drawn
     def models() -> Models:
         screen.phase("loading the weights")
         return load_models(plan)
@@ -136,14 +144,14 @@ def _generate(
         for budget in budgets:
             chosen = _plan_of(plan, method, budget)
             files[method, budget] = name = _file(evaluation.out, method, budget)
-            screen.note(f"{method}, {budget:g} s a prompt")
-            begun = functools.partial(_begin_anew, loop, chosen)
-            evaluation.generate(evaluation.drawing(chosen, begun), name, chosen.job.n)
+            screen.note(f"{method}, {budget:g} s per prompt")
+            start = functools.partial(_with_fresh_controller, loop, chosen)
+            evaluation.generate(evaluation.drawing(chosen, start), name, chosen.job.n)
     return files
 
 
 def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method: str) -> Loop:
-    """A loop for all budgets of a method, as fast from the first prompt on as later."""
+    """Build and warm up a loop for all budgets of a method."""
     from bass_cli.run.build import WARMING, build, warm_up
 
     loop = build(plan, models())
@@ -152,9 +160,11 @@ def _warm_loop(plan: Plan, models: Callable[[], Models], screen: Screen, method:
     return loop
 
 
-def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
-    """The loop, with a controller that has seen nothing of other budgets. MachineError where
-    memory runs out."""
+def _with_fresh_controller(loop: Callable[[], Loop], plan: Plan) -> Loop:
+    """Return the loop with a fresh controller, which has learnt nothing from other budgets.
+
+    MachineError if memory runs out.
+    """
     from bass_cli.run.build import lengths_for
 
     with plan.need.explained():
@@ -164,8 +174,10 @@ def _begin_anew(loop: Callable[[], Loop], plan: Plan) -> Loop:
 
 
 def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
-    """The plan of one method: plain decoding has no draft, single-sequence speculation draws one
-    sample after the other."""
+    """Return the plan of one method under one budget.
+
+    Plain decoding has no draft. Single-sequence speculation has batch size 1.
+    """
     job = plan.job.model_copy(update={"budget": budget})
     if method == "single":
         job = job.model_copy(update={"batch_size": 1})
@@ -179,7 +191,7 @@ def _plan_of(plan: Plan, method: str, budget: float) -> Plan:
 
 
 def _show(document: dict[str, Any], screen: Screen) -> None:
-    """One line for each budget and method."""
+    """Show one line for each budget and method."""
     rows = []
     for report in sorted(document["reports"], key=lambda one: one["budget"]):
         quality = (

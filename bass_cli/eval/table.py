@@ -1,5 +1,7 @@
-"""The report as a table for a person, in the terms of the BASS paper. Percent here, fractions in
-JSON."""
+"""Show a report as a table, in the terms of the BASS paper (arXiv 2404.15778).
+
+The table has percent where the JSON report has fractions of 1.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,21 @@ from typing import Any
 from bass_cli.eval.report import BY_ORDER
 from bass_cli.io.console import Screen
 
-SHOWN = 20  # problems; with more of them the lines would push the figures off the screen
+SHOWN = 20  # most problems that are shown; more would push the figures off the screen
 
 
 def show(document: dict[str, Any], screen: Screen) -> None:
-    """The figures over all problems, each problem where they are few, then the notes."""
+    """Show the figures over all problems, each problem if there are few, then the notes."""
     screen.say(f"{document['task']}: {document['file']}")
     screen.table(
-        ("in all", f"{document['problems']} problems, {document['samples']} samples"),
+        ("total", f"{document['problems']} problems, {document['samples']} samples"),
         lines(document),
     )
     rows = document["by_problem"]
     if len(rows) <= SHOWN:
         screen.table(("problem", "finished", *_heading(document), "first", "last", "overshoot"), [
             [row["task_id"], f"{row['finished']} of "
-                             f"{row['samples']}", *_worth(row), _time(row["seconds_to_first"]),
+                             f"{row['samples']}", *_quality(row), _time(row["seconds_to_first"]),
              _time(row["seconds_to_last"]), _time(row["overshoot"])] for row in rows
         ])  # fmt: skip
     for note in document["notes"]:
@@ -31,7 +33,7 @@ def show(document: dict[str, Any], screen: Screen) -> None:
 
 
 def lines(document: dict[str, Any]) -> list[list[str]]:
-    """What and value, line by line; lines that nothing is known of are left out."""
+    """Return (name, value) lines. Figures that are unknown are left out."""
     shown = _rouge(document) if "rouge" in document else _passes(document)
     answered = sum(row["finished"] > 0 for row in document["by_problem"])
     late = f"; {document['late']} more ended after the deadline" if document["late"] else ""
@@ -43,7 +45,7 @@ def lines(document: dict[str, Any]) -> list[list[str]]:
     shown += [["speed", speed]] if (speed := _speed(document)) else []
     if document["overshoot"]:
         late = document["overshoot"]
-        over = f"{_percent(late['share_over'])} of problems over; by median {_time(late['median'])}"
+        over = f"{_percent(late['share_over'])} of problems late; median {_time(late['median'])}"
         shown.append(["deadline", f"{_time(document['budget'])}; {over}, p90 {_time(late['p90'])}, "
                                   f"p99 {_time(late['p99'])}, max "
                                   f"{_time(late['max'])}"])  # fmt: skip
@@ -97,7 +99,7 @@ def _heading(document: dict[str, Any]) -> tuple[str, ...]:
     return ("ROUGE-L: first", "best") if "rouge" in document else ("passed", "Pass@First")
 
 
-def _worth(row: dict[str, Any]) -> list[str]:
+def _quality(row: dict[str, Any]) -> list[str]:
     if "passed" in row:
         return [str(row["passed"]), "yes" if row["pass_first"] else "no"]
     return [
@@ -115,7 +117,7 @@ def _speed(document: dict[str, Any]) -> str:
     if document["tokens_per_second"] is not None:
         parts.append(f"{document['tokens_per_second']:.1f} tokens/s")
     if document["accepted_per_round"] is not None:
-        parts.append(f"{document['accepted_per_round']:.2f} drafts accepted a round")
+        parts.append(f"{document['accepted_per_round']:.2f} accepted drafts per round")
     if document["acceptance_rate"] is not None:
         parts.append(f"acceptance {_percent(document['acceptance_rate'])}")
     return ", ".join(parts)

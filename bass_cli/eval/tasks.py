@@ -1,8 +1,6 @@
-"""What an evaluation consists of: problems, how they become prompts, and what scoring makes of an
-answer.
+"""The interface of a task: its problems, their prompts, and how an answer is scored.
 
-Not here: the tasks themselves (humaneval.py, mbpp.py, summaries.py), generating
-(cli/evaluate.py), scoring (scoring.py).
+The tasks are in humaneval.py, mbpp.py and summaries.py.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ PromptFormat = Literal["raw", "strip", "strip-nl", "chat"]
 
 
 class Problem(NamedTuple):
-    """One problem: `prompt` as the data set has it, `fields` everything that it says."""
+    """One problem: the data set's own prompt, and all fields of its record."""
 
     task_id: str
     prompt: str
@@ -27,15 +25,14 @@ class Problem(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a model gave. `whole`: a solution that stands alone; otherwise it goes on where the
-    prompt ends."""
+    """A model's answer. `whole`: it stands alone; otherwise it continues the prompt."""
 
     text: str
     whole: bool
 
 
 class Defaults(NamedTuple):
-    """How a task is sampled where neither pair nor person says otherwise."""
+    """Sampling options of a task. The pair and the user can override them."""
 
     temperature: float
     top_p: float
@@ -43,9 +40,13 @@ class Defaults(NamedTuple):
 
 
 class Task(Protocol):
-    """A set of problems and what is due to them. `executes`: scoring runs programs. `problems`:
-    by task_id, in the data set's order. `stops`: strings that end a completion (not a chat
-    answer)."""
+    """A set of problems, and how to prompt and score them.
+
+    Attributes:
+        executes: scoring runs programs.
+        stops: strings that end a completion. Chat answers do not use them.
+        problems: problems by task_id, in the data set's order.
+    """
 
     name: str
     executes: bool
@@ -54,22 +55,28 @@ class Task(Protocol):
     problems: dict[str, Problem]
 
     def question(self, problem: Problem) -> str:
-        """What a chat model is asked."""
+        """Return the question for a chat model."""
 
     def completion(self, problem: Problem, text: str, *, chat: bool) -> str:
-        """What a model's text contributes after the data set's own prompt."""
+        """Return what a model's text adds after the data set's own prompt."""
 
     def program(self, problem: Problem, answer: Answer) -> Program:
-        """The program with the answer, and its tests, which run in a process of their own."""
+        """Return the program with the answer, and its tests."""
 
     def rate(self, problem: Problem, text: str) -> dict[str, float]:
-        """Figures of merit, as fractions of 1, where nothing is run."""
+        """Return the scores of a text, as fractions of 1. For tasks that run no programs."""
 
 
 def load_task(name: str, data: str | None = None) -> Task:
-    """The task of that name, with its problems read from `data` (a file, or
-    hf:NAME[:CONFIG][:SPLIT]) or from where they are by default. UserError for an unknown name
-    and for faults of the data."""
+    """Load a task and its problems.
+
+    Args:
+        name: one of TASKS.
+        data: a file, or hf:NAME[:CONFIG][:SPLIT]. Default: the task's own data set.
+
+    Raises:
+        UserError: the name is unknown, or the data is invalid.
+    """
     if name == "humaneval":
         from bass_cli.eval.humaneval import HumanEval
 
@@ -86,7 +93,7 @@ def load_task(name: str, data: str | None = None) -> Task:
 
 
 def prompt_format(name: str) -> PromptFormat:
-    """The format of that name; UserError if there is none."""
+    """Return the prompt format of that name. UserError if there is none."""
     if name not in get_args(PromptFormat):
         raise UserError(
             f'--prompt-format (or BASS_PROMPT_FORMAT): there is no "{name}"; '
@@ -96,6 +103,8 @@ def prompt_format(name: str) -> PromptFormat:
 
 
 def shape_prompt(prompt: str, form: PromptFormat) -> str:
-    """A completion prompt in that format: as it is, or without blanks ("strip") or newlines
-    ("strip-nl") at its ends."""
+    """Return a completion prompt in a format.
+
+    "strip" removes white space at both ends, "strip-nl" removes newlines.
+    """
     return {"strip": prompt.strip(), "strip-nl": prompt.strip("\n")}.get(form, prompt)

@@ -1,5 +1,7 @@
-"""A work folder on disk, for systems where a program cannot have one in memory; removed whatever
-the program did to it."""
+"""A work folder on disk, for systems where a program cannot have one in memory.
+
+It is removed afterwards, whatever the program did to it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from bass_cli.errors import MachineError
 
 @contextlib.contextmanager
 def work_folder(owner: tuple[int, int]) -> Iterator[str]:
-    """A fresh folder that belongs to `owner` (uid, gid); gone afterwards with all that is in it."""
+    """Make a fresh folder that belongs to `owner` (uid, gid), and remove it afterwards."""
     try:
         path = Path(tempfile.mkdtemp(prefix="bass-program-"))
     except OSError as error:
         reason = f"programs need a temporary folder: {error.strerror}"
-        raise MachineError(f"{reason}; set TMPDIR to one that can be written") from None
+        raise MachineError(f"{reason}; set TMPDIR to a writable folder") from None
     try:
         if owner != (os.getuid(), os.getgid()):
             os.chown(path, *owner)
@@ -29,11 +31,10 @@ def work_folder(owner: tuple[int, int]) -> Iterator[str]:
 
 
 def remove_tree(top: Path) -> None:
-    """Remove a folder whose depth, names and permissions somebody hostile has chosen; nothing may
-    be running in it.
+    """Remove a folder that a hostile program has filled. No process may use it any more.
 
-    Folders are moved aside before they are emptied, so no path gets long and nothing recurses.
-    Links are removed, never followed. What the system refuses to remove stays.
+    Folders are moved aside before they are emptied, so that no path gets long and nothing
+    recurses. Links are removed, never followed. What the system refuses to remove is left.
     """
     aside = Path(tempfile.mkdtemp(prefix="bass-removed-", dir=top.parent))
     waiting, number = [top], 0

@@ -1,7 +1,6 @@
-"""Which layers of isolation this system allows, found by trying them on an empty program, and what
-they keep out.
+"""Find the layers of isolation that this system allows, and describe what they keep out.
 
-Nothing here runs a program of anybody else's; that is programs.py.
+Layers are tried on an empty program. programs.py runs the untrusted programs.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ SYSTEM = (
     "/etc/nsswitch.conf",
 )
 NEVER = {"/", "/tmp", "/dev", "/proc", "/root", "/home", "/etc"}
-# what systemd sets aside for users that exist only while something runs
+# user numbers that systemd reserves for temporary users
 DYNAMIC_USERS = range(61184, 65520)
 NONE, AS_ROOT, SCOPES = "none", ", as root", "Landlock"
 ACCEPT = "--allow-code-execution"
 
 
 class Isolation(NamedTuple):
-    """How a program is kept from the network, from files and from processes; "none" where it is
-    not."""
+    """What keeps programs from the network, from files and from other processes. Or "none"."""
 
     network: str
     files: str
@@ -56,8 +54,10 @@ class Isolation(NamedTuple):
         return "; ".join(f"{what}: {word}" for what, word in self._asdict().items())
 
     def weaknesses(self) -> list[str]:
-        """A plain sentence for each thing beside themselves that programs can reach here, and
-        the layers that are missing: each of them alone would keep programs from it."""
+        """Return a sentence for each thing that programs can reach here.
+
+        It names the missing layers. Each of them alone would be enough.
+        """
         notes = []
         if self.network == NONE or self.network.endswith("only"):
             what = "the network" if self.network == NONE else "the network except over TCP"
@@ -86,28 +86,27 @@ class Isolation(NamedTuple):
         return notes
 
     def warnings(self) -> list[str]:
-        """The weaknesses, and what a user should know beside them."""
+        """Return the weaknesses and further warnings for the user."""
         notes = self.weaknesses()
         if self.processes.endswith(AS_ROOT):
             notes.append(
-                "programs run as root, though without its privileges: no other user can read this "
-                "Python"
+                "programs run as root without its privileges, because no other user can read this "
+                "Python installation"
             )
         return notes
 
     def refuse_weakness(self) -> None:
-        """MachineError if there is a weakness; it says what is missing, and which flag accepts
-        that."""
+        """Raise MachineError if there is a weakness, with the flag that accepts it."""
         if found := self.weaknesses():
             remedy = (
-                f"Use a system that has what is missing, or add {ACCEPT} to run the "
-                "programs that a model wrote all the same"
+                f"Use a system that has one of the missing layers, or add {ACCEPT} to run the "
+                "model's programs in this weak sandbox"
             )
             raise MachineError(f"the sandbox is weak here: {'; '.join(found)}. {remedy}")
 
 
 def describe(layers: Iterable[str]) -> Isolation:
-    """What a set of layers keeps out, in words."""
+    """Return what a set of layers keeps out, in words."""
     held = set(layers)
     version = landlock.version() if "landlock" in held else 0
     ways = {
@@ -132,11 +131,14 @@ def describe(layers: Iterable[str]) -> Isolation:
 def find_layers(
     attempt: Callable[[tuple[str, ...]], Report], wanted: Iterable[str] | None = None
 ) -> tuple[str, ...]:
-    """The layers that hold together here. `attempt` runs an empty program in some layers and
-    returns the report.
+    """Find the layers that work together on this system.
 
-    A warden that is refused a layer names it; that layer is left out and the rest tried again.
-    Root needs no user namespace, but in a container it may be the only way to the others.
+    A supervisor reports the layer that the system refuses. That layer is left out and the rest is
+    tried again. Root needs no user namespace, but in a container the other namespaces may need it.
+
+    Args:
+        attempt: runs an empty program with some layers and returns the report.
+        wanted: consider only these layers.
     """
     if sys.platform != "linux":
         return _settle(attempt, ())
@@ -168,8 +170,10 @@ def _settle(
 
 
 def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
-    """sys.path of a fresh isolated interpreter, and what must be visible for it: (place, real
-    path), parents first."""
+    """Return sys.path of a fresh interpreter, and the (place, real path) pairs that it needs.
+
+    Parents come before the folders in them.
+    """
     code = (
         "import json, sys; print(json.dumps([sys.path, [sys.prefix, sys.base_prefix, "
         "sys.exec_prefix]]))"
@@ -192,10 +196,12 @@ def interpreter_paths() -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def choose_users(count: int) -> list[int]:
-    """`count` numbers of users that do not exist and own no process, for programs run by root:
-    one for each worker."""
+    """Choose `count` numbers of users that do not exist and own no process.
+
+    Root runs programs as these users, one for each worker.
+    """
     known = {entry.pw_uid for entry in pwd.getpwall()}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        with contextlib.suppress(OSError):  # a process that has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             known.add(os.stat(f"/proc/{name}").st_uid)
     return random.sample([number for number in DYNAMIC_USERS if number not in known], count)

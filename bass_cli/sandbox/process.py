@@ -1,8 +1,6 @@
-"""One warden from outside: a fresh interpreter is started, gets its order, is waited for, and can
-be called off.
+"""Start, wait for and cancel the supervisor process of one program.
 
-What happens inside is jail/; who decides about layers and workers is isolation.py and
-programs.py.
+The supervisor's own code is in jail/. isolation.py chooses the layers, programs.py the workers.
 """
 
 from __future__ import annotations
@@ -20,30 +18,33 @@ from typing import NamedTuple
 from bass_cli.sandbox.jail.descendants import kill_tree
 from bass_cli.sandbox.jail.job_spec import JobSpec
 
-# Not -I: it would ignore PYTHONHASHSEED. The effect is the same: no user folder (-s), no
-# variable but these, and the folder of the command (the first of the path) replaced. No start-up
-# files either (-S): installed packages are found through the path in the order, which costs less
-# than half the time.
+# These options have the effect of -I, which would also ignore PYTHONHASHSEED: no user folder (-s),
+# only the variables below, and no current folder in the path. Without start-up files (-S) the
+# interpreter starts in less than half the time; `JobSpec.path` finds installed packages.
 START = (
     "-s",
     "-S",
     "-c",
     "import sys; sys.path.pop(0); sys.path.append({!r}); from jail.supervisor import main; main()",
 )
-# One thread for numeric libraries, which else reserve memory for every core. Hashes are fixed:
-# the order of a set is the same in every run, and so is the verdict.
+# Numeric libraries use one thread, because they reserve memory for every thread. Hashes are fixed,
+# so that the order of a set, and so the verdict, is the same in every run.
 ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "LC_CTYPE": "C.UTF-8",
 }
-GRACE = 30.0  # seconds beyond a program's own after which the warden itself is taken for stuck
+GRACE = 30.0  # seconds beyond a program's limit after which its supervisor counts as stuck
 
 
 class Report(NamedTuple):
-    """What a warden says at the end; `status` is also "refused" (detail "LAYER: reason"), "lost"
-    (it said nothing) or "starved" (timed out, after it had waited for a processor, or may have)."""
+    """A supervisor's report.
+
+    `status` has three values more than `Ending.status`: "refused" (the system refused a layer,
+    detail "LAYER: reason"), "lost" (the supervisor ended without a report) and "starved" (timed
+    out, and may have waited for a processor).
+    """
 
     status: str
     detail: str
@@ -52,27 +53,33 @@ class Report(NamedTuple):
 
 
 LOST = Report("lost", "the process that watches the program has ended", 0.0, b"")
-WORDS_BYTES = 1 << 20  # of a report beside the program's output; more comes from no warden
+REPORT_BYTES = 1 << 20  # most bytes of a report without the program's output
 
 
-class Cell:
-    """One program's warden. `cancel` may come from any thread, before, during or after `run`."""
+class SupervisorProcess:
+    """The supervisor process of one program.
+
+    `cancel` may be called from any thread, before, during or after `run`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._orders: int | None = None
+        self._outlet: int | None = None
         self._cancelled = False
 
-    def run(self, order: JobSpec) -> Report:
-        """Run one order to its end; when this returns, every process of it is dead (or just
-        dying, if the warden itself was stuck and had to be killed, with what is below it)."""
+    def run(self, spec: JobSpec) -> Report:
+        """Run one program to its end.
+
+        All its processes are dead when this returns. If the supervisor was stuck, they have been
+        sent SIGKILL.
+        """
         inlet, outlet = os.pipe()
         os.set_blocking(outlet, False)
         with self._lock:
-            self._orders = outlet
+            self._outlet = outlet
         command = [sys.executable, *START[:-1], START[-1].format(str(Path(__file__).parent))]
         try:
-            warden = subprocess.Popen(
+            supervisor = subprocess.Popen(
                 command,
                 stdin=inlet,
                 stdout=subprocess.PIPE,
@@ -87,37 +94,36 @@ class Cell:
             raise
         finally:
             os.close(inlet)
-        with warden:
+        with supervisor:
             try:
-                if self._cancelled:  # called off before there was anything to close
+                if self._cancelled:  # before the pipe existed
                     self._close()
-                for part in ({**order, "checks": order["checks"] is not None}, order["checks"]):
+                for part in ({**spec, "checks": spec["checks"] is not None}, spec["checks"]):
                     self._send(marshal.dumps(part))
-                assert warden.stdout
-                most = order["output_bytes"] + WORDS_BYTES
+                assert supervisor.stdout
+                most = spec["output_bytes"] + REPORT_BYTES
                 data = _read(
-                    warden.stdout.fileno(), time.monotonic() + order["seconds"] + GRACE, most
+                    supervisor.stdout.fileno(), time.monotonic() + spec["seconds"] + GRACE, most
                 )
             finally:
                 self._close()
-                self._end(warden)
+                self._end(supervisor)
         return _parse(data)
 
     def cancel(self) -> None:
-        """Have the program killed: its warden ends as soon as nobody holds the other end of its
-        orders."""
+        """Kill the program. Its supervisor exits when its inlet is closed."""
         self._cancelled = True
         self._close()
 
-    def _send(self, order: bytes) -> None:
-        """Without blocking under the lock; an order that nobody reads any more is dropped."""
-        waiting = memoryview(len(order).to_bytes(8, "little") + order)
+    def _send(self, spec: bytes) -> None:
+        """Send one part without blocking under the lock. Stops if the supervisor has ended."""
+        waiting = memoryview(len(spec).to_bytes(8, "little") + spec)
         while waiting:
             with self._lock:
-                if self._orders is None:
+                if self._outlet is None:
                     return
                 try:
-                    waiting = waiting[os.write(self._orders, waiting) :]
+                    waiting = waiting[os.write(self._outlet, waiting) :]
                 except BlockingIOError:
                     pass
                 except BrokenPipeError:
@@ -127,49 +133,48 @@ class Cell:
 
     def _close(self) -> None:
         with self._lock:
-            if self._orders is not None:
-                os.close(self._orders)
-            self._orders = None
+            if self._outlet is not None:
+                os.close(self._outlet)
+            self._outlet = None
 
-    def _end(self, warden: subprocess.Popen[bytes]) -> None:
+    def _end(self, supervisor: subprocess.Popen[bytes]) -> None:
         try:
-            warden.wait(GRACE)
+            supervisor.wait(GRACE)
         except subprocess.TimeoutExpired:
-            kill_tree(warden.pid)
+            kill_tree(supervisor.pid)
 
 
 class WorkerPool:
-    """The cells of one run, to be called off together, those included that start afterwards."""
+    """The supervisor processes of one run. They can be cancelled together."""
 
     def __init__(self) -> None:
         self.dismissed = False
-        self._cells: set[Cell] = set()
+        self._processes: set[SupervisorProcess] = set()
         self._lock = threading.Lock()
 
-    def run(self, order: JobSpec) -> Report:
-        """Run one order in a cell of its own; "lost" at once if the crew is dismissed."""
-        cell = Cell()
+    def run(self, spec: JobSpec) -> Report:
+        """Run one program. Returns "lost" at once if the pool is dismissed."""
+        process = SupervisorProcess()
         with self._lock:
             if self.dismissed:
                 return LOST
-            self._cells.add(cell)
+            self._processes.add(process)
         try:
-            return cell.run(order)
+            return process.run(spec)
         finally:
             with self._lock:
-                self._cells.discard(cell)
+                self._processes.discard(process)
 
     def dismiss(self) -> None:
-        """Kill what is running and start nothing more."""
+        """Kill all running programs. No program can be started afterwards."""
         with self._lock:
             self.dismissed = True
-            for cell in self._cells:
-                cell.cancel()
+            for process in self._processes:
+                process.cancel()
 
 
 def _read(descriptor: int, deadline: float, most: int) -> bytes:
-    """What is written until all have closed the pipe, or until the deadline; nothing if it is
-    more than `most` bytes."""
+    """Read a pipe until its end or the deadline. Empty if there are more than `most` bytes."""
     data = b""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)

@@ -1,8 +1,7 @@
-"""The sandbox for programs that a language model wrote: each in an interpreter of its own, with
-limits and a verdict.
+"""The sandbox for programs that a language model wrote. Each has its own interpreter and limits.
 
-What holds a program is in jail/, which layers this system allows in isolation.py.
-docs/SANDBOX.md says what is kept out and what is not. Nothing here knows a benchmark.
+jail/ isolates a program; isolation.py finds the layers that this system allows. docs/SANDBOX.md
+says what programs can and cannot reach. Nothing here depends on a benchmark.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from bass_cli.sandbox.jail.job_spec import JobSpec, Program
 from bass_cli.sandbox.process import Report, WorkerPool
 
 K = TypeVar("K")
-ATTEMPTS = 3  # for a warden that could not start, which says nothing about the program
-LOSSES = (
-    2  # of a warden while a program ran, the second without company: then it is the program's doing
-)
+ATTEMPTS = 3  # if a supervisor cannot start, which is not the program's fault
+# A program fails if its supervisor is lost this often. No other program runs the second time.
+LOSSES = 2
 
 
 class Limits(NamedTuple):
-    """What one program may use. Memory is for each of its processes, processor time for all
-    together; `seconds` is wall-clock time.
+    """Limits of one program.
 
-    The wall clock is the looser of the two clocks on purpose: a busy machine must not turn a
+    Memory is limited for each of its processes, processor time for all together. `seconds` is
+    wall-clock time. It is longer than the processor time, so that a busy machine does not turn a
     pass into a failure.
     """
 
@@ -46,7 +44,7 @@ class Limits(NamedTuple):
     open_files: int = 64
     file_bytes: int = 16 << 20  # one file
     folder_bytes: int = 64 << 20  # all files, where the work folder is in memory
-    # what is kept of standard output and error; the rest is read and dropped
+    # of standard output and error; the rest is read and dropped
     output_bytes: int = 64 << 10
 
 
@@ -54,11 +52,14 @@ DEFAULT_LIMITS = Limits()
 
 
 class Ending(NamedTuple):
-    """How a program ended: "passed", "failed", "timed out" (either clock) or "out of memory"
-    (Python said so).
+    """The verdict on a program.
 
-    `detail` is one line about it, written in part by the program; `output` is the start of what
-    it printed.
+    Attributes:
+        status: "passed", "failed", "timed out" (wall clock or processor time) or "out of memory"
+            (Python raised MemoryError).
+        detail: one line about it, written in part by the program.
+        seconds: wall-clock time.
+        output: the start of what it printed.
     """
 
     status: str
@@ -71,19 +72,21 @@ class Ending(NamedTuple):
         return self.status == "passed"
 
 
-class _Turns:
-    """Programs run together, or one runs alone: who asks for that is waited for by those who
-    come later."""
+class _RunLock:
+    """A shared and exclusive lock: programs run together, or one runs alone.
+
+    A waiting exclusive holder goes before shared holders that come later.
+    """
 
     def __init__(self) -> None:
         self._change = threading.Condition()
-        self._running = self._asking = 0
+        self._running = self._waiting_alone = 0
         self._alone = False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         with self._change:
-            self._change.wait_for(lambda: not self._alone and not self._asking)
+            self._change.wait_for(lambda: not self._alone and not self._waiting_alone)
             self._running += 1
         try:
             yield
@@ -95,9 +98,9 @@ class _Turns:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         with self._change:
-            self._asking += 1
+            self._waiting_alone += 1
             self._change.wait_for(lambda: not self._alone and not self._running)
-            self._asking -= 1
+            self._waiting_alone -= 1
             self._alone = True
         try:
             yield
@@ -108,10 +111,15 @@ class _Turns:
 
 
 class Sandbox:
-    """Runs programs, `workers` at a time (default: one for each core this process may use).
+    """Run programs in isolation.
 
-    Raises MachineError if the system cannot run programs at all. `layers` is for tests: use no
-    others than these.
+    Args:
+        workers: programs at once. Default: the number of cores that this process may use.
+        limits: limits of each program.
+        layers: use only these layers of isolation. For tests.
+
+    Raises:
+        MachineError: the system cannot run programs.
     """
 
     def __init__(
@@ -128,8 +136,8 @@ class Sandbox:
         self._users: queue.SimpleQueue[int] = queue.SimpleQueue()
         for user in users:
             self._users.put(user)
-        self._crews: set[WorkerPool] = set()
-        self._turns = _Turns()
+        self._pools: set[WorkerPool] = set()
+        self._lock = _RunLock()
         self.layers = find_layers(self._attempt, layers)
         self.isolation: Isolation = describe(self.layers)
 
@@ -137,63 +145,66 @@ class Sandbox:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for crew in list(self._crews):
-            crew.dismiss()
+        for pool in list(self._pools):
+            pool.dismiss()
 
     def run(self, programs: Iterable[tuple[K, Program]]) -> Iterator[tuple[K, Ending]]:
-        """The verdict of each (key, program), as they finish. Programs are read as workers come
-        free.
+        """Run (key, program) pairs and yield (key, verdict) as they finish.
 
-        A program passes if its tests, or where it has none its own text, run to their end without
-        an exception. Closing the iterator, or any exception, kills what is running. MachineError
-        if a program cannot be started, which says nothing about the program.
+        Programs are read as workers become free. A program passes if its tests run to their end
+        without an exception; without tests, if its text does. Closing the iterator, or an
+        exception, kills the running programs.
+
+        Raises:
+            MachineError: a program cannot be started, for a reason that is not the program's.
         """
         waiting: dict[Future[Ending], K] = {}
         source = iter(programs)
-        self._crews.add(crew := WorkerPool())
-        pool = ThreadPoolExecutor(self._workers, "sandbox")
+        self._pools.add(pool := WorkerPool())
+        threads = ThreadPoolExecutor(self._workers, "sandbox")
         try:
             while True:
                 for key, program in source:
-                    waiting[pool.submit(self._judge, crew, program)] = key
-                    if (
-                        len(waiting) >= 2 * self._workers
-                    ):  # so that none waits for the reader of this iterator
+                    waiting[threads.submit(self._judge, pool, program)] = key
+                    # Enough that no worker waits for the reader of this iterator.
+                    if len(waiting) >= 2 * self._workers:
                         break
                 if not waiting:
                     return
                 for done in wait(waiting, return_when=FIRST_COMPLETED).done:
-                    if crew.dismissed:  # the sandbox has been left: what was killed has no verdict
+                    if pool.dismissed:  # the sandbox was left; killed programs have no verdict
                         return
                     yield waiting.pop(done), done.result()
         finally:
             for future in waiting:
                 future.cancel()
-            crew.dismiss()
-            pool.shutdown(wait=True)
-            self._crews.discard(crew)
+            pool.dismiss()
+            threads.shutdown(wait=True)
+            self._pools.discard(pool)
 
-    def _judge(self, crew: WorkerPool, program: Program) -> Ending:
-        """A warden that could not start, or was lost, is followed by another while no other
-        program runs: whatever a program has done to it, or to another's, then costs that program
-        alone its verdict. A program that the wall clock ended while it waited for a processor
-        ("starved") runs once more like that too."""
+    def _judge(self, pool: WorkerPool, program: Program) -> Ending:
+        """Run one program, again and alone if needed.
+
+        If its supervisor could not start or was lost, the program runs again while no other
+        program runs. So a program that harms supervisors loses only its own verdict. A starved
+        program runs once more alone too.
+        """
         losses = 0
         for attempt in range(ATTEMPTS):
-            with self._turns.alone() if attempt else self._turns.together():
-                report = self._try(crew, program, self.layers)
+            with self._lock.alone() if attempt else self._lock.together():
+                report = self._try(pool, program, self.layers)
             losses += report.status == "lost"
             hindered = report.status == "starved" and self._workers > 1 and not attempt
             if (
-                crew.dismissed
+                pool.dismissed
                 or losses == LOSSES
                 or not (hindered or report.status in ("refused", "lost"))
             ):
                 break
-        if report.status == "refused" and not crew.dismissed:
+        if report.status == "refused" and not pool.dismissed:
             raise MachineError(
-                "a program could not be run, for a reason that is not the program's: "
-                f"{report.detail}"
+                "a program could not be run, and the program is not the cause: "
+                f"{report.detail}; run the same command again to go on"
             )
         if report.status == "lost":
             return Ending("failed", f"{report.detail}, also when it ran alone", report.seconds)
@@ -205,18 +216,18 @@ class Sandbox:
     def _attempt(self, layers: tuple[str, ...]) -> Report:
         return self._try(WorkerPool(), "", layers)
 
-    def _try(self, crew: WorkerPool, program: Program, layers: tuple[str, ...]) -> Report:
+    def _try(self, pool: WorkerPool, program: Program, layers: tuple[str, ...]) -> Report:
         user = self._users.get()
         try:
             owner = (user, user) if "uid" in layers else (os.getuid(), os.getgid())
             with (
                 contextlib.nullcontext(None) if "mount" in layers else work_folder(owner) as folder
             ):
-                return crew.run(self._order(program, layers, owner, folder))
+                return pool.run(self._spec(program, layers, owner, folder))
         finally:
             self._users.put(user)
 
-    def _order(
+    def _spec(
         self, program: Program, layers: tuple[str, ...], owner: tuple[int, int], folder: str | None
     ) -> JobSpec:
         text, checks = program, None
@@ -235,5 +246,5 @@ class Sandbox:
 
 
 def available_cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

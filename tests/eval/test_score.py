@@ -1,5 +1,4 @@
-"""`bass score`, with a stand-in for the sandbox: what is read, what is run and how often, the
-report, interruptions."""
+"""`bass score` with a fake sandbox: reading files, running programs, reports and interruptions."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ def cli(*arguments: str, **settings: Any) -> Any:
 
 
 def scored(*arguments: str, **settings: Any) -> dict[str, Any]:
-    """The report of a `bass score` that has to succeed."""
+    """Run `bass score`, which must succeed, and return its report."""
     result = cli(*arguments, ALLOW, "--json", **settings)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
@@ -55,8 +54,11 @@ def verdicts(path: str = "f.jsonl") -> list[dict[str, Any]]:
 
 
 def mixed() -> list[dict[str, Any]]:
-    """Problem 0: both finish, the likelier fails; 1: only one in time, which passes; 2: late, a
-    failed line for 3."""
+    """Return lines of four problems.
+
+    Problem 0: both samples finish, the likelier one fails. Problem 1: one finishes in time and
+    passes. Problem 2: late. Problem 3: an error line.
+    """
     return [
         line(0, 0, "+ 1", mean_logprob=-0.7, seconds=1.0),
         line(0, 1, "+ 2", mean_logprob=-0.2, seconds=1.5),
@@ -90,7 +92,7 @@ def mixed() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_report_of_a_file_of_ours() -> None:
+def test_report_on_a_file_of_bass() -> None:
     write("f.jsonl", mixed(), results={"task": "humaneval", "budget": 2.0, "n": 2})
     report = scored("f.jsonl", "--k", "2,1,3")
     assert (report["task"], report["file"], report["problems"], report["samples"]) == (
@@ -125,7 +127,7 @@ def test_the_report_of_a_file_of_ours() -> None:
     )
     assert report["statuses"] == {"failed": 1, "not finished": 4, "passed": 2}
     assert report["notes"] == [
-        "the file has 4 of the 12 problems", "pass@3 is not known: 3 of 4 problems have fewer "
+        "the file has 4 of the 12 problems", "pass@3 is unknown: 3 of 4 problems have fewer "
                                              "than 3 samples",
     ]  # fmt: skip
     assert report["by_problem"][1] == {
@@ -141,7 +143,7 @@ def test_the_report_of_a_file_of_ours() -> None:
     assert again | {"file": "f.jsonl"} == report, "the order of a file's lines says nothing"
 
 
-def test_samples_that_end_after_the_deadline_are_late_and_count_as_failed() -> None:
+def test_samples_after_the_deadline_are_late_and_count_as_failed() -> None:
     rows = [
         line(0, 0, "+ 1", mean_logprob=-0.1, seconds=2.25),  # the likeliest, and right
         line(0, 1, "+ 2", mean_logprob=-0.9, seconds=2.0),
@@ -174,7 +176,7 @@ def test_samples_that_end_after_the_deadline_are_late_and_count_as_failed() -> N
     )
 
 
-def test_copies_are_samples_whose_tokens_were_drawn_once() -> None:
+def test_copies_count_as_samples_but_add_no_tokens() -> None:
     rows = [
         line(0, 0, "+ 1"),
         *(line(0, i, "+ 1", rounds=0, drafted=0, accepted=0, copy_of=0) for i in (1, 2)),
@@ -185,7 +187,7 @@ def test_copies_are_samples_whose_tokens_were_drawn_once() -> None:
     assert report["pass_at_k"] == {"1": 1.0, "3": 1.0}
 
 
-def test_a_late_summary_is_not_rated() -> None:
+def test_late_summary_is_not_rated() -> None:
     rows = [{"task_id": "0", "completion": text, "sample": i, "finish_reason": "eos", "seconds": 0.9 + 0.2 * i}
             for i, text in enumerate(("abc", "abcde"))]  # fmt: skip
     report = scored(write("f.jsonl", rows, results={"task": "xsum", "budget": 1.0}))
@@ -197,22 +199,22 @@ def test_a_late_summary_is_not_rated() -> None:
     assert report["rouge"]["best"]["rougeL"] == len("abc") / 20
 
 
-def test_speed_comes_from_the_manifest_where_prompts_ran_together() -> None:
+def test_speed_uses_the_manifest_if_prompts_ran_together() -> None:
     rows = [line(0, 0, "+ 1"), line(1, 0, "+ 1")]
     report = scored(
         write("f.jsonl", rows, results={"n": 2}, totals={"seconds": 4.0}, finished=False)
     )
     assert (report["tokens_per_second"], report["budget"], report["overshoot"]) == (5.0, None, None)
-    assert "the run that wrote the file did not come to its end" in report["notes"]
-    assert "2 problems have fewer samples than the 2 that were asked for" in report["notes"]
+    assert "the run that wrote the file did not finish" in report["notes"]
+    assert "2 problems have fewer than the 2 requested samples" in report["notes"]
     assert scored(write("g.jsonl", rows))["tokens_per_second"] is None
 
 
 @pytest.mark.parametrize(("size", "expected"), [("auto", 1.0), (6, None)])
-def test_seconds_of_prompts_add_up_only_where_they_ran_alone(
+def test_seconds_of_prompts_are_summed_only_if_they_ran_one_at_a_time(
     size: object, expected: float | None
 ) -> None:
-    """Ten tokens of each of two prompts that took 10 s each, in a run that did not end."""
+    """Two prompts with ten tokens and 10 s each, in a run that was interrupted."""
     rows = [line(0, 0, "+ 1") | {"tokens": 10, "seconds": 10.0} for _ in (0,)]
     rows += [line(1, 0, "+ 1") | {"tokens": 10, "seconds": 10.0}]
     path = write("f.jsonl", rows, results={"n": 1, "budget": 20.0}, totals={}, finished=False)
@@ -221,14 +223,14 @@ def test_seconds_of_prompts_add_up_only_where_they_ran_alone(
     assert scored(path)["tokens_per_second"] == expected
 
 
-def test_what_is_null_is_absent() -> None:
+def test_null_fields_count_as_missing() -> None:
     rows = [
         {"task_id": None, "meta": {"task_id": "HumanEval/0"}, "solution": None, "completion": "+ 1"}
     ]
     assert scored(write("f.jsonl", rows))["pass_all"] == 1.0
 
 
-def test_a_file_of_another_tool_is_ranked_by_order_and_says_so() -> None:
+def test_file_without_log_probabilities_is_ranked_by_order_with_a_note() -> None:
     rows = [
         {"task_id": f"HumanEval/{i}", "completion": text}
         for text in ("+ 2", "+ 1", "+ 1")
@@ -277,7 +279,7 @@ def test_all_canonical_solutions_pass_and_no_empty_completion_does(
         assert (report["pass_first"], report["pass_all"]) == (worth, worth)
 
 
-def test_a_whole_sandbox_runs_programs_without_a_flag() -> None:
+def test_score_needs_no_flag_in_a_whole_sandbox() -> None:
     write("f.jsonl", [line(0, 0, "+ 1")])
     result = cli("f.jsonl", "--json")
     assert (result.exit_code, Sandbox.opened) == (0, 1)
@@ -286,7 +288,7 @@ def test_a_whole_sandbox_runs_programs_without_a_flag() -> None:
     assert "f.jsonl:1: " in cli("f.jsonl").stderr
 
 
-def test_a_weak_sandbox_has_to_be_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_score_needs_consent_in_a_weak_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: Isolation) -> None:
         raise MachineError("the sandbox is weak here: no gravity")
 
@@ -305,8 +307,8 @@ GOOD = '{"task_id": "HumanEval/0", "completion": "+ 1"}\n'
 LINE = '{"task_id": "HumanEval/0", "completion": "x"'
 BAD: list[tuple[str | None, list[str], str]] = [
     (None, [], "f.jsonl: cannot read the generation file: No such file"),
-    ("", [], "f.jsonl: there is no sample in the file"),
-    ('{"task_id": "Hum', [], "f.jsonl: there is no sample in the file"),
+    ("", [], "f.jsonl: the file has no samples"),
+    ('{"task_id": "Hum', [], "f.jsonl: the file has no samples"),
     (f"{GOOD}oops\n{GOOD}", [], "f.jsonl:2: broken JSON: Expecting value at column 1"),
     (f"{GOOD}[1]\n{GOOD}", [], "f.jsonl:2: a line must be a JSON object"),
     (f'{GOOD}{{"completion": "x"}}\n', [], 'f.jsonl:2: field "task_id": it is missing'),
@@ -340,12 +342,12 @@ BAD: list[tuple[str | None, list[str], str]] = [
      'f.jsonl:2: sample 0 of "HumanEval/0" is in the file twice, first in line 1'),
     ('{"task_id": 11, "completion": "x", "sample": 0}\n{"task_id": "Mbpp/11", "completion": "x", '
      '"sample": 0}\n', [], 'f.jsonl:2: sample 0 of "Mbpp/11" is in the file twice, first in line 1'),
-    (GOOD, ["--report", "-"], "--report -: a file is needed"),
-    (GOOD, ["--report", "/dev/stdout", "--json"], "--report /dev/stdout: --json prints it there too"),
+    (GOOD, ["--report", "-"], "--report -: give a file name"),
+    (GOOD, ["--report", "/dev/stdout", "--json"], "--report /dev/stdout: --json prints the report there too"),
     (f'{GOOD}{{"task_id": "HumanEvil/3", "completion": "x"}}\n', [],
      'f.jsonl:2: unknown task_id "HumanEvil/3"; did you mean "HumanEval/3"?'),
-    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not tell '
-                                                    'the task; give --task hum'),
+    ('{"task_id": "a/1", "completion": "x"}\n', [], 'f.jsonl:1: the task_id "a/1" does not determine '
+                                                    'the task; add --task hum'),
     (GOOD, ["--task", "humanevil"], 'unknown task "humanevil"'),
     (GOOD, ["--k", "1,0"], '--k (or BASS_K): "0" is not a whole number above 0'),
     *((GOOD, ["--workers", number], "--workers (or BASS_WORKERS): it should be a whole number "
@@ -360,7 +362,7 @@ BAD: list[tuple[str | None, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("content", "arguments", "expected"), BAD)
-def test_bad_input_is_found_before_anything_is_run(
+def test_bad_input_is_refused_before_anything_is_run(
     content: str | None, arguments: list[str], expected: str
 ) -> None:
     if content is not None:
@@ -376,8 +378,8 @@ def test_bad_input_is_found_before_anything_is_run(
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "bomb"])
-def test_what_has_no_end_is_not_read(kind: str) -> None:
-    """A pipe that nobody writes to, a device, and a small file with a line of 100 MB in it."""
+def test_pipes_devices_and_endless_lines_are_refused(kind: str) -> None:
+    """A pipe without a writer, a device, and a small gzip file with a line of 100 MB."""
     path = Path("f.jsonl")
     {
         "pipe": lambda: os.mkfifo(path),
@@ -401,7 +403,7 @@ def test_what_has_no_end_is_not_read(kind: str) -> None:
     f'{{"results": {{"budget": {10**400}, "n": -1}}, "totals": {{"seconds": {10**400}}}}}',
     '{"results": {"budget": [], "task": ["a"], "n": {}}, "totals": {"seconds": "1"}}',
 ])  # fmt: skip
-def test_a_score_needs_no_sound_manifest(manifest: str) -> None:
+def test_score_works_with_a_broken_manifest(manifest: str) -> None:
     write("f.jsonl", [line(0, 0, "+ 1")])
     Path("f.jsonl.manifest.json").write_text(manifest)
     report = scored("f.jsonl")
@@ -412,7 +414,7 @@ def test_a_score_needs_no_sound_manifest(manifest: str) -> None:
     {"isolation": {"network": ["a"]}}, {"isolation": []}, {"seconds": "1"}, {"sample": True}, {"status": None},
     {"seconds": float("inf")}, {"sample": 2**64}, {"detail": 3},
 ])  # fmt: skip
-def test_a_verdict_of_other_types_is_none(change: dict[str, Any]) -> None:
+def test_verdict_with_wrong_types_is_refused(change: dict[str, Any]) -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 1")])
     scored("f.jsonl")
     first, second = verdicts()
@@ -421,10 +423,10 @@ def test_a_verdict_of_other_types_is_none(change: dict[str, Any]) -> None:
     )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
-    assert "f.jsonl.verdicts.jsonl:1: this is not a verdict" in result.stderr
+    assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict" in result.stderr
 
 
-def test_bytes_that_are_not_text() -> None:
+def test_invalid_utf8_and_damaged_gzip_are_refused() -> None:
     Path("f.jsonl").write_bytes(b'{"task_id": "\xff"}\n' + GOOD.encode())
     assert "f.jsonl:1: the text is not valid UTF-8" in cli("f.jsonl").stderr
     Path("f.jsonl").write_bytes(gzip.compress(GOOD.encode() * 9)[:-9])
@@ -433,7 +435,7 @@ def test_bytes_that_are_not_text() -> None:
     assert "f.jsonl: the gzip file is damaged or cut short" in result.stderr
 
 
-def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
+def test_torn_last_line_is_left_out_and_sparse_lines_are_read() -> None:
     rows = [{"id": "HumanEval/0", "sample": 4, "text": "+ 1", "finish_reason": "stop"},
             {"id": "7", "meta": {"task_id": "HumanEval/1"}, "sample": 0, "text": "+ 1", "finish_reason": None}]  # fmt: skip
     write("f.jsonl", rows)
@@ -441,7 +443,7 @@ def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
         stream.write('{"task_id": "HumanEval/0", "compl')
     report = scored("f.jsonl")
     assert (report["samples"], report["pass_all"]) == (2, 1.0)
-    assert "line 3 is the last one and torn; it is left out" in report["notes"]
+    assert "line 3, the last one, is incomplete and was left out" in report["notes"]
     mbpp = scored(
         write(
             "m.jsonl",
@@ -452,14 +454,14 @@ def test_a_torn_last_line_and_lines_with_little_in_them() -> None:
     assert [(row["task_id"], row["passed"]) for row in mbpp["by_problem"]] == [("11", 1), ("12", 0)]
 
 
-def test_problems_come_in_the_data_s_order_and_samples_by_number() -> None:
+def test_report_orders_problems_as_the_data_and_samples_by_number() -> None:
     write("f.jsonl", [line(1, 2, ""), line(0, 1, ""), line(1, 0, ""), line(1, 1, "")])
     groups = by_problem(read_generations("f.jsonl"), ["HumanEval/0", "HumanEval/1", "HumanEval/2"])
     found = [(name, [row.sample for row in rows]) for name, rows in groups.items()]
     assert found == [("HumanEval/0", [1]), ("HumanEval/1", [0, 1, 2])]
 
 
-def test_the_same_program_is_run_once_and_every_sample_has_its_line() -> None:
+def test_equal_programs_run_once_and_every_sample_gets_a_verdict() -> None:
     write("f.jsonl", [line(0, sample, "+ 1" if sample % 2 else "+ 2") for sample in range(6)])
     assert scored("f.jsonl")["by_problem"][0]["passed"] == 3
     assert len(Sandbox.ran) == 2
@@ -483,7 +485,7 @@ def test_the_same_program_is_run_once_and_every_sample_has_its_line() -> None:
 
 
 @pytest.mark.parametrize("torn", [0, 1, 20])
-def test_scoring_goes_on_after_an_interruption(torn: int) -> None:
+def test_scoring_resumes_after_an_interruption(torn: int) -> None:
     rows = [
         line(i, sample, "+ 1" if sample < i else f"+ {sample + 2}")
         for i in range(4)
@@ -509,7 +511,7 @@ def test_scoring_goes_on_after_an_interruption(torn: int) -> None:
     assert (Sandbox.opened, len(Sandbox.ran)) == (before, count + (torn > 0))
 
 
-def test_what_is_judged_again() -> None:
+def test_changed_programs_tests_and_limits_are_judged_again() -> None:
     write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 1")])
     assert scored("f.jsonl")["pass_all"] == 1.0
     write("f.jsonl", [line(0, 0, "+ 1"), line(1, 0, "+ 3")])
@@ -526,10 +528,10 @@ def test_what_is_judged_again() -> None:
     )
     result = cli("f.jsonl", ALLOW)
     assert result.exit_code == 2
-    assert "f.jsonl.verdicts.jsonl:1: this is not a verdict; --rejudge" in result.stderr
+    assert "f.jsonl.verdicts.jsonl:1: this line is not a verdict; add --rejudge" in result.stderr
 
 
-def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() -> None:
+def test_verdict_file_is_locked_and_records_the_isolation() -> None:
     path = write("f.jsonl", [line(0, 0, "+ 1")])
     with VerdictStore(f"{path}.verdicts.jsonl") as ledger:
         assert "another process is scoring this file" in cli(path, ALLOW).stderr
@@ -542,7 +544,7 @@ def test_the_verdict_file_is_one_process_s_and_says_how_programs_were_kept_in() 
     assert (isolation_of(two), isolation_of([])) == ({"network": "namespace or none"}, None)
 
 
-def test_what_runs_is_ended_when_the_disk_is_full() -> None:
+def test_running_programs_are_killed_when_the_disk_is_full() -> None:
     def refuse(ruling: Ruling) -> None:
         raise MachineError("the disk is full")
 
@@ -561,12 +563,12 @@ def test_what_runs_is_ended_when_the_disk_is_full() -> None:
     assert (len(Sandbox.ran), Sandbox.running) == (1, 0)
 
 
-def test_a_program_that_is_not_text_fails_without_being_run() -> None:
+def test_program_with_a_lone_surrogate_fails_without_running() -> None:
     report = scored(write("f.jsonl", [line(0, 0, "+ 1\n# \ud800"), line(1, 0, "+ 1")]))
     assert ([row["passed"] for row in report["by_problem"]], len(Sandbox.ran)) == ([0, 1], 1)
 
 
-def test_texts_are_rated_and_nothing_is_run() -> None:
+def test_summaries_are_rated_without_running_programs() -> None:
     rows = [
         {"task_id": "0", "sample": 0, "completion": "abcd", "mean_logprob": -0.1},
         {"task_id": "0", "sample": 1, "completion": "abcdef", "mean_logprob": -0.5},
@@ -600,16 +602,16 @@ def test_texts_are_rated_and_nothing_is_run() -> None:
     assert "20.0 / 30.0 / 10.0 (first, by mean log-probability)" in result.stderr
 
 
-def test_where_the_report_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_goes_to_stdout_stderr_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
     write("f.jsonl", mixed(), results={"budget": 2.0})
     result = cli("f.jsonl", ALLOW, "--report", "r.json", "--k", "1")
     assert result.exit_code == 0
     for words in ("Pass@First", "25.0 % (of problems with a finished sample 50.0 %); ranked by "
                                 "mean log-probability",
-                  "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 drafts accepted "
-                                                              "a round",
-                  "66.7 % of problems over; by median 0.25 s", "HumanEval/3"):  # fmt: skip
-        assert words in result.stdout  # what the command is for
+                  "3 of 7 samples; 2 of 4 problems have one", "8.6 tokens/s, 1.91 accepted drafts "
+                                                              "per round",
+                  "66.7 % of problems late; median 0.25 s", "HumanEval/3"):  # fmt: skip
+        assert words in result.stdout
     assert "warning: files are not kept in" in result.stderr
     assert "warning" not in result.stdout
     quiet = cli("f.jsonl", ALLOW, "--quiet", "--json", "--k", "1")

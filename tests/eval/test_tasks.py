@@ -1,5 +1,4 @@
-"""The tasks: what a model is asked, what its text contributes, which program decides; faults of
-the data."""
+"""Tasks: prompts, completions, programs and invalid data."""
 
 from __future__ import annotations
 
@@ -25,8 +24,10 @@ MBPP = {
 
 
 def passes(program: Program) -> bool:
-    """Whether the tests pass in this process, with two namespaces as the sandbox has two
-    processes."""
+    """Return whether the tests pass in this process.
+
+    Program and tests have separate namespaces, as they have separate processes in the sandbox.
+    """
     assert isinstance(program, Checked)
     its: dict[str, object] = {}
     scope: dict[str, object] = {}
@@ -56,9 +57,8 @@ def test_humaneval_is_packaged_and_its_programs_are_those_of_its_own_scorer() ->
 
 
 @pytest.mark.parametrize("form", ["raw", "strip", "strip-nl"])
-def test_a_completion_fits_the_original_prompt_in_every_format(form: str) -> None:
-    """A public scorer puts it after the prompt as the data set has it, whatever the model was
-    shown."""
+def test_completion_follows_the_original_prompt_in_every_format(form: str) -> None:
+    """Public scorers append it to the data set's own prompt, whatever the model was shown."""
     task = load_task("humaneval")
     for problem in list(task.problems.values())[:20]:
         shown = shape_prompt(problem.prompt, prompt_format(form))
@@ -72,7 +72,7 @@ def test_a_completion_fits_the_original_prompt_in_every_format(form: str) -> Non
     assert shape_prompt("\n  a \n", "raw") == "\n  a \n"
 
 
-def test_a_chat_answer_s_code_follows_the_prompt() -> None:
+def test_code_of_a_chat_answer_follows_the_prompt() -> None:
     task = load_task("humaneval")
     for problem in list(task.problems.values())[:40]:
         code = problem.prompt + problem.fields["canonical_solution"]
@@ -88,7 +88,7 @@ def test_a_chat_answer_s_code_follows_the_prompt() -> None:
 def test_code_is_found_in_an_answer() -> None:
     assert code_in("a\n```python\nx = 1\n```\nb") == "x = 1"
     assert code_in("```\nx\n```\n```py\ndef f(): pass\n```", "f") == "def f(): pass"
-    assert code_in("```python\nx = 1\ny = ") == "x = 1\ny = "  # cut off by a limit
+    assert code_in("```python\nx = 1\ny = ") == "x = 1\ny = "  # cut off by the length limit
     assert code_in("    return 1") == "    return 1"
     assert code_in("```python\r\nx = 'a\u2028b\x0c'\r\n```") == "x = 'a\u2028b\x0c'"
 
@@ -96,7 +96,7 @@ def test_code_is_found_in_an_answer() -> None:
 ADD = "def add(x, y):\n    return x + y"
 BODY = "    return x + y"
 STUB = 'def add(x, y):\n    """Add."""'
-# answers to "complete def add(x, y)" of which a reader takes the right code
+# answers to "complete def add(x, y)" whose code is right
 ANSWERS = {
     "a fence": f"Here:\n\n```python\n{ADD}\n```\nDone.",
     "no blank line before": f"Here:\n```python\n{ADD}\n```",
@@ -136,6 +136,15 @@ ANSWERS = {
     "code alone with a fence in its docstring": f'{STUB[:-3]}\n  ```\n  add(1, 2)\n  ```\n    """\n{BODY}\n',
     "code and prose": f"The function is:\n{ADD}\nIt adds two numbers, so x + y.\n\nRight?",
     "a body": BODY,
+    "drafts within thoughts": f"<think>```python\ndef add(x, y): return 0\n```</think>\n```python\n{ADD}\n```",
+    "thoughts that the prompt began": f"maybe\n```python\ndef add(x, y): return 0\n```\n</think>\n\n{ADD}",
+    "text after the closing fence": f"```python\n{ADD}\n``` This adds.",
+    "an end token after the closing fence": f"```python\n{ADD}\n```<|im_end|>",
+    "two opening fences": f"```python\n```python\n{ADD}\n```\n```",
+    "the language on a line of its own": f"```\npython\n{ADD}\n```",
+    "a byte order mark": f"\ufeff```python\n\u200b{ADD}\n```",
+    "spaces that do not break": f"```python\n{ADD}\n```".replace("    ", "\u00a0" * 4),
+    "an answer that is indented": "\n".join("    " + line for line in ["```python", *ADD.split("\n"), "```"]),
     "a body in a fence": f"```python\n{BODY}\n```",
     "a body at the margin": "```python\nif x:\n    return x + y\nreturn y\n```",
 }  # fmt: skip
@@ -157,7 +166,7 @@ def test_the_code_of_a_chat_answer_adds_two_numbers(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "head", ["async def add(x)", "def add[T](x: T)", "def add (x)", "class add:"]
 )
-def test_heads_that_define_the_function_are_found(head: str) -> None:
+def test_all_forms_of_a_function_head_are_recognised(head: str) -> None:
     code = f"{head}:\n    oops oops" if not head.endswith(":") else f"{head}\n    oops oops"
     assert code_in(f"```\nx = 1\n```\n```\n{code}\n```", "add") == code
 
@@ -174,13 +183,13 @@ def test_code_is_found_in_linear_time(name: str) -> None:
         start = time.process_time()
         code_in(text, "add")
         seconds.append(time.process_time() - start)
-    assert seconds[1] < 6 * max(seconds[0], 0.05)  # three times; squared it would be nine
+    assert seconds[1] < 6 * max(seconds[0], 0.05)  # three times the text; quadratic time would be nine times as long
     start = time.process_time()
-    code_in(HOSTILE[name] * 1_000_000, "add")  # of which the beginning is read
+    code_in(HOSTILE[name] * 1_000_000, "add")  # only the beginning is read
     assert time.process_time() - start < 5
 
 
-def test_names_that_tests_take_from_a_program() -> None:
+def test_names_of_finds_what_tests_take_from_a_program() -> None:
     assert names_of("assert f(1) == math.pi\nassert set(f(2)) == {len('a')}") == ("f",)
     assert names_of("def check(c): assert c(1)\ncheck(f)", "def g(): pass") == ("f",)
     assert names_of("assert sum(1, 2) == 3") == ("sum",)
@@ -198,13 +207,13 @@ def test_names_that_tests_take_from_a_program() -> None:
     assert names_of("no python") == ()
 
 
-def test_stops_do_not_cut_what_is_right() -> None:
+def test_stop_strings_do_not_cut_canonical_solutions() -> None:
     task = load_task("humaneval")
     for problem in task.problems.values():
         assert not any(stop in problem.fields["canonical_solution"] for stop in task.stops)
 
 
-def test_mbpp_in_both_of_its_versions(tmp_path: Path) -> None:
+def test_mbpp_reads_both_versions_of_the_data(tmp_path: Path) -> None:
     sanitized = {
         "task_id": 12,
         "prompt": "Add two.",
@@ -226,7 +235,7 @@ def test_mbpp_in_both_of_its_versions(tmp_path: Path) -> None:
     assert "assert g(1) == 3" in task.question(two)
 
 
-def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
+def test_summaries_are_scored_by_rouge(tmp_path: Path) -> None:
     pytest.importorskip("rouge_score")
     task = load_task(
         "xsum",
@@ -256,12 +265,12 @@ def test_summaries_are_rated_by_rouge(tmp_path: Path) -> None:
     ("mbpp", {**MBPP, "text": {}}, r'm.jsonl:2: field "text": a text is needed, not {}'),
     ("mbpp", {**MBPP, "task_id": True}, r'm.jsonl:2: field "task_id": a whole number from 0 on is needed, not True'),
     ("mbpp", {k: v for k, v in MBPP.items() if k != "test_list"}, r'm.jsonl:2: field "test_list": it is missing'),
-    ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" is in the data twice'),
-    ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be an object"),
+    ("mbpp", MBPP, r'm.jsonl:2: problem "Mbpp/11" occurs twice in the data'),
+    ("humaneval", 3, r"m.jsonl:1: field|m.jsonl:2: a problem must be a JSON object"),
     ("xsum", {"id": "a", "documents": "x", "summary": "y"}, 'field "document": it is missing; did '
                                                             'you mean "documents"'),
 ])  # fmt: skip
-def test_faults_of_the_data_name_their_place(
+def test_data_errors_name_file_line_and_field(
     tmp_path: Path, name: str, record: object, fault: str
 ) -> None:
     first = {
@@ -271,12 +280,12 @@ def test_faults_of_the_data_name_their_place(
     }[name]
     data = write(tmp_path / "m.jsonl", *first, *([3] if name == "humaneval" else []), record)
     with pytest.raises(
-        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be an object"
+        UserError, match=fault if name != "humaneval" else "m.jsonl:1: a problem must be a JSON object"
     ):
         load_task(name, data)
 
 
-def test_unknown_names() -> None:
+def test_unknown_task_and_format_names_are_refused() -> None:
     with pytest.raises(UserError, match='there is no task "humanevil"; did you mean "humaneval"'):
         load_task("humanevil")
     with pytest.raises(UserError, match='there is no "chatty"; did you mean "chat"'):

@@ -1,5 +1,4 @@
-"""Tests that run in a process of their own: no cheat passes, and verdicts are those of one process
-for programs that do not cheat."""
+"""Tests in a separate process: no cheat passes, and honest programs get the verdict of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
     )
 
 
-def test_the_right_answer_passes_the_tests_of_the_cheats(verdicts: dict[str, Ending]) -> None:
+def test_right_answer_passes_the_tests_of_the_cheats(verdicts: dict[str, Ending]) -> None:
     assert verdicts["right"].passed, verdicts["right"]
 
 
@@ -51,7 +50,7 @@ def test_cheats_fail_without_namespaces() -> None:
     assert {name for name, verdict in found.items() if verdict.passed} == set()
 
 
-# programs and tests that pass in one process: they must pass in two
+# programs and tests that pass in one process and must pass in two
 TOGETHER: dict[str, tuple[str, str]] = {
     "plain values": ("def f(x): return x",
                      "for x in (1, -1.5, float('inf'), 'ä\\ud800', b'a', [1, (2, {3: {4}})], None, 2j, 10**400,\n"
@@ -89,6 +88,30 @@ TOGETHER: dict[str, tuple[str, str]] = {
                       "def f(k): return [F(1, 3), D('1.10'), deque([1])][k]",
                       "from fractions import Fraction\nfrom decimal import Decimal\n"
                       "assert f(0) * 3 == 1 and f(1) == Decimal('1.1') and list(f(2)) == [1]"),
+    "dates": ("import datetime as d\nutc = d.timezone.utc\ndef f(k): return [d.date(2020, 2, 29), d.timedelta(-1, 3), "
+              "d.time(1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6, utc), utc][k]\ndef g(a, b): return (b - a).days",
+              "import datetime as d\nutc = d.timezone.utc\nassert [f(k) for k in range(5)] == [d.date(2020, 2, 29), "
+              "d.timedelta(-1, 3), d.time(1, 2), d.datetime(2020, 1, 2, 3, 4, 5, 6, utc), utc]\n"
+              "assert g(d.date(2020, 1, 1), d.date(2020, 1, 9)) == 8 and f(0) < d.date.max and f(0).day == 29"),
+    "counts": ("from collections import *\ndef f(s): return Counter(s)\ndef g(s):\n    d = defaultdict(list)\n"
+               "    for c in s: d[c].append(1)\n    return d\ndef h(s): return OrderedDict((c, 1) for c in s)\n"
+               "def change(c, o, q): c.update('z'); o['n'] = 1; q.rotate(1)",
+               "from collections import *\nassert f('aab')['z'] == 0 and f('aab') + f('b') == Counter('aabb')\n"
+               "assert g('ab')['q'] == [] and h('ab') != h('ba') and h('ab') == {'b': 1, 'a': 1}\n"
+               "c, o, q = Counter('a'), OrderedDict(), deque([1, 2], 5)\nchange(c, o, q)\n"
+               "assert c == Counter('az') and [*o] == ['n'] and q == deque([2, 1]) and q.maxlen == 5"),
+    "named tuples": ("from collections import namedtuple\nP = namedtuple('P', 'x y')\n"
+                     "R = namedtuple('R', 'def x', rename=True)\ndef f(): return [P(1, 2)]\ndef g(): return R(1, 2)\n"
+                     "def h(p): return p.x + p[1]",
+                     "assert f() == [(1, 2)] and f()[0].y == 2 and h(f()[0]._replace(x=5)) == 7 and g() == (1, 2)"),
+    "slices": ("class f:\n    def __getitem__(self, k): return [1, 2, 3][k]", "assert f()[:2] == [1, 2] and f()[-1] == 3"),
+    "classes of the program": ("class f: pass\nclass P(f): pass", "assert isinstance(P(), f) and not isinstance(f(), P)\n"
+                               "assert not isinstance(3, f)"),
+    "the key of an error": ("def f(d): return d['k']", "try: f({})\nexcept KeyError as e: assert e.args == ('k',)\n"
+                            "else: assert 0"),
+    "numbers": ("def f(k): return [float('nan'), -0.0, complex(-0.0, 1), True, 7**9999][k]",
+                "import math\nassert math.isnan(f(0)) and f(3) is True and f(4) == 7**9999\n"
+                "assert math.copysign(1, f(1)) == math.copysign(1, f(2).real) == -1"),
     "state": ("n = 0\ndef f():\n    global n\n    n += 1\n    return n", "assert [f(), f(), f()] == [1, 2, 3]"),
     "constants": ("f = {'a': [1, 2]}", "assert f == {'a': [1, 2]} and f['a'][1] == 2"),
     "a name of Python's": ("def sum(a, b): return a * b", "assert sum(3, 5) == 15"),
@@ -105,14 +128,32 @@ def test_programs_pass_as_in_one_process(
     sandbox: Sandbox, name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     text, tests = TOGETHER[name]
-    names = ("f", "Node", "P", "sum")
+    names = ("f", "g", "h", "change", "Node", "P", "sum")
     monkeypatch.chdir(tmp_path)
-    exec(f"{text}\n{tests}", {"__name__": "tested"})  # the reference: one interpreter
+    exec(f"{text}\n{tests}", {"__name__": "tested"})  # reference: one process
     ((_, verdict),) = sandbox.run([(0, Checked(text, tests, names))])
     assert verdict.passed, verdict
 
 
-def test_the_detail_of_a_failure_names_line_and_exception(sandbox: Sandbox) -> None:
+def test_object_of_the_program_always_converts_to_the_same_number(sandbox: Sandbox) -> None:
+    """Otherwise a cheat passes HumanEval/32, whose tests convert the zero once for each power."""
+    text = (
+        "class N:\n    def __float__(self, n=[0]):\n        n[0] += 1\n        return n[0] / 2\n"
+        "    __int__ = __index__ = lambda self: int(100 * float(self))\ndef f(): return N()"
+    )
+    tests = "x = f()\nassert [float(x), int(x), [*range(200)][x]] == [float(x), int(x), [*range(200)][x]]"
+    ((_, verdict),) = sandbox.run([(0, Checked(text, tests, ("f",)))])
+    assert verdict.passed, verdict
+
+
+def test_program_cannot_read_objects_of_the_tests(sandbox: Sandbox) -> None:
+    text, tests = "def f(x): return x.secret", "class C: secret = 4\nassert f(C()) == 4"
+    ((_, verdict),) = sandbox.run([(0, Checked(text, tests, ("f",)))])
+    assert verdict.status == "failed"
+    assert "objects of the tests" in verdict.detail
+
+
+def test_detail_of_a_failure_names_line_and_exception(sandbox: Sandbox) -> None:
     programs = {
         "line 2: ZeroDivisionError: division by zero": "def f():\n    return 1 / 0",
         "line 2: Own: why": "class Own(Exception): pass\ndef f(): raise Own('why')",
@@ -138,7 +179,7 @@ def test_limits_hold_for_program_and_tests_together(sandbox: Sandbox) -> None:
     assert statuses == {"spin": "timed out", "sleep": "timed out", "heap": "out of memory"}
 
 
-def test_files_in_memory_without_a_name_are_forbidden(sandbox: Sandbox) -> None:
+def test_memfds_are_forbidden(sandbox: Sandbox) -> None:
     if "seccomp" not in sandbox.layers:
         pytest.skip("this system refuses seccomp")
     ((_, verdict),) = sandbox.run([(0, "import os\nos.memfd_create('x')")])
@@ -147,7 +188,8 @@ def test_files_in_memory_without_a_name_are_forbidden(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"l", b"l1;", b"lffffffffffffff;", b"u5;ab", b"x1;", b"i3;zzz", b"i-1;", b"NN",
                                   b"l-1;", b"s1;l0;", b"d1;N", b"C4;eval", b"C2;no", b"c1;N",
-                                  b"/2;u1;au1;b", b"D1;x"])  # fmt: skip
-def test_bytes_that_are_no_value_are_refused(data: bytes) -> None:
+                                  b"L1;u1;a", b"L2;u2;osu6;getcwd", b"L3;u7;decimalu7;Decimalu1;x", b"n3;u1;at1;u2;_xt1;N",
+                                  b"n3;u1;at1;u4;a, bt1;N"])  # fmt: skip
+def test_invalid_value_bytes_are_refused(data: bytes) -> None:
     with pytest.raises((ValueError, TypeError, KeyError, IndexError, ArithmeticError)):
         values.load(data, lambda tag, number: pytest.fail("there is no object"))

@@ -1,5 +1,4 @@
-"""The sandbox against programs that attack it: as root and as another user, with all layers and
-with some switched off."""
+"""The sandbox against hostile programs, as root and as another user, with all or some layers."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ EVERYTHING, NAMESPACES = ",".join(LAYERS), "user,pid,mount,network,ipc"
 
 
 class Target:
-    """What is attacked: a folder that everybody may write in, a port and a socket that count who
-    comes."""
+    """The targets: a world-writable folder, and a port and a socket that count connections."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +68,7 @@ class Target:
         (self.folder / "precious").chmod(0o666)
 
     def harm(self) -> list[str]:
-        """What has happened to it."""
+        """Return what has happened to the targets."""
         found = [
             f"a new file {path.name}" for path in self.folder.iterdir() if path.name not in OURS
         ]
@@ -84,7 +82,7 @@ class Target:
         return found + self.visits()
 
     def visits(self) -> list[str]:
-        """Who has come since this was asked last."""
+        """Return the connections since the last call."""
         found = []
         for name in ("stream", "datagram", "local"):
             listening = getattr(self, name)
@@ -114,8 +112,7 @@ def target() -> Iterator[Target]:
 
 
 def survivors() -> list[str]:
-    """Wardens, and programs and sleepers in them, that this test process and its supervisors
-    have left behind."""
+    """Return processes that this test has left behind: supervisors, programs and sleepers."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -133,7 +130,7 @@ def leftovers(folders: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def verdicts(target: Target, sandbox_folders: Path) -> dict[str, Ending]:
-    """Of all attacks, by this user, with every layer that there is."""
+    """Verdicts on all attacks, as this user with all layers."""
     os.environ[SECRET] = "x"
     with Sandbox(workers=WORKERS, limits=LIMITS) as sandbox:
         if sandbox.isolation.warnings():
@@ -178,7 +175,7 @@ def as_user(user: int) -> dict[str, Any]:
 
 
 def other_interpreter(user: int) -> list[str]:
-    """A command that starts Python with this one's packages as another user, or skip."""
+    """Return a command that starts Python as another user with this one's packages, or skip."""
     if os.geteuid():
         pytest.skip("only root can try other users")
     packages = [path for path in sys.path if path.endswith("site-packages")]
@@ -192,7 +189,7 @@ def other_interpreter(user: int) -> list[str]:
 
 
 def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, str]]:
-    """The statuses and details of all attacks under a supervisor of another user."""
+    """Return statuses and details of all attacks when bass runs as another user."""
     command = [*other_interpreter(user), layers, str(target.folder), str(target.port)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, **as_user(user))
     assert done.returncode == 0, done.stderr
@@ -204,14 +201,13 @@ def attack_as(user: int, layers: str, target: Target) -> dict[str, tuple[str, st
 
 
 OWN_WARDEN = {name for name in PROGRAMS if name.startswith(("limits", "owns", "slows", "moves"))}
-# What each set of layers does not claim to keep out; everything else must fail all the same.
+# Attacks that each set of layers may let through. All others must fail.
 WEAK = {
     EVERYTHING: set(),
     "landlock,seccomp": set(),
-    # Neither reaches anything; the rest nothing but what watches this program alone.
+    # These two reach nothing. The others reach only this program's own supervisor.
     NAMESPACES: {"kills its parent", "new user namespace", *OWN_WARDEN},
-    # A file that another attack has put in the place of the one outside is the programs' own,
-    # and can be changed.
+    # Another attack may have created the file, and programs may change their own files.
     "": {*OUTSIDE, "changes outside", *NETWORK, "reads the supervisor's", "new user namespace"},
 }
 
@@ -223,7 +219,7 @@ WEAK = {
         *(pytest.param(one, marks=pytest.mark.slow) for one in (EVERYTHING, NAMESPACES, "")),
     ],
 )
-def test_another_user_is_as_safe_with_what_layers_there_are(
+def test_attacks_fail_for_another_user_with_the_available_layers(
     target: Target, sandbox_folders: Path, layers: str
 ) -> None:
     target.restore()
@@ -259,12 +255,12 @@ def test_shared_memory_and_queues_end_with_the_program(layers: str) -> None:
     assert left == set()
     assert verdict.passed != ("seccomp" in layers), (
         verdict
-    )  # in a namespace of its own a program may, elsewhere not
+    )  # allowed only in a namespace of its own
 
 
 @pytest.mark.parametrize("given", [signal.SIG_IGN, signal.default_int_handler])
-def test_verdicts_are_the_same_in_the_background(given: Any) -> None:
-    """A shell starts what is to run in the background with Ctrl-C ignored."""
+def test_verdicts_are_the_same_in_a_background_job(given: Any) -> None:
+    """A shell starts background jobs with Ctrl-C ignored."""
     programs = [
         ("own", "import signal\nassert signal.getsignal(2) is signal.default_int_handler"),
         ("parent's", PROGRAMS["kills its parent by descriptor"][0]),

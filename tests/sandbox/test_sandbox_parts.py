@@ -1,5 +1,4 @@
-"""What the sandbox must let pass, how it is stopped, and its parts one by one; attacks are in
-test_sandbox.py."""
+"""Harmless programs in the sandbox, stopping it, and its parts. Attacks are in test_sandbox.py."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from hostile import MARK, MARK_VARIABLE, SLEEPER
 from test_sandbox import leftovers, survivors
 
 from bass_cli.errors import MachineError
-from bass_cli.sandbox import process as cell
+from bass_cli.sandbox import process as launcher
 from bass_cli.sandbox.folder import remove_tree, work_folder
 from bass_cli.sandbox.isolation import LAYERS, Isolation, describe, find_layers
 from bass_cli.sandbox.jail import seccomp
@@ -73,8 +72,8 @@ HARMLESS: dict[str, Program] = {
     "an answer and its tests": Checked("from __future__ import annotations\nclass A: b: int = 1 "
                                        "\\", "assert A().b == 1", ("A",)),
 }  # fmt: skip
-# An answer, its tests, and how the verdict begins: what breaks off does not go on in the tests,
-# and lines count on.
+# A program, its tests, and the start of the detail. An unfinished program must not continue in the
+# tests. Line numbers of the tests continue those of the program.
 TWO_TEXTS = {
     "a decorator": (
         "def f(): pass\n@lambda _: lambda *_: None",
@@ -105,10 +104,10 @@ def verdicts(sandbox: Sandbox) -> dict[str, Ending]:
 @pytest.mark.parametrize("name", HARMLESS)
 def test_harmless_programs_pass(verdicts: dict[str, Ending], name: str) -> None:
     assert verdicts[name].passed, verdicts[name]
-    assert verdicts[name].seconds < 8  # a thread that never ends is not waited for
+    assert verdicts[name].seconds < 8  # a thread that never ends does not delay the verdict
 
 
-def test_neither_text_ends_within_the_other(sandbox: Sandbox) -> None:
+def test_unfinished_text_of_a_program_does_not_swallow_its_tests(sandbox: Sandbox) -> None:
     for name, verdict in sandbox.run(
         (name, Checked(answer, tests, ("f",))) for name, (answer, tests, _) in TWO_TEXTS.items()
     ):
@@ -122,12 +121,12 @@ def test_nothing_outlives_a_pass(verdicts: dict[str, Ending], sandbox_folders: P
     assert leftovers(sandbox_folders) == []
 
 
-def test_a_program_is_the_same_in_every_run(sandbox: Sandbox) -> None:
+def test_hash_order_is_the_same_in_every_run(sandbox: Sandbox) -> None:
     text = HARMLESS["set order"] + "\nimport sys\nsys.stdout.flush()\n1 / 0"
     assert len({verdict.output for _, verdict in sandbox.run((i, text) for i in range(4))}) == 1
 
 
-def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandbox) -> None:
+def test_programs_are_read_as_workers_become_free_and_closing_kills_them(sandbox: Sandbox) -> None:
     need_namespaces(sandbox)
     read = []
 
@@ -140,7 +139,7 @@ def test_programs_are_read_as_workers_come_free_and_closing_kills(sandbox: Sandb
     assert next(verdicts)[0] == 0
     start = time.monotonic()
     verdicts.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - start < 4  # not until the programs time out
+    assert time.monotonic() - start < 4  # earlier than the programs' timeout
     assert len(read) < 8
     assert survivors() == []
     assert [verdict.passed for _, verdict in sandbox.run([("again", "x = 1")])] == [True]
@@ -155,7 +154,7 @@ def test_leaving_the_sandbox_ends_a_run_without_verdicts() -> None:
 
 
 @pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
-def test_programs_die_with_their_supervisor(
+def test_programs_die_with_the_process_that_started_them(
     sandbox: Sandbox, sandbox_folders: Path, layers: str | None
 ) -> None:
     need_namespaces(sandbox)
@@ -179,15 +178,15 @@ def test_programs_die_with_their_supervisor(
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
-    deadline = time.monotonic() + 5  # the programs' own time is twice as long
+    deadline = time.monotonic() + 5  # the programs' timeout is twice as long
     while survivors() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert survivors() == []
-    for path in leftovers(sandbox_folders):  # nobody was left to remove it
+    for path in leftovers(sandbox_folders):  # the process that would remove it is dead
         remove_tree(path)
 
 
-def test_limits_are_the_programs_own() -> None:
+def test_each_limit_of_a_program_holds() -> None:
     limits = Limits(
         memory_bytes=128 << 20, processes=3, open_files=20, file_bytes=1000, folder_bytes=1 << 20
     )
@@ -243,32 +242,32 @@ def test_layers_that_the_system_refuses_are_left_out() -> None:
         find_layers(lambda _: Report("lost", "gone", 0, b""), LAYERS)
 
 
-def test_a_fault_of_the_system_is_tried_again_and_never_a_verdict(
+def test_system_fault_is_retried_and_never_becomes_a_verdict(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused, good = Report("refused", "pid: full", 0, b""), Report("passed", "", 0, b"")
-    reports = iter([cell.LOST, refused, good, refused, cell.LOST, refused])
-    monkeypatch.setattr(cell.WorkerPool, "run", lambda *_: next(reports))
+    reports = iter([launcher.LOST, refused, good, refused, launcher.LOST, refused])
+    monkeypatch.setattr(launcher.WorkerPool, "run", lambda *_: next(reports))
     assert [verdict.passed for _, verdict in sandbox.run([(0, "")])] == [True]
-    with pytest.raises(MachineError, match="not the program's: pid: full"):
+    with pytest.raises(MachineError, match="the program is not the cause: pid: full"):
         list(sandbox.run([(0, "")]))
 
 
-def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itself(
+def test_program_that_kills_its_supervisor_is_retried_alone_and_fails(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: set[str] = set()
     company: list[tuple[str, str, int]] = []
-    real = cell.WorkerPool.run
+    real = launcher.WorkerPool.run
 
-    def run(crew: cell.WorkerPool, order: JobSpec) -> Report:
+    def run(pool: launcher.WorkerPool, order: JobSpec) -> Report:
         running.add(order["text"])
-        report = real(crew, order)
+        report = real(pool, order)
         company.append((order["text"], report.status, len(running)))
         running.remove(order["text"])
         return report
 
-    monkeypatch.setattr(cell.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", run)
     programs = {"end": "import os, time\ntime.sleep(0.2)\nos.kill(os.getppid(), 9)"}
     programs |= {
         f"right {number}": f"import time\ntime.sleep(0.{number})" for number in range(1, 7)
@@ -276,7 +275,7 @@ def test_a_program_that_ends_its_warden_is_tried_again_alone_and_costs_only_itse
     with Sandbox(workers=3, layers=[]) as weak:
         verdicts = dict(weak.run(programs.items()))
     assert {name for name, verdict in verdicts.items() if not verdict.passed} == {"end"}
-    assert verdicts["end"][:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    assert verdicts["end"][:2] == ("failed", f"{launcher.LOST.detail}, also when it ran alone")
     (first, _), (second, beside) = [found[1:] for found in company if found[0] == programs["end"]]
     assert (first, second, beside) == ("lost", "lost", 1)
     assert survivors() == []
@@ -287,7 +286,7 @@ import os, time
 def spin(seconds):
     while time.process_time() < seconds: pass
 """
-TREES = {  # processes that together use more than a second, or less, but none of them does
+TREES = {  # processes that use more or less than a second together, but none alone
     "more at once": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\nfor "
                            "_ in range(4): os.wait()",
     "more in turn": SPIN + "for _ in range(4):\n    if not os.fork(): spin(0.5), os._exit(0)\n    "
@@ -301,7 +300,7 @@ TREES = {  # processes that together use more than a second, or less, but none o
 
 
 @pytest.mark.parametrize("layers", [None, "pid"])
-def test_the_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | None) -> None:
+def test_processor_time_of_all_processes_counts(sandbox: Sandbox, layers: str | None) -> None:
     need_namespaces(sandbox)
     limits = Limits(seconds=60, cpu_seconds=1)
     with Sandbox(workers=4, limits=limits, layers=layers and layers.split(",")) as made:
@@ -324,13 +323,13 @@ def test_many_spinning_processes_do_not_time_out_a_neighbour() -> None:
     assert verdicts["neighbour"].passed
 
 
-def test_who_was_late_in_company_runs_once_more_alone(
+def test_program_that_timed_out_beside_others_runs_again_alone(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[str] = []
     company: list[tuple[str, int]] = []
 
-    def run(_: cell.WorkerPool, order: JobSpec) -> Report:
+    def run(_: launcher.WorkerPool, order: JobSpec) -> Report:
         name = order["text"]
         again = name in dict(company)
         running.append(name)
@@ -345,7 +344,7 @@ def test_who_was_late_in_company_runs_once_more_alone(
         }
         return Report(status[name], "", 8.0, b"")
 
-    monkeypatch.setattr(cell.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", run)
     names = ["late", "slow", "right", "asleep"]
     verdicts = {
         name: verdict.status for name, verdict in sandbox.run((name, name) for name in names)
@@ -360,8 +359,7 @@ def test_who_was_late_in_company_runs_once_more_alone(
         "late": [1], "slow": [1], "right": [], "asleep": []}  # fmt: skip
 
 
-# one processor for two threads, which work outside of the interpreter's lock; a child that has
-# ended
+# Two threads that share one processor without the interpreter's lock, and a child that has ended.
 WAITS = {
     "for a processor": "import hashlib, os, threading\nos.sched_setaffinity(0, "
                        "{min(os.sched_getaffinity(0))})\n"
@@ -372,19 +370,19 @@ WAITS = {
 
 
 @pytest.mark.parametrize("layers", [None, "pid"])
-def test_who_waited_for_a_processor_is_starved(
+def test_program_that_waited_for_a_processor_is_starved(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
 ) -> None:
     need_namespaces(sandbox)
     reports: list[str] = []
-    real = cell.WorkerPool.run
+    real = launcher.WorkerPool.run
 
-    def run(crew: cell.WorkerPool, order: JobSpec) -> Report:
-        report = real(crew, order)
+    def run(pool: launcher.WorkerPool, order: JobSpec) -> Report:
+        report = real(pool, order)
         reports.append(report.status)
         return report
 
-    monkeypatch.setattr(cell.WorkerPool, "run", run)
+    monkeypatch.setattr(launcher.WorkerPool, "run", run)
     with Sandbox(
         workers=1, limits=Limits(seconds=0.7, cpu_seconds=9), layers=layers and layers.split(",")
     ) as made:
@@ -392,26 +390,26 @@ def test_who_waited_for_a_processor_is_starved(
         verdicts = dict(made.run(WAITS.items()))
         assert {verdict.status for verdict in verdicts.values()} == {"timed out"}
         assert reports == ["starved"] * len(WAITS)
-        for _ in range(9):  # on a busy machine who sleeps may have waited before
+        for _ in range(9):  # on a busy machine a sleeping process may have waited first
             list(made.run([(0, "import time\ntime.sleep(99)")]))
             if reports[-1] == "timed out":
                 return
     pytest.fail("who sleeps does not wait for a processor")
 
 
-def test_a_warden_that_stands_still_costs_only_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stuck_supervisor_fails_only_its_own_program(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox(workers=1, layers=[], limits=Limits(seconds=0.5)) as weak:
-        monkeypatch.setattr(cell, "GRACE", 0.2)
+        monkeypatch.setattr(launcher, "GRACE", 0.2)
         stop = "import os, time\nos.kill(os.getppid(), 19)\n" + SLEEPER + "time.sleep(99)"
         ((_, verdict),) = weak.run([(0, stop)])
-    assert verdict[:2] == ("failed", f"{cell.LOST.detail}, also when it ran alone")
+    assert verdict[:2] == ("failed", f"{launcher.LOST.detail}, also when it ran alone")
     until = time.monotonic() + 10.0
     while survivors() and time.monotonic() < until:  # they are dying
         time.sleep(0.05)
     assert survivors() == []
 
 
-def test_a_fault_of_a_warden_while_the_program_runs_is_a_loss() -> None:
+def test_supervisor_fault_while_the_program_runs_is_reported_as_lost() -> None:
     blind = (
         "import os, resource, time\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, "
         "(0, 0))\ntime.sleep(1)"
@@ -425,33 +423,33 @@ def test_a_fault_of_a_warden_while_the_program_runs_is_a_loss() -> None:
     )
 
 
-def test_a_report_is_no_longer_than_a_warden_s() -> None:
+def test_oversized_report_is_discarded() -> None:
     inlet, outlet = os.pipe()
     os.write(outlet, b"passed\n0.1\n0\n" + b"x" * 100)
     os.close(outlet)
     later = time.monotonic() + 60
-    assert cell._parse(cell._read(inlet, later, 50)) == cell.LOST
+    assert launcher._parse(launcher._read(inlet, later, 50)) == launcher.LOST
     os.close(inlet)
 
 
 @pytest.mark.parametrize("layers", [None, "mount,network,uid,landlock,seccomp"])
-def test_a_warden_that_says_nothing_is_ended(
+def test_silent_supervisor_is_killed(
     sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, layers: str | None
 ) -> None:
     need_namespaces(sandbox)
     with Sandbox(workers=1, layers=layers and layers.split(",")) as made:
-        monkeypatch.setattr(cell, "GRACE", -9.0)  # one second for everything
+        monkeypatch.setattr(launcher, "GRACE", -9.0)  # leaves one second
         ((_, verdict),) = made.run([(0, SLEEPER + "while True: pass")])
     assert verdict.status == "failed"
     until = time.monotonic() + 10.0
     while (
         survivors() and time.monotonic() < until
-    ):  # nobody is left to wait for what the warden started
+    ):  # no process is left that could reap the supervisor's children
         time.sleep(0.05)
     assert survivors() == []
 
 
-def test_warnings_say_what_is_not_kept_out() -> None:
+def test_warnings_name_what_programs_can_reach() -> None:
     assert describe(LAYERS).warnings() == []
     assert (
         Isolation("none", "none", "none")
@@ -473,7 +471,7 @@ def test_warnings_say_what_is_not_kept_out() -> None:
         (
             Isolation("seccomp", "Landlock", "seccomp, as root"),
             [],
-        ),  # the filter lets nothing reach root's processes either
+        ),  # the filter protects root's processes too
         (
             Isolation("seccomp", "none", "seccomp"),
             ["read and write what this user can: no mount namespaces, no Landlock"],
@@ -492,7 +490,7 @@ def test_warnings_say_what_is_not_kept_out() -> None:
         ),
     ],
 )
-def test_a_weak_sandbox_is_refused_with_what_is_missing(
+def test_weak_sandbox_is_refused_naming_the_missing_layers(
     isolation: Isolation, weak: list[str]
 ) -> None:
     found = isolation.weaknesses()
@@ -514,8 +512,7 @@ def judge(
     arguments: tuple[int, ...],
     architecture: int,
 ) -> int:
-    """What the kernel would answer: an interpreter of the four instructions that the filter
-    uses."""
+    """Interpret the filter's four instructions. Returns the kernel's answer to a call."""
     words = {seccomp.NUMBER_AT: number, seccomp.ARCHITECTURE_AT: architecture}
     for place, argument in enumerate((*arguments, 0, 0)):
         words[seccomp.ARGUMENT_AT + seccomp.ARGUMENT_BYTES * place] = argument & 0xFFFFFFFF
@@ -532,7 +529,7 @@ def judge(
 
 
 @pytest.mark.parametrize("name", seccomp.ARCHITECTURE)
-def test_the_filter_of_each_processor(name: str) -> None:
+def test_seccomp_filter_of_each_processor(name: str) -> None:
     column, architecture = seccomp.COLUMN[name], seccomp.ARCHITECTURE[name]
     kill, tgkill = seccomp.SIGNALS["kill"][column], seccomp.SIGNALS["tgkill"][column]
     in_namespace, alone = (
@@ -591,7 +588,7 @@ def test_the_filter_of_each_processor(name: str) -> None:
     assert max(len(in_namespace), len(alone)) < 4096
 
 
-def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path, sandbox_folders: Path) -> None:
+def test_hostile_folder_is_removed(tmp_path: Path, sandbox_folders: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").touch()
@@ -599,7 +596,7 @@ def test_a_folder_is_removed_whatever_was_done_to_it(tmp_path: Path, sandbox_fol
         here = os.open(path, os.O_RDONLY)
         for _ in range(
             1500
-        ):  # deeper than Python recurses, and its path longer than the system takes
+        ):  # deeper than Python's recursion limit, with a path longer than the system's limit
             os.mkdir("deep", dir_fd=here)
             below = os.open("deep", os.O_RDONLY, dir_fd=here)
             os.close(here)

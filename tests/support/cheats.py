@@ -1,6 +1,6 @@
-"""Programs that try to pass tests which they do not meet: none of them may pass.
+"""Programs that try to pass tests without solving them. None may pass.
 
-Each defines `f`, which the tests (TESTS) call, without the right answer.
+Each defines `f`, which the tests (TESTS) call, with wrong answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Yes:
     __bool__ = lambda self: True
 """
 EXITS = "import os, sys\ndef end(*_, **__):\n    os._exit(0)\n"
-# the objects of the tests' process, if it shared one with the program
+# searches for the tests' objects, which would be found if tests and program shared a process
 SEARCH = """
 import gc, sys, builtins
 def spoil():
@@ -46,7 +46,7 @@ def spoil():
         frame.f_globals['check'] = lambda *_: None
         frame = frame.f_back
 """
-# writes words of the protocol, and of the verdict, to every descriptor
+# writes messages of the protocol and of the verdict to every descriptor
 SHOUT = """
 import os
 def part(data): return len(data).to_bytes(8, 'little') + data
@@ -60,8 +60,8 @@ def shout(*words):
                 pass
 """
 
-# The children of this program's warden. A cheat must aim at no other process: where layers are
-# missing, it would hit.
+# The children of this program's supervisor. A cheat must not attack any other process, because it
+# would succeed if layers are missing.
 SIBLINGS = """
 import os
 def siblings():

@@ -1,7 +1,6 @@
-"""Programs that attack the sandbox. Each ends without an exception only if its attack worked, so
-that "passed" is a breach.
+"""Programs that attack the sandbox. Each raises an exception unless its attack works.
 
-`main` is a supervisor of its own, for tests under another user.
+So "passed" means a breach. `main` runs them in its own sandbox, for tests as another user.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import secrets
 import sys
 from pathlib import Path
 
-from bass_cli.sandbox import process as cell
+from bass_cli.sandbox import process as launcher
 from bass_cli.sandbox.programs import Limits, Sandbox
 
-# The seconds that a process sleeps which must not outlive its program. With the same words in
-# the commands of wardens, one test process finds what it has started among all processes, and
-# nobody else's; its own supervisors are told the mark.
+# The seconds for which a process sleeps that must not outlive its program. The same text is in the
+# command lines of supervisors, so that a test finds only processes that it has started. `main`
+# receives it in an environment variable.
 MARK_VARIABLE = "BASS_TEST_MARK"
 MARK = os.environ.get(MARK_VARIABLE) or f"31337.{secrets.randbelow(10**9):09}"
-cell.START = (*cell.START[:-1], f"{cell.START[-1]}  # {MARK}")
+launcher.START = (*launcher.START[:-1], f"{launcher.START[-1]}  # {MARK}")
 SECRET = "BASS_TEST_SECRET"
 REACHES_PROCESSES = ("kills", "traces", "limits", "owns", "slows", "moves")
 LIMITS = Limits(seconds=2.5, cpu_seconds=1, memory_bytes=256 << 20)

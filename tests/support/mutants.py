@@ -11,8 +11,10 @@ _WRAPPERS = ("list", "str", "tuple", "iter", "float", "frozenset")
 
 
 def mutants(text: str, name: str, count: int, seed: int) -> list[str]:
-    """At most `count` of them, the same for the same seed; what changes is in the function of
-    that name."""
+    """Return at most `count` variants that differ within the function `name`.
+
+    The same seed gives the same variants.
+    """
     noise, found = random.Random(seed), set[str]()
     for _ in range(100 * count):
         tree = ast.parse(text)

@@ -1,5 +1,5 @@
-"""The inside of the sandbox: what runs in the fresh interpreter that is started for every program.
+"""The code inside the sandbox. Each program gets a fresh interpreter that imports this package.
 
-Standard library only, and little of it, since it is imported once a program. The other side is
-sandbox/programs.py.
+It uses little of the standard library and nothing else, because every program pays for the
+imports. bass itself starts it from sandbox/process.py.
 """

@@ -1,14 +1,14 @@
-"""Calls between the program's process and the tests', over two pipes, and the stand-ins for what
-stays on the other side.
+"""Remote calls between the program's process and the tests' process, over two pipes.
 
-The tests' side believes no message: its values are plain data (values.py), and it allows the
-program only to call, or to iterate over, what the tests have handed to it.
+An object that stays in the other process is represented by a `Remote`. The tests' process does
+not trust any message: it rebuilds values from plain data (values.py), and it lets the program
+only call, or iterate over, objects that the tests have passed to it.
 """
 
 from __future__ import annotations
 
+import _operator as operator  # a third of the time that operator takes
 import builtins
-import operator
 import os
 
 from . import values
@@ -19,48 +19,54 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MOST_BYTES = 64 << 20  # of one message
-# raised by a call, these would end a loop of the tests before all of it has run
+# If a call raised one of these, a loop in the tests could end early without a failure.
 ENDS_LOOPS = ("StopIteration", "StopAsyncIteration", "GeneratorExit")
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda function, arguments, named: function(*arguments, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr,
     "iter": iter, "next": next, "len": len, "bool": bool, "str": str, "repr": repr,
     "int": int, "float": float, "index": operator.index, "eq": operator.eq,
+    "isinstance": lambda kind, one: isinstance(one, kind),
     "getitem": operator.getitem, "setitem": operator.setitem, "delitem": operator.delitem,
 }  # fmt: skip
-START = 0  # the number of the function that runs the program's text
-HANDED_OVER = ("call", "iter", "next")  # what the program may do with objects of the tests
+START = 0  # number of the program's first object: the function that runs its text
+HANDED_OVER = ("call", "iter", "next")  # operations that the program may do on objects of the tests
 
 
 class Peer:
-    """One end: `ask` has the other side do something, `answer` does what it asks.
+    """One end of the connection.
+
+    `ask` requests an operation from the other side; `answer` handles one request.
 
     Args:
-        hear, say: the pipes.
-        describe: one line about an exception.
-        leave: ends this process. It is called when the other side closes its pipe or sends what
-            is no message; an exception could be caught by the tests.
-        wary: allow only HANDED_OVER, and only of objects that this side has sent.
+        inlet: descriptor to read messages from.
+        outlet: descriptor to write messages to.
+        describe: returns one line about an exception.
+        leave: ends this process. It is called if the other side closes its pipe or sends an
+            invalid message. An exception would not do, because the tests could catch it.
+        restricted: allow only the operations in HANDED_OVER, and only on objects that this side
+            has sent.
     """
 
     def __init__(
         self,
-        hear: int,
-        say: int,
+        inlet: int,
+        outlet: int,
         *,
         describe: Callable[[BaseException], str],
         leave: Callable[[], NoReturn],
-        wary: bool,
+        restricted: bool,
     ) -> None:
-        self._hear, self._say, self._wary = hear, say, wary
+        self._inlet, self._outlet, self._restricted = inlet, outlet, restricted
         self._describe, self._leave = describe, leave
         self._read, self._write = os.read, os.write
         self._kept: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._remotes: dict[int, Remote] = {}
+        self._converted: dict[tuple[str, int], Any] = {}
 
     def ask(self, operation: str, *operands: Any) -> Any:
-        """The result of an operation on the other side; raises what it raises."""
+        """Run an operation on the other side and return its result, or raise its exception."""
         self._send([operation.encode(), *(values.dump(one, self.keep) for one in operands)])
         while True:
             kind, parts = self.receive()
@@ -73,11 +79,24 @@ class Peer:
                 raise _exception(operation, *(values.load(one, self.find) for one in parts))
             self.answer(kind, parts)
 
+    def convert(self, operation: str, remote: Remote) -> Any:
+        """Convert an object of the other side to a number.
+
+        The result is cached, so that an object cannot convert to another number each time:
+        HumanEval/32 converts the zero that the program found once for each power.
+        """
+        key = operation, _number(remote)
+        if key not in self._converted:
+            self._converted[key] = self.ask(operation, remote)
+        return self._converted[key]
+
     def answer(self, operation: str, parts: list[bytes]) -> None:
-        """Do what the other side asks and send the result, or the exception."""
-        if operation not in OPERATIONS or (self._wary and not _is_handed_over(operation, parts)):
+        """Handle one request of the other side: send the result, or the exception."""
+        if operation not in OPERATIONS:
             self._leave()
         try:
+            if self._restricted and not _is_handed_over(operation, parts):
+                raise TypeError("programs can only call, or iterate over, objects of the tests")
             operands = [values.load(one, self.find) for one in parts]
             answers = [OPERATIONS[operation](*operands), None]
             if operation == "call":
@@ -88,13 +107,13 @@ class Peer:
                 raise ValueError("the result is too large for the tests")
         except BaseException as error:
             names = [one.__name__ for one in type(error).__mro__ if one.__module__ == "builtins"]
-            about = (names, _text(error), self._describe(error))
-            error.__traceback__ = None  # it may hold what has filled the memory
+            about = (names, _text(error), _plain_arguments(error), self._describe(error))
+            error.__traceback__ = None  # its frames may hold the objects that filled the memory
             message = [b"!", *(values.dump(one, self.keep) for one in about)]
         self._send(message)
 
     def receive(self) -> tuple[str, list[bytes]]:
-        """The next message: what it is, and its parts."""
+        """Read the next message. Returns its kind and its parts."""
         length = int.from_bytes(self._exactly(8), "little")
         if length > 2 * MOST_BYTES:
             self._leave()
@@ -109,21 +128,24 @@ class Peer:
         left = memoryview(values.pack(parts))
         try:
             while left:
-                left = left[self._write(self._say, left) :]
+                left = left[self._write(self._outlet, left) :]
         except OSError:
             self._leave()
 
     def _exactly(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
-            piece = self._read(self._hear, min(count - len(data), 1 << 20))
+            piece = self._read(self._inlet, min(count - len(data), 1 << 20))
             if not piece:
                 self._leave()
             data += piece
         return bytes(data)
 
     def keep(self, value: Any) -> tuple[bytes, int]:
-        """How the other side can refer to an object of this side, or to one of its own."""
+        """Return the tag and number by which the other side can refer to an object.
+
+        The object is kept alive until this process ends.
+        """
         if type(value) is Remote and _peer(value) is self:
             return values.YOURS, _number(value)
         if id(value) not in self._numbers:
@@ -132,7 +154,7 @@ class Peer:
         return values.OBJECT, self._numbers[id(value)]
 
     def find(self, tag: bytes, number: int) -> Any:
-        """The object that `keep` of the other side has named."""
+        """Return the object with a tag and number from the other side's `keep`."""
         if tag == values.YOURS:
             return self._kept[number]
         if number not in self._remotes:
@@ -140,10 +162,10 @@ class Peer:
         return self._remotes[number]
 
 
-def _refill(given: Any, named: Any, left: Any, named_left: Any) -> None:
-    """Give the mutable arguments of a call the content that it has left in them."""
-    values.refill(given, left)
-    values.refill(tuple(named.values()), tuple(named_left.values()))
+def _refill(arguments: Any, named: Any, changed: Any, named_changed: Any) -> None:
+    """Copy the changes that a call made to its mutable arguments back into the originals."""
+    values.refill(arguments, changed)
+    values.refill(tuple(named.values()), tuple(named_changed.values()))
 
 
 def _is_handed_over(operation: str, parts: list[bytes]) -> bool:
@@ -157,8 +179,24 @@ def _text(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def _exception(operation: str, names: Any, text: Any, told: Any) -> BaseException:
-    """The exception of this side that is nearest to one of the other side."""
+def _plain_arguments(error: BaseException) -> tuple[Any, ...]:
+    try:
+        return tuple(one for one in error.args if type(one) in (str, int, float, bytes, tuple))
+    except BaseException:
+        return ()
+
+
+def _exception(
+    operation: str, names: Any, text: Any, arguments: Any, description: Any
+) -> BaseException:
+    """Make the builtin exception that is nearest to an exception of the other side.
+
+    Args:
+        operation: the operation that failed.
+        names: the builtin classes among the exception's bases, nearest first.
+        text, arguments: its str() and its plain arguments.
+        description: one line about it, for the verdict.
+    """
     error: BaseException | None = None
     for name in names:
         kind = vars(builtins).get(name)
@@ -168,17 +206,22 @@ def _exception(operation: str, names: Any, text: Any, told: Any) -> BaseExceptio
             kind = RuntimeError
         try:
             error = kind(str(text))
+            if name == "KeyError" and arguments:  # its text is the key's representation
+                error = kind(*arguments)
             break
-        except TypeError:  # it takes other arguments
+        except TypeError:  # this class needs other arguments
             continue
     error = error or Exception(str(text))
-    error.told = str(told)  # type: ignore[attr-defined]
+    error.described = str(description)  # type: ignore[attr-defined]
     return error
 
 
 class Remote:
-    """Stands for an object of the other side. What it is compared with, or added to, never goes
-    there: objects of the other side are equal if that side says so, anything else is unequal."""
+    """Proxy for an object in the other process.
+
+    Two proxies are equal if the other side says that their objects are equal. A proxy is unequal
+    to everything else, and the other side does not see what it was compared with.
+    """
 
     __slots__ = ("__number", "__peer")
 
@@ -228,23 +271,26 @@ class Remote:
         return str(_peer(self).ask("repr", self))
 
     def __int__(self) -> int:
-        return int(_peer(self).ask("int", self))
+        return int(_peer(self).convert("int", self))
 
     def __float__(self) -> float:
-        return float(_peer(self).ask("float", self))
+        return float(_peer(self).convert("float", self))
 
     def __index__(self) -> int:
-        return int(_peer(self).ask("index", self))
+        return int(_peer(self).convert("index", self))
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not Remote:
             return False
         return self is other or _peer(self).ask("eq", self, other) is True
 
+    def __instancecheck__(self, one: object) -> bool:
+        return type(one) is Remote and _peer(self).ask("isinstance", self, one) is True
+
     def __hash__(self) -> int:
         return hash(_number(self))
 
 
-# the slots themselves: an attribute of the same name may be the other side's
+# The slots' own getters, because `remote.name` would read an attribute of the other side.
 _peer: Callable[[Remote], Peer] = vars(Remote)["_Remote__peer"].__get__
 _number: Callable[[Remote], int] = vars(Remote)["_Remote__number"].__get__

@@ -1,8 +1,7 @@
-"""The process of the tests: an interpreter in which the program has never run, and which gives the
-verdict.
+"""The tests' process. The program never runs in it, and it alone sends the verdict.
 
-The program's names are stand-ins here, which call into the program's process (calls.py). Nothing
-but plain data comes back.
+The names that the tests take from the program are proxies for objects in the program's process
+(calls.py). Only plain data comes back from there.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import time
 
 from .calls import START, Peer
-from .program import PASSED, RAISED, compile_text, prepare, raised, tell
+from .program import PASSED, RAISED, compile_text, describe, failure_message, prepare
 from .values import OBJECT
 
 TYPE_CHECKING = False
@@ -20,37 +19,48 @@ if TYPE_CHECKING:
 
     from .job_spec import JobSpec
 
-# until the warden has seen the program's end, and can say what it was
+# Seconds before this process reports that the program's pipe was closed. Meanwhile the supervisor
+# sees how the program ended, which says more.
 PATIENCE = 0.1
 SILENT = b"the program does not answer"
 
 
 def enter(
-    order: JobSpec, checks: tuple[str, str, tuple[str, ...]], say: int, program: tuple[int, int]
+    spec: JobSpec, checks: tuple[str, str, tuple[str, ...]], outlet: int, program: tuple[int, int]
 ) -> NoReturn:
-    """Run the tests in this process, which is a fresh child of the warden's; never returns.
+    """Run the tests in this process, a fresh child of the supervisor. Never returns.
 
-    `say` is a pipe to the warden, `program` are pipes from and to the program's process.
+    Args:
+        spec: the program and its limits.
+        checks: tests, setup and names of `Checked`.
+        outlet: descriptor of the pipe to the supervisor.
+        program: descriptors of the pipes from and to the program's process.
     """
 
     def leave() -> NoReturn:
         time.sleep(PATIENCE)
-        os.write(say, RAISED + SILENT)
+        os.write(outlet, RAISED + SILENT)
         os._exit(1)
 
-    prepare(order, say, name="tests", hidden=True)
-    peer = Peer(*program, describe=tell, leave=leave, wary=True)
+    prepare(spec, outlet, name="tests", hidden=True)
+    peer = Peer(*program, describe=describe, leave=leave, restricted=True)
     try:
-        _run(order["text"].count("\n") + 1, checks, peer)
-        word = PASSED
-    except BaseException as error:  # SystemExit too: the tests did not come to their end
-        word = raised(error)
-    os.write(say, word)
+        _run(spec["text"].count("\n") + 1, checks, peer)
+        message = PASSED
+    except BaseException as error:  # SystemExit too: then the tests did not run to their end
+        message = failure_message(error)
+    os.write(outlet, message)
     os._exit(0)
 
 
 def _run(lines: int, checks: tuple[str, str, tuple[str, ...]], peer: Peer) -> None:
-    """Run the program's text, then the tests, which begin after that many lines."""
+    """Run the program's text in its process, then the tests here.
+
+    Args:
+        lines: added to the tests' line numbers, so that program and tests count as one text.
+        checks: tests, setup and names of `Checked`.
+        peer: the connection to the program's process.
+    """
     tests, setup, names = checks
     scope = {"__name__": "tests", "__builtins__": __builtins__}
     exec(compile_text(setup, "<setup>"), scope)

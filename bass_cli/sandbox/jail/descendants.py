@@ -1,7 +1,6 @@
-"""The processes below this one: found in /proc, counted, stopped, killed and collected, wherever
-they have hidden.
+"""Find, measure, kill and reap all descendants of this process, from /proc.
 
-Killing is needed where there is no process namespace, whose end would end them all.
+Killing them one by one is needed only without a process namespace, whose end would end them all.
 """
 
 from __future__ import annotations
@@ -13,30 +12,30 @@ import sys
 import time
 
 KILL, STOP = 9, 19 if sys.platform == "linux" else 17
-# fields of a process's stat, see `_stats`: user and system time each
+# Indices into the fields of `_stats`. OWN_TIME to CHILDRENS_END: user and system time in clock
+# ticks, of the process and then of its reaped children.
 CHILDRENS_FAULTS, OWN_TIME, CHILDRENS_END = (8, 11, 15)
 
 
 def kill_descendants(process: int = 0) -> None:
-    """Kill every process below this one and collect it, whatever session or group it hides in.
+    """Kill and reap every descendant of this process, whatever its session or group.
 
-    Where nothing says who descends from whom (no /proc), only the session that the program's
-    `process` began with.
+    Without /proc descendants are unknown; then this kills the session of the program's `process`.
     """
-    if os.getpid() == 1:  # the rest of the namespace goes with its first process
+    if os.getpid() == 1:  # the kernel kills the rest of the namespace with its first process
         return
     if not os.path.exists("/proc/self/stat"):
         if process:
             _send(-process, KILL)
         return
-    while _collect():
+    while _reap():
         _kill_below(os.getpid())
         time.sleep(0.001)
 
 
 def kill_tree(process: int) -> None:
-    """Kill a child of this process that does not end by itself, and every process below it."""
-    _send(process, STOP)  # so that it starts and collects nothing meanwhile
+    """Kill a child of this process and all its descendants."""
+    _send(process, STOP)  # so that it neither forks nor reaps meanwhile
     if os.path.exists("/proc/self/stat"):
         _kill_below(process)
     _send(process, KILL)
@@ -44,9 +43,8 @@ def kill_tree(process: int) -> None:
 
 def _kill_below(process: int) -> None:
     stopped: set[int] = set()
-    while (
-        found := descendants(process) - stopped
-    ):  # what is stopped cannot fork while the rest is looked for
+    # A stopped process cannot fork, so this ends when all are stopped.
+    while found := descendants(process) - stopped:
         for one in found:
             _send(one, STOP)
         stopped |= found
@@ -54,8 +52,8 @@ def _kill_below(process: int) -> None:
         _send(one, KILL)
 
 
-def _collect() -> bool:
-    """Collect the children that have ended; whether there are others."""
+def _reap() -> bool:
+    """Reap the children that have ended. Returns whether others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -65,16 +63,18 @@ def _collect() -> bool:
 
 
 def descendants(process: int) -> set[int]:
-    """Every living process below this one, from /proc."""
+    """Return every living descendant of a process."""
     return _below(
         process, {one: fields for one, fields in _stats().items() if fields[0] not in b"ZX"}
     )
 
 
 def processor_seconds() -> float:
-    """What the processes below this one have used, with those that ended and were waited for
-    (all of them, unless a program asks the system to forget its children). Where there is no
-    /proc, only the children that have ended."""
+    """Return the processor time of all descendants of this process.
+
+    It includes processes that have ended and were reaped, which is all of them unless a program
+    ignores SIGCHLD. Without /proc it includes only this process's children that have ended.
+    """
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = ended.ru_utime + ended.ru_stime
     if os.path.exists("/proc/self/stat"):
@@ -89,8 +89,10 @@ def processor_seconds() -> float:
 
 
 def waited_seconds() -> float:
-    """How long the threads below this process were ready to run while others did; infinite where
-    that cannot be known, as with processes that have ended."""
+    """Return how long the threads below this process waited for a processor, in seconds.
+
+    inf if unknown, for example if one of the processes has ended.
+    """
     if resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt:
         return math.inf
     nanoseconds = 0
@@ -108,18 +110,18 @@ def waited_seconds() -> float:
 
 
 def _own() -> int:
-    """The number of this process in /proc, which may be that of another namespace."""
+    """Return this process's number in /proc, which may belong to another namespace."""
     return int(os.readlink("/proc/self"))
 
 
 def _stats() -> dict[int, list[bytes]]:
-    """Of each process, what /proc/PID/stat says after its name: the state, the parent, ..."""
+    """Return the fields of each /proc/PID/stat after the name: state, parent, ..."""
     found: dict[int, list[bytes]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 found[int(name)] = file.read().rsplit(b") ", 1)[1].split()
-        except (OSError, IndexError):  # it has ended meanwhile
+        except (OSError, IndexError):  # the process has ended
             continue
     return found
 

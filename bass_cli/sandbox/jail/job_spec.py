@@ -1,7 +1,6 @@
-"""What the supervisor sends to a warden. At run time it is plain data, which travels as `marshal`
-bytes.
+"""What bass sends to a supervisor. It is plain data, sent as `marshal` bytes.
 
-Only the supervisor imports this file while running: `typing` would cost every program a few
+Supervisors do not import this module at run time: `typing` would cost every program a few
 milliseconds.
 """
 
@@ -11,14 +10,14 @@ from typing import NamedTuple, TypedDict
 
 
 class Checked(NamedTuple):
-    """A program and its tests, which run in a process of their own.
+    """A program with tests. The tests run in their own process.
 
     Attributes:
         text: the program.
         tests: the tests. They pass if they run to their end without an exception.
-        names: the program's global names that the tests use; each becomes a stand-in that calls
-            into the program's process. They replace builtins and names of `setup`.
-        setup: trusted text that runs in the tests' process first. It cannot use `names`.
+        names: global names of the program that the tests use. Plain data is copied; for other
+            objects the tests get a proxy. These names replace builtins and names of `setup`.
+        setup: trusted text that runs first in the tests' process. It cannot use `names`.
     """
 
     text: str
@@ -27,20 +26,20 @@ class Checked(NamedTuple):
     setup: str = ""
 
 
-# a text without tests passes if it runs to its end without an exception
+# A text without tests passes if it runs to its end without an exception.
 Program = str | Checked
 
 
 class JobSpec(TypedDict):
-    """One program and how to hold it."""
+    """One program, its isolation and its limits."""
 
     text: str
-    # tests, setup, names of Checked; the program's process never holds them
+    # tests, setup and names of Checked; the program's process never has them
     checks: tuple[str, str, tuple[str, ...]] | None
     layers: tuple[str, ...]  # of sandbox.LAYERS
     path: list[str]  # sys.path for the program
-    places: list[tuple[str, str]]  # what stays visible, read-only: (place, real path)
-    folder: str | None  # the work folder where there is no mount namespace
+    places: list[tuple[str, str]]  # visible read-only paths: (place, real path)
+    folder: str | None  # work folder if there is no mount namespace
     owner: tuple[int, int]  # uid and gid of the program
     seconds: float  # wall clock
     cpu_seconds: int

@@ -1,8 +1,7 @@
-"""Landlock: a process gives up, for itself and its descendants, every file outside a list, TCP, and
-signals to others.
+"""Landlock: a process gives up access to files outside a list, to TCP, and signals to others.
 
-Needs no privilege, so it holds also where namespaces are forbidden. Source: the kernel's
-userspace-api/landlock.
+This holds for its descendants too. It needs no privilege, so it works where namespaces are
+forbidden. Source: the kernel's userspace-api/landlock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NETWORK_SINCE, SCOPES_SINCE = 4, 6
 
 
 def version() -> int:
-    """The version of Landlock that the kernel offers, 0 where there is none."""
+    """Return the kernel's Landlock version, 0 without Landlock."""
     try:
         return call("syscall", CREATE, None, 0, 1)
     except OSError:
@@ -28,7 +27,7 @@ def version() -> int:
 
 
 def handled_rights(offered: int) -> int:
-    """Every right over files that this version of Landlock can take away."""
+    """Return all rights over files that this version of Landlock can take away."""
     rights = (1 << 13) - 1
     for since, right in ((2, 1 << 13), (3, TRUNCATE), (5, IOCTL)):
         rights |= right if offered >= since else 0
@@ -36,14 +35,16 @@ def handled_rights(offered: int) -> int:
 
 
 def restrict(readable: list[str], writable: list[str]) -> None:
-    """Take away all files but these (folders with what is below them); `no_new_privs` must be
-    set before."""
+    """Take away access to all files but these, and those below these folders.
+
+    `no_new_privs` must be set before. SetupError if the kernel refuses.
+    """
     offered = version()
     if not offered:
         raise SetupError("landlock", "the kernel does not offer it")
     handled = handled_rights(offered)
     network, scopes = ALL_TCP * (offered >= NETWORK_SINCE), ALL_SCOPES * (offered >= SCOPES_SINCE)
-    # an older kernel knows fewer fields
+    # Older kernels have fewer fields.
     size = 8 * (1 + (offered >= NETWORK_SINCE) + (offered >= SCOPES_SINCE))
     try:
         rules = call(
@@ -66,7 +67,7 @@ def restrict(readable: list[str], writable: list[str]) -> None:
 def _allow(rules: int, path: str, rights: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # not there, or not to be seen: nothing to allow
+    except OSError:  # missing or invisible: nothing to allow
         return
     rights &= -1 if os.path.isdir(path) else FILE_RIGHTS
     # packed: u64 rights, s32 descriptor

@@ -1,7 +1,6 @@
-"""The C library and the system calls that Python has no names for, called through ctypes; failures
-become OSError.
+"""Calls into the C library through ctypes, for what Python does not offer. Failures raise OSError.
 
-Numbers are those of Linux.
+The numbers are those of Linux.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import os
 import sys
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
-# loaded already: this is only a handle, and a new one is slow to make
+# A handle of the C library that is already loaded. Made once, because it is slow.
 LIBRARY = ctypes.CDLL(None, use_errno=True)
 PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 22, 36, 38
 
 
 class SetupError(Exception):
-    """A layer of isolation that the system does not allow: its name and the reason."""
+    """The system refuses a layer of isolation. Has the layer's name and the reason."""
 
     def __init__(self, layer: str, reason: object) -> None:
         super().__init__(layer, str(reason))
@@ -25,13 +24,16 @@ class SetupError(Exception):
 
 
 def machine() -> str:
-    """The processor's name as the kernel says it, such as "x86_64"."""
+    """Return the kernel's name of the processor, for example "x86_64"."""
     return os.uname().machine
 
 
 def call(name: str, *arguments: object) -> int:
-    """Call a function of the C library; whole numbers go as C longs, so that variadic functions
-    see all their bits."""
+    """Call a function of the C library.
+
+    Integers are passed as C longs, because variadic functions read all 64 bits. OSError if the
+    function returns -1.
+    """
     function = getattr(LIBRARY, name)
     result = int(
         function(*(ctypes.c_long(one) if isinstance(one, int) else one for one in arguments))
@@ -43,19 +45,18 @@ def call(name: str, *arguments: object) -> int:
 
 
 def prctl(option: int, value: object) -> None:
-    """Set one attribute of this process; nothing happens on systems without prctl."""
+    """Set one attribute of this process. Does nothing on systems without prctl."""
     if sys.platform == "linux":
         call("prctl", option, value, 0, 0, 0)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, also those that a program of root's would get back when it is
-    executed."""
+    """Give up every capability, also those that root would regain by executing a program."""
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        # beyond the last one, or not ours to drop: the rest of this function empties the sets
-        # anyway
+        # The number is beyond the last capability, or this user may not drop it. `capset` below
+        # empties the sets in any case.
         except OSError:
             break
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)

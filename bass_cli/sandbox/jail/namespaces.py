@@ -1,7 +1,6 @@
-"""A view of the system with nothing in it: namespaces, and a file system of a few read-only folders
-and a private /tmp.
+"""Namespaces, and a file system with a few read-only folders and a private /tmp.
 
-Everything here happens in the warden, before the program's process exists.
+All this runs in the supervisor, before the program's process exists.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 
 from .libc import SetupError, call
 
-# In the order in which they are left: only the owner of a new user namespace may make the others.
+# In the order of creation: only the owner of a new user namespace may make the others.
 FLAGS = {
     "user": 0x10000000,
     "pid": 0x20000000,
@@ -26,8 +25,10 @@ WORK, BASE, OLD = "/tmp/work", "/tmp", "/.old"
 
 
 def leave(layers: tuple[str, ...]) -> None:
-    """Move this process (for "pid": its children) into new namespaces; SetupError names the one
-    that was refused."""
+    """Move this process (for "pid": its children) into new namespaces.
+
+    SetupError names the layer that the system refuses.
+    """
     user, group = os.getuid(), os.getgid()
     for layer in (name for name in FLAGS if name in layers):
         try:
@@ -49,13 +50,16 @@ def _write(path: str, text: str) -> None:
 
 
 def build_root(paths: list[tuple[str, str]], owner: tuple[int, int], size: int) -> None:
-    """Make a file system of the given (place, real path) pairs, read-only, and put this process
-    into it.
+    """Make a new root file system and move this process into it.
 
-    Writable are /tmp and /dev/shm, in memory, `size` bytes each, owned by `owner` (uid, gid).
-    All of it is gone with the last process in it. The way is that of container tools: an empty
-    file system becomes the root, the old root is a folder in it while folders are taken over,
-    and is then cut off.
+    It works as in container tools: an empty file system becomes the root, the old root is a
+    folder in it while folders are bind-mounted from there, and is then detached. All of it
+    disappears with the last process in it.
+
+    Args:
+        paths: (place, real path) pairs that are visible, read-only.
+        owner: uid and gid of /tmp and /dev/shm, which are writable and in memory.
+        size: bytes of each of the two.
     """
     try:
         _mount("none", "/", None, RECURSIVE | PRIVATE)
@@ -69,7 +73,7 @@ def build_root(paths: list[tuple[str, str]], owner: tuple[int, int], size: int) 
             os.makedirs(place)
             _mount("tmpfs", place, "tmpfs", NOSUID | NODEV, private)
         for place, real in [*paths, *((device, device) for device in DEVICES)]:
-            _take_over(place, OLD + real)
+            _bind(place, OLD + real)
         _mount_proc()
         call("umount2", OLD.encode(), DETACH)
         os.rmdir(OLD)
@@ -80,7 +84,7 @@ def build_root(paths: list[tuple[str, str]], owner: tuple[int, int], size: int) 
         raise SetupError("mount", error) from None
 
 
-def _take_over(place: str, source: str) -> None:
+def _bind(place: str, source: str) -> None:
     if not os.path.exists(source):
         return
     if os.path.isdir(source):
@@ -89,8 +93,7 @@ def _take_over(place: str, source: str) -> None:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, place, None, BIND | RECURSIVE)
-    # Also what is mounted below must be read-only, which the older remount cannot do; flags are
-    # only added.
+    # mount_setattr makes nested mounts read-only too, which a remount cannot do.
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID, 0, 0, 0)
     call(
         "syscall",
@@ -104,8 +107,10 @@ def _take_over(place: str, source: str) -> None:
 
 
 def _mount_proc() -> None:
-    """A /proc of the new process namespace; left out where the system (a container that masks
-    its own) forbids it."""
+    """Mount a /proc of the new process namespace.
+
+    It is left out if the system forbids it, as in a container that masks its own /proc.
+    """
     os.mkdir("/proc", 0o755)
     try:
         _mount("proc", "/proc", "proc", NOSUID | NODEV | 8)

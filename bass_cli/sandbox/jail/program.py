@@ -1,9 +1,9 @@
-"""The process of the untrusted program: it gives up its rights and runs the text.
+"""The process of the untrusted program. It gives up its privileges, then runs the program's text.
 
-Once the text runs, nothing in this process can be trusted. Where the program has tests, their
-process (checks.py) gives the verdict, and this one only answers its calls. A text without tests
-has passed if it came to its end: that word needs a key that lies in no module, no variable of a
-frame, no file and no pipe; see `finish`.
+Nothing in this process can be trusted once the text runs. If the program has tests, their process
+(checks.py) sends the verdict, and this process only handles its calls. A text without tests
+passes if it runs to its end. That report needs a key, which is in no module, no frame variable,
+no file and no pipe while the text runs; see `_run` and `_make_finish`.
 """
 
 from __future__ import annotations
@@ -36,84 +36,91 @@ if TYPE_CHECKING:
 
 READY, REFUSED, RAISED, PASSED = b"+", b"#", b"!", b"="
 STACK_BYTES = 64 << 20
-SPARE_TASKS = 64  # what the same user may start elsewhere while a program runs
+SPARE_TASKS = 64  # processes and threads that the same user may start elsewhere meanwhile
 WORD = 16  # bytes of key and nonce
 
 
 def enter(
-    order: JobSpec, say: int, hear: int, keys: list[bytes], tests: tuple[int, int] | None
+    spec: JobSpec, outlet: int, inlet: int, keys: list[bytes], tests: tuple[int, int] | None
 ) -> NoReturn:
-    """Run an order's program in this process, which is a fresh child of the warden's; never
-    returns.
+    """Run the program in this process, a fresh child of the supervisor. Never returns.
 
-    `say` and `hear` are pipes to and from the warden; `keys` holds the key, which is taken out.
-    `tests`: pipes from and to the process of the tests, if there are any.
+    Args:
+        spec: the program and its limits.
+        outlet, inlet: descriptors of the pipes to and from the supervisor.
+        keys: holds the key; it is removed from the list here.
+        tests: descriptors of the pipes from and to the tests' process. None without tests.
     """
-    prepare(order, say, name="program")
-    os.write(say, READY)
-    os.read(
-        hear, len(READY)
-    )  # until the warden has heard it: what comes after the text has begun is the program's
+    prepare(spec, outlet, name="program")
+    os.write(outlet, READY)
+    # Wait until the supervisor has read READY. It takes everything after that for the program's.
+    os.read(inlet, len(READY))
     if tests is None:
-        _run(order["text"], [keys.pop(), _ender(say, hear)], say)
-    os.close(say)
-    os.close(hear)
-    _serve(order["text"], Peer(*tests, describe=tell, leave=_leave, wary=False))
+        _run(spec["text"], [keys.pop(), _make_finish(outlet, inlet)], outlet)
+    os.close(outlet)
+    os.close(inlet)
+    _serve(spec["text"], Peer(*tests, describe=describe, leave=_leave, restricted=False))
 
 
 def _leave() -> NoReturn:
     os._exit(0)
 
 
-def prepare(order: JobSpec, say: int, *, name: str, hidden: bool = False) -> None:
-    """Give up this process's rights and make it a fresh interpreter, whose module has that name.
-    A layer that cannot be had is reported to `say` and ends the process. `hidden`: processes of
-    the same user can neither read nor trace it."""
+def prepare(spec: JobSpec, outlet: int, *, name: str, hidden: bool = False) -> None:
+    """Give up this process's privileges and make it look like a fresh interpreter.
+
+    If the system refuses a layer, this reports it to `outlet` and ends the process.
+
+    Args:
+        spec: the layers and limits.
+        outlet: descriptor of the pipe to the supervisor.
+        name: name of the module that the text will run in.
+        hidden: processes of the same user can neither read nor trace this process.
+    """
     try:
-        _restrict(order, hidden)
-        _refresh(order, name)
+        _restrict(spec, hidden)
+        _refresh(spec, name)
     except SetupError as error:
-        os.write(say, b"%s%s: %s" % (REFUSED, error.layer.encode(), error.reason.encode()))
+        os.write(outlet, b"%s%s: %s" % (REFUSED, error.layer.encode(), error.reason.encode()))
         os._exit(1)
 
 
-def _restrict(order: JobSpec, hidden: bool) -> None:
-    layers = order["layers"]
+def _restrict(spec: JobSpec, hidden: bool) -> None:
+    layers = spec["layers"]
     os.setsid()
-    _limit(order)
+    _limit(spec)
     if "uid" in layers:
-        _become(*order["owner"])
+        _become(*spec["owner"])
     if sys.platform == "linux":
-        _confine(order, layers, hidden)
+        _confine(spec, layers, hidden)
 
 
-def _confine(order: JobSpec, layers: tuple[str, ...], hidden: bool) -> None:
-    # In a new user namespace, and as root, there are capabilities to lose; elsewhere this
-    # changes nothing.
+def _confine(spec: JobSpec, layers: tuple[str, ...], hidden: bool) -> None:
+    # There are capabilities only in a new user namespace, and for root.
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_PDEATHSIG, 9)
-    # Readable by others of the same user again, which this user's own tools (/proc/self) need;
-    # the warden stays hidden.
+    # /proc/self needs a dumpable process. The supervisor itself stays undumpable.
     prctl(PR_SET_DUMPABLE, 1 if "pid" in layers and not hidden else 0)
-    work = order["folder"] or WORK
+    work = spec["folder"] or WORK
     os.chdir(work)
     if "landlock" in layers:
-        readable = [real for _, real in order["places"]] + list(DEVICES)
+        readable = [real for _, real in spec["places"]] + list(DEVICES)
         shared = ["/tmp", "/dev/shm"] if "mount" in layers else []
-        # only a /proc that shows the program alone
+        # /proc only if it shows nothing but this sandbox
         own = ["/proc"] if {"mount", "pid"} <= set(layers) else []
         landlock.restrict(readable + own, [work, "/dev/null", *shared])
     if "seccomp" in layers:
         alone = None if "pid" in layers else os.getpid()
-        seccomp.restrict(
-            alone, attributes="mount" in layers, forks=os.getuid() != 0
-        )  # no limit counts root's processes
+        # As root no limit counts processes, so the program may not fork.
+        seccomp.restrict(alone, attributes="mount" in layers, forks=os.getuid() != 0)
 
 
 def _become(user: int, group: int) -> None:
-    """Another user, for whom limits hold and who owns nothing; refused if it could not read the
-    interpreter's files."""
+    """Switch to a user who owns nothing and for whom limits hold.
+
+    SetupError if that user could not read the interpreter's files.
+    """
     try:
         os.setgroups([])
         os.setresgid(group, group, group)
@@ -124,18 +131,16 @@ def _become(user: int, group: int) -> None:
         raise SetupError("uid", error) from None
 
 
-def _limit(order: JobSpec) -> None:
-    cpu = order["cpu_seconds"]
+def _limit(spec: JobSpec) -> None:
+    cpu = spec["cpu_seconds"]
     limits = {
-        resource.RLIMIT_CPU: (
-            cpu,
-            cpu + 1,
-        ),  # the second is for a program that catches the first one's signal
-        resource.RLIMIT_AS: (order["memory_bytes"],) * 2,
+        # The hard limit ends a program that catches the soft limit's signal.
+        resource.RLIMIT_CPU: (cpu, cpu + 1),
+        resource.RLIMIT_AS: (spec["memory_bytes"],) * 2,
         resource.RLIMIT_STACK: (STACK_BYTES,) * 2,
-        resource.RLIMIT_NOFILE: (order["open_files"],) * 2,
-        resource.RLIMIT_NPROC: (order["processes"] + _tasks_besides(order),) * 2,
-        resource.RLIMIT_FSIZE: (order["file_bytes"],) * 2,
+        resource.RLIMIT_NOFILE: (spec["open_files"],) * 2,
+        resource.RLIMIT_NPROC: (spec["processes"] + _tasks_besides(spec),) * 2,
+        resource.RLIMIT_FSIZE: (spec["file_bytes"],) * 2,
         resource.RLIMIT_CORE: (0, 0),
     }
     for limit, (soft, hard) in limits.items():
@@ -145,21 +150,20 @@ def _limit(order: JobSpec) -> None:
         try:
             resource.setrlimit(limit, (soft, hard))
         except (OSError, ValueError) as error:
-            if sys.platform == "linux":  # macOS has no limit on memory, for example
+            if sys.platform == "linux":  # macOS, for example, has no memory limit
                 raise SetupError("limits", error) from None
 
 
-def _tasks_besides(order: JobSpec) -> int:
-    """How many processes and threads count against the limit beside the program's own: the system
-    counts by user.
+def _tasks_besides(spec: JobSpec) -> int:
+    """Count the processes and threads that use up the limit beside the program's own.
 
-    A user of its own has none, and in a user namespace of its own there are the wardens only
-    (since Linux 5.14).
+    The system counts them by user. A user of its own has none. In a user namespace there are only
+    the two supervisor processes (since Linux 5.14).
     """
-    if "uid" in order["layers"] or sys.platform != "linux":
+    if "uid" in spec["layers"] or sys.platform != "linux":
         return 0
     release = tuple(int(part) for part in os.uname().release.replace("-", ".").split(".")[:2])
-    if "user" in order["layers"] and release >= (5, 14):
+    if "user" in spec["layers"] and release >= (5, 14):
         return 2
     names = os.listdir("/proc") if os.path.isdir("/proc") else []
     return SPARE_TASKS + sum(_tasks(name, os.getuid()) for name in names if name.isdigit())
@@ -172,75 +176,76 @@ def _tasks(process: str, user: int) -> int:
             if os.stat(f"/proc/{process}").st_uid == user
             else 0
         )
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return 0
 
 
-def _refresh(order: JobSpec, name: str) -> None:
-    """What a fresh interpreter would offer: a module of its own, the installed packages, `exit` and
-    `help`.
+def _refresh(spec: JobSpec, name: str) -> None:
+    """Set up what a fresh interpreter has: its own module, installed packages, `exit` and `help`.
 
-    The module is not called __main__: the public scorers run no `if __name__ == "__main__"`
-    either.
+    The module is not called __main__, because the public scorers do not run an
+    `if __name__ == "__main__"` block either.
     """
-    os.chdir(order["folder"] or (WORK if "mount" in order["layers"] else "."))
+    os.chdir(spec["folder"] or (WORK if "mount" in spec["layers"] else "."))
     module = types.ModuleType(name)
     for one in [one for one in sys.modules if one.split(".")[0] == "jail"]:
         del sys.modules[one]
     sys.modules[name] = sys.modules["__main__"] = module
-    sys.argv, sys.path[:] = [name], order["path"]
+    sys.argv, sys.path[:] = [name], spec["path"]
     builtins.exit = builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D (i.e. EOF)")
     builtins.help = _sitebuiltins._Helper()
 
 
-def _run(text: str, parts: list[Any], say: int) -> NoReturn:
-    """Run a text without tests, then call the last of `parts` with the one before.
+def _run(text: str, parts: list[Any], outlet: int) -> NoReturn:
+    """Run a text without tests, then report that it came to its end.
 
-    Whatever comes after the text is looked up before it, and is on this frame's stack only
-    meanwhile, where neither frames nor the garbage collector lead.
+    `parts` holds the key and the function that reports it. Everything that is needed after the
+    text is looked up before it. Meanwhile it is only on this frame's value stack, where neither
+    frame objects nor the garbage collector can reach it.
     """
-    leave, write, told, scope = os._exit, os.write, raised, sys.modules["program"].__dict__
+    leave, write, message = os._exit, os.write, failure_message
+    scope = sys.modules["program"].__dict__
     try:
         code = compile_text(text + "\n\n")
         parts.pop()(parts.pop(), exec(code, scope))  # type: ignore[func-returns-value]
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt too: the text did not come to its end
-        write(say, told(error))
+    except BaseException as error:  # SystemExit too: then the text did not run to its end
+        write(outlet, message(error))
     finally:
         leave(1)
 
 
 def _serve(text: str, tests: Peer) -> NoReturn:
-    """Run a text that has tests, then answer what their process asks until it has ended."""
+    """Run a text that has tests, then handle calls of the tests' process until that ends."""
     scope = sys.modules["program"].__dict__
 
     def start(names: tuple[str, ...]) -> dict[str, Any]:
-        """Run the text; its objects of these names."""
+        """Run the text. Returns its objects of these names."""
         exec(compile_text(text + "\n\n"), scope)
         return {name: scope[name] for name in names if name in scope}
 
-    tests.keep(start)  # number START, which is where the tests' process begins
+    tests.keep(start)  # the first object, so its number is START
     while True:
         tests.answer(*tests.receive())
 
 
 def compile_text(text: str, name: str = "<program>") -> types.CodeType:
-    """Compiled without the features that this file asks of `__future__`."""
+    """Compile a text without the `__future__` features of this file."""
     return compile(text, name, "exec", dont_inherit=True)
 
 
-def raised(error: BaseException) -> bytes:
-    """The word to the warden about an exception that ended a text."""
+def failure_message(error: BaseException) -> bytes:
+    """Return the message to the supervisor about an exception that ended a text."""
     if isinstance(error, MemoryError):
         return RAISED + b"MemoryError"
-    return RAISED + tell(error).encode("utf-8", "replace")
+    return RAISED + describe(error).encode("utf-8", "replace")
 
 
-def tell(error: BaseException) -> str:
-    """One line about an exception. The program may have made its class: whatever is called here
-    is the program's. What the program's process has said about it (calls.py) counts in the
-    tests'."""
+def describe(error: BaseException) -> str:
+    """Return one line about an exception: line number, class and text.
+
+    The program may have defined the exception's class, so this may run code of the program. In
+    the tests' process, a description from the program's process (calls.py) is returned as it is.
+    """
     place, line = error.__traceback__, 0
     while place is not None:
         ours = place.tb_frame.f_code.co_filename in ("<program>", "<tests>")
@@ -251,22 +256,26 @@ def tell(error: BaseException) -> str:
     except BaseException:
         line = line or 0
     try:
-        text = getattr(error, "told", None) or f"{type(error).__name__}: {error}".rstrip(": \n")
+        text = getattr(error, "described", None) or f"{type(error).__name__}: {error}".rstrip(
+            ": \n"
+        )
         text = str(text)[:2000]
     except BaseException:
         text = "an exception that cannot be shown"
     return text if text.startswith("line ") or not line else f"line {line}: {text}"
 
 
-def _ender(say: int, hear: int) -> Callable[[bytes, object], None]:
-    """The function that asks for the nonce with the key and sends it back, bound to what this
-    process is and trusts now."""
+def _make_finish(outlet: int, inlet: int) -> Callable[[bytes, object], None]:
+    """Return the function that sends the key, receives a nonce and sends the nonce back.
+
+    It holds the functions and the process number of now, before the program can replace them.
+    """
     read, write, leave, identity, own = os.read, os.write, os._exit, os.getpid, os.getpid()
 
     def finish(key: bytes, _: object) -> None:
-        if identity() == own:  # not in a fork of the program that came to the end before it
-            write(say, key)
-            write(say, read(hear, WORD))
+        if identity() == own:  # not in a child process that the program has forked
+            write(outlet, key)
+            write(outlet, read(inlet, WORD))
         leave(0)
 
     return finish

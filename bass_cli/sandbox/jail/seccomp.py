@@ -1,9 +1,9 @@
-"""A filter on system calls: a program may only touch itself. No sockets, no signals, limits or
-priorities for others, no tracing, no new namespaces, no memory or queues that outlive it, no rare
-kernel interfaces.
+"""A filter on system calls, so that a program can only affect itself.
 
-Needs no privilege. It is the second wall behind namespaces, and the first where they are forbidden.
-Source: the kernel's userspace-api/seccomp_filter; numbers for x86-64 and arm64.
+It forbids sockets, tracing, new namespaces, rare kernel interfaces, memory and queues that
+outlive the program, and signals, limits and priorities for other processes. It needs no privilege,
+so it works where namespaces are forbidden. Source: the kernel's userspace-api/seccomp_filter;
+numbers for x86-64 and arm64.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ FORBIDDEN: Numbers = {
     "request_key": (249, 218), "keyctl": (250, 219), "io_uring_setup": (425, 425),
     "pidfd_getfd": (438, 438), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
     "kcmp": (312, 272), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447),  # memory that no limit counts
+    "memfd_create": (319, 279), "memfd_secret": (447, 447),  # no limit counts this memory
     "move_pages": (279, 239), "process_madvise": (440, 440), "process_mrelease": (448, 448),
 }  # fmt: skip
-# Limits and scheduling, of itself only: by call, what its first arguments must be. A process's
-# own number is no better than 0, since a filter cannot know which process of the program asks;
-# the first argument of setpriority says "one process".
+# Limits and scheduling of the calling process only: the first arguments that a call must have.
+# They are 0 for "this process", because a filter does not know the number of the caller. The first
+# argument of setpriority means "one process".
 ITSELF: dict[tuple[int, int], tuple[int, ...]] = {
     (302, 261): (0,),  # prlimit64
     # sched_setaffinity, -scheduler, -param, -attr
     (203, 122): (0,), (144, 119): (0,), (142, 118): (0,), (314, 274): (0,),
     (141, 140): (0, 0),  # setpriority
 }  # fmt: skip
-# What else sends signals to others or schedules them: by call, which argument may not have which
-# values.
+# Other ways to signal or schedule other processes: the argument of a call, and values that it must
+# not have.
 REFUSED_WITH: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {
     (72, 25): (1, (8, 10, 15)),  # fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX
     (16, 29): (1, (0x8901, 0x8902)),  # ioctl: FIOSETOWN, SIOCSPGRP, which are F_SETOWN for sockets
     (157, 167): (0, (62,)),  # prctl: PR_SCHED_CORE
 }
-# Memory, semaphores and queues that others find by a key or a name: they outlive their maker,
-# and no limit counts them.
+# Memory, semaphores and queues with a key or a name. They outlive the program, and no limit counts
+# them.
 SHARED: Numbers = {
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
     "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
     "mq_unlink": (241, 181),
 }  # fmt: skip
-# What neither Landlock nor a limit keeps from changing files outside; only forbidden where no
-# mount namespace does.
+# Changes to files outside the sandbox that neither Landlock nor a limit prevents. Forbidden only
+# without a mount namespace.
 ATTRIBUTES: Numbers = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
@@ -69,7 +69,7 @@ CLONE, CLONE3, NEW_USER, THREAD = (56, 220), 435, 0x10000000, 0x10000
 LOAD, EQUAL, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 KILL, ALLOW, NOT_PERMITTED, NO_SUCH_CALL = 0x80000000, 0x7FFF0000, 0x00050001, 0x00050026
 NUMBER_AT, ARCHITECTURE_AT, ARGUMENT_AT, OTHER_ABI, EVERYBODY = 0, 4, 16, 0x40000000, 0xFFFFFFFF
-# the lower half of which comes first, and is all that the kernel looks at in what is compared here
+# The lower half comes first. The kernel uses only that half of the arguments compared here.
 ARGUMENT_BYTES = 8
 Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, operand
 
@@ -77,11 +77,14 @@ Instruction = tuple[int, int, int, int]  # code, skip if true, skip if false, op
 def filter_for(
     name: str, own: int | None, attributes: bool = True, forks: bool = True
 ) -> list[Instruction]:
-    """The program of the filter for a processor.
+    """Return the filter's instructions for a processor.
 
-    `own` is the only process that may be signalled; None, in a process namespace, stands for all
-    but its first one and everybody at once. `attributes`: files' modes, owners and times may be
-    changed. `forks`: processes may be made.
+    Args:
+        name: name of the processor, a key of ARCHITECTURE.
+        own: the only process that may be signalled. None in a process namespace: then all may be
+            signalled except the first one and all at once.
+        attributes: allow changes of files' modes, owners and times.
+        forks: allow new processes.
     """
     column = COLUMN[name]
     calls = [*FORBIDDEN.values(), *SHARED.values()]
@@ -95,30 +98,32 @@ def filter_for(
     if name == "x86_64":
         lines += _when(ANY_BIT, OTHER_ABI, answer=NO_SUCH_CALL)
     lines += _when(EQUAL, *(n for numbers in calls if (n := numbers[column]) is not None))
-    # clone3 hides its flags from a filter; without it the C library takes clone
+    # A filter cannot read the flags of clone3. Without clone3 the C library uses clone.
     lines += _when(EQUAL, CLONE3, answer=NO_SUCH_CALL)
-    lines += _asked(CLONE[column], {0: _when(ANY_BIT, NEW_USER) + threads_only})
+    lines += _check_arguments(CLONE[column], {0: _when(ANY_BIT, NEW_USER) + threads_only})
     for numbers in SIGNALS.values():
-        lines += _asked(numbers[column], {0: receiver})
+        lines += _check_arguments(numbers[column], {0: receiver})
     for numbers, needed in ITSELF.items():
-        lines += _asked(numbers[column], {i: _unless(EQUAL, n) for i, n in enumerate(needed)})
+        lines += _check_arguments(
+            numbers[column], {i: _unless(EQUAL, n) for i, n in enumerate(needed)}
+        )
     for numbers, (place, values) in REFUSED_WITH.items():
-        lines += _asked(numbers[column], {place: _when(EQUAL, *values)})
+        lines += _check_arguments(numbers[column], {place: _when(EQUAL, *values)})
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
 def _when(test: int, *operands: int, answer: int = NOT_PERMITTED) -> list[Instruction]:
-    """Answers if what was loaded passes the test with any of the operands."""
+    """Return `answer` if the loaded value passes the test with any of the operands."""
     return [line for one in operands for line in ((test, 0, 1, one), (RETURN, 0, 0, answer))]
 
 
 def _unless(test: int, operand: int) -> list[Instruction]:
-    """Refuses unless what was loaded passes the test."""
+    """Refuse the call unless the loaded value passes the test."""
     return [(test, 1, 0, operand), (RETURN, 0, 0, NOT_PERMITTED)]
 
 
-def _asked(number: int, checks: dict[int, list[Instruction]]) -> list[Instruction]:
-    """A call that is allowed unless a check of one of its arguments, by their places, answers."""
+def _check_arguments(number: int, checks: dict[int, list[Instruction]]) -> list[Instruction]:
+    """Allow a call unless a check of one of its arguments, by index, returns an answer."""
     lines: list[Instruction] = []
     for place, check in checks.items():
         lines += [(LOAD, 0, 0, ARGUMENT_AT + ARGUMENT_BYTES * place), *check]
@@ -126,8 +131,10 @@ def _asked(number: int, checks: dict[int, list[Instruction]]) -> list[Instructio
 
 
 def restrict(own: int | None, attributes: bool, forks: bool) -> None:
-    """Put the filter (see `filter_for`) on this process and its descendants; `no_new_privs` must
-    be set before."""
+    """Install the filter (see `filter_for`) for this process and its descendants.
+
+    `no_new_privs` must be set before.
+    """
     if machine() not in ARCHITECTURE:
         raise SetupError("seccomp", f"the numbers of system calls are not known for {machine()}")
     lines = filter_for(machine(), own, attributes, forks)

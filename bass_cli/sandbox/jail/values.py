@@ -1,8 +1,8 @@
-"""Values that cross between the program's process and the tests': plain data, as bytes.
+"""Values that are sent between the program's process and the tests' process: plain data, as bytes.
 
-Containers, numbers and texts arrive as exact builtin types, so no method of the program's comes
-with them. Any other object stays where it is; the other side gets a stand-in (calls.py). Not
-`marshal` or `pickle`, which are unsafe to read, and not `json`, which is slow to import.
+Containers, numbers and texts arrive as exact builtin types, so they have no methods of the
+program. Any other object stays in its process, and the other side gets a proxy (calls.py).
+`marshal` and `pickle` are unsafe to read, and `json` is slow to import.
 """
 
 from __future__ import annotations
@@ -27,23 +27,51 @@ MANY: dict[type, bytes] = {
 }  # fmt: skip
 BUILD: dict[bytes, Callable[[list[Any]], Any]] = {
     b"l": list, b"t": tuple, b"s": set, b"z": frozenset, b"c": lambda parts: complex(*parts),
-    b"r": lambda parts: range(*parts), b"d": lambda parts: _pairs(parts),
+    b"r": lambda parts: range(*parts), b"S": lambda parts: slice(*parts),
+    b"d": lambda parts: _pairs(parts),
     b"k": lambda parts: dict.fromkeys(parts).keys(),
     b"v": lambda parts: dict(enumerate(parts)).values(), b"m": lambda parts: dict(parts).items(),
-    b"q": lambda parts: _deque(parts), b"/": lambda parts: _fraction(parts),
+    b"L": lambda parts: _library(*parts), b"n": lambda parts: _named_tuple(*parts),
 }  # fmt: skip
 READ: dict[bytes, Callable[[bytes], Any]] = {
     b"u": lambda data: data.decode("utf-8", "surrogatepass"), b"b": bytes, b"a": bytearray,
-    b"f": float, b"i": lambda data: int(data, 16), b"D": lambda data: _decimal(data),
+    b"f": float, b"i": lambda data: int(data, 16),
     b"C": lambda data: CLASSES[data],
 }  # fmt: skip
-OBJECT, YOURS = b"o", b"y"  # stays on the side of the sender, or of the reader
+# Classes of the standard library whose instances are plain data, with the arguments that make an
+# equal instance.
+LIBRARY: dict[tuple[str, str], Callable[[Any], tuple[Any, ...]]] = {
+    ("fractions", "Fraction"): lambda one: (one.numerator, one.denominator),
+    ("decimal", "Decimal"): lambda one: (str(one),),
+    ("collections", "deque"): lambda one: (list(one), one.maxlen),
+    ("collections", "Counter"): lambda one: (dict(dict.items(one)),),
+    ("collections", "OrderedDict"): lambda one: (list(one.items()),),
+    ("collections", "defaultdict"): lambda one: (one.default_factory, dict(dict.items(one))),
+    ("datetime", "date"): lambda one: (one.year, one.month, one.day),
+    ("datetime", "time"): lambda one: (
+        one.hour, one.minute, one.second, one.microsecond, one.tzinfo,
+    ),
+    ("datetime", "datetime"): lambda one: (
+        one.year, one.month, one.day, one.hour, one.minute, one.second, one.microsecond,
+        one.tzinfo,
+    ),
+    ("datetime", "timedelta"): lambda one: (one.days, one.seconds, one.microseconds),
+    ("datetime", "timezone"): lambda one: (one.utcoffset(None),),
+}  # fmt: skip
+OBJECT, YOURS = b"o", b"y"  # an object in the sender's process, or in the reader's
 EXACT = (int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 
 
 def dump(value: Any, keep: Keep) -> bytes:
-    """The bytes of a value. `keep` gives tag and number of an object that is no plain data.
-    Subclasses of builtin types become those types. RecursionError if nested too deeply."""
+    """Return a value as bytes. Instances of subclasses become instances of the builtin type.
+
+    Args:
+        value: the value.
+        keep: returns tag and number of an object that is not plain data.
+
+    Raises:
+        RecursionError: the value is nested too deeply.
+    """
     parts: list[bytes] = []
     _dump(value, parts.append, keep)
     return b"".join(parts)
@@ -66,8 +94,9 @@ def _dump(value: Any, add: Callable[[bytes], None], keep: Keep) -> None:
         _add(b"b" if kind is bytes else b"a", bytes(value), add)
     elif kind is complex:
         _dump_many(b"c", (value.real, value.imag), 2, add, keep)
-    elif kind is range:
-        _dump_many(b"r", (value.start, value.stop, value.step), 3, add, keep)
+    elif kind is range or kind is slice:
+        tag = b"r" if kind is range else b"S"
+        _dump_many(tag, (value.start, value.stop, value.step), 3, add, keep)
     else:
         _dump_other(value, kind, add, keep)
 
@@ -86,16 +115,15 @@ def _dump_many(
 
 
 def _dump_other(value: Any, kind: type, add: Callable[[bytes], None], keep: Keep) -> None:
-    """A subclass, a class that is a builtin, or one of a few types of the standard library."""
+    """Write an instance of a subclass or of a class in LIBRARY, a builtin class, or a proxy."""
     named = kind.__module__, kind.__name__
     if kind is type and value in CLASS_NAMES:
         _add(b"C", CLASS_NAMES[value], add)
-    elif named == ("fractions", "Fraction"):
-        _dump_many(b"/", (int(value.numerator), int(value.denominator)), 2, add, keep)
-    elif named == ("decimal", "Decimal"):
-        _add(b"D", str(value).encode(), add)
-    elif named == ("collections", "deque"):
-        _dump_many(b"q", value, len(value), add, keep)
+    elif named in LIBRARY and _is_whole(value, kind):
+        parts = (*named, *LIBRARY[named](value))
+        _dump_many(b"L", parts, len(parts), add, keep)
+    elif issubclass(kind, tuple) and _has_plain_names(fields := getattr(kind, "_fields", None)):
+        _dump_many(b"n", (kind.__name__, fields, tuple(tuple.__iter__(value))), 3, add, keep)
     elif bases := [one for one in EXACT if issubclass(kind, one)]:
         _dump(_exact(value, bases[0]), add, keep)
     elif _is_number_of_numpy(value, kind):
@@ -105,17 +133,25 @@ def _dump_other(value: Any, kind: type, add: Callable[[bytes], None], keep: Keep
         add(b"%c%x;" % (tag, number))
 
 
-def _is_number_of_numpy(value: Any, kind: Any) -> bool:
-    return (
-        kind.__module__ == "numpy"
-        and kind.__name__ != "ndarray"
-        and hasattr(kind, "item")
-        and type(value.item()) is not kind
+def _is_whole(value: Any, kind: type) -> bool:
+    """Return whether LIBRARY's arguments describe a value. A `zoneinfo` time zone is not sent."""
+    return kind.__module__ != "datetime" or type(getattr(value, "tzinfo", None)).__name__ in (
+        "NoneType",
+        "timezone",
     )
 
 
+def _has_plain_names(fields: Any) -> bool:
+    return type(fields) is tuple and not any(one.startswith("_") for one in fields)
+
+
+def _is_number_of_numpy(value: Any, kind: type) -> bool:
+    scalar = any(one.__module__ == "numpy" and one.__name__ == "generic" for one in kind.__mro__)
+    return scalar and type(value.item()) is not kind
+
+
 def _exact(value: Any, base: Any) -> Any:
-    """The value of a subclass as the builtin type itself."""
+    """Convert an instance of a subclass of `base` to `base`."""
     if base in (int, float, str):
         return getattr(base, f"__{base.__name__}__")(value)
     if base is dict:
@@ -124,11 +160,19 @@ def _exact(value: Any, base: Any) -> Any:
 
 
 def load(data: bytes, find: Find) -> Any:
-    """The value that `dump` gave. `find(tag, number)` gives an object that is no plain data.
-    ValueError, TypeError, KeyError, IndexError or RecursionError for any other bytes."""
+    """Return the value of bytes that `dump` returned.
+
+    Args:
+        data: the bytes, which may come from a hostile program.
+        find: returns the object with that tag and number.
+
+    Raises:
+        ValueError, TypeError, KeyError, IndexError, ArithmeticError, RecursionError: the bytes are
+            not a value.
+    """
     value, end = _load(data, 0, find)
     if end != len(data):
-        raise ValueError("there is more than a value")
+        raise ValueError("there are bytes after the value")
     return value
 
 
@@ -157,46 +201,45 @@ def _pairs(parts: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
-def _deque(parts: list[Any]) -> Any:
-    from collections import deque
-
-    return deque(parts)
-
-
-def _fraction(parts: list[Any]) -> Any:
-    from fractions import Fraction
-
-    return Fraction(*map(int, parts))
+def _library(module: str, name: str, *parts: Any) -> Any:
+    """Make an instance of a class in LIBRARY. KeyError for any other class."""
+    LIBRARY[module, name]
+    return getattr(__import__(module), name)(*parts)
 
 
-def _decimal(data: bytes) -> Any:
-    from decimal import Decimal
+def _named_tuple(name: str, fields: tuple[str, ...], parts: tuple[Any, ...]) -> Any:
+    """Make a named tuple. `namedtuple` refuses names that are not identifiers."""
+    from collections import namedtuple
 
-    return Decimal(data.decode())
+    make: Any = namedtuple
+    return make(name, fields)(*parts)
 
 
 def refill(old: Any, new: Any) -> None:
-    """Give a mutable argument the content that the call has left in it."""
-    if type(old) is not type(new) or old is new:
+    """Copy the content of `new` into a mutable argument. Tuples are searched for such arguments."""
+    if isinstance(old, tuple) and isinstance(new, tuple):
+        for one, other in zip(old, new, strict=False):
+            refill(one, other)
+    elif type(old) is not type(new) or old is new:
         return
-    if isinstance(old, (list, bytearray)):
+    elif isinstance(old, (list, bytearray)):
         old[:] = new
     elif isinstance(old, (dict, set)):
         old.clear()
         old.update(new)
-    elif isinstance(old, tuple):
-        for one, other in zip(old, new, strict=False):
-            refill(one, other)
+    elif type(old).__name__ == "deque":
+        old.clear()
+        old.extend(new)
 
 
 def pack(parts: list[bytes]) -> bytes:
-    """A message of several parts, after its length."""
+    """Join parts to a message that starts with its length."""
     body = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return len(body).to_bytes(8, "little") + body
 
 
 def unpack(body: bytes) -> Iterator[bytes]:
-    """The parts of a message; ValueError if there is none, or one is cut off."""
+    """Split a message into its parts. ValueError if it is empty or cut off."""
     at = 0
     while at < len(body) or not at:
         end = at + 8 + int.from_bytes(body[at : at + 8], "little")
