@@ -16,10 +16,11 @@ import statistics
 import time
 
 from lookup import STOPS, human_eval, options, run, show
-from stopping import chat
 
+from bass_cli.bench.texts import QUESTIONS
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
+from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
 from bass_cli.lengths.profiles import Remembers
 from bass_cli.run.build import build, load_models
@@ -30,6 +31,14 @@ from bass_cli.run.profile import measure as profile
 WAYS = ("plain", "nothing known", "learnt before", "profile")
 # tokens of a profile's prompts, seconds of its measuring
 _CONTEXT, _LIMIT = ({"cuda": 400, "cpu": 128}, 60.0)
+
+
+def chat(limit):
+    """Questions as chat messages."""
+    return [
+        Prompt(f"chat/{i}", None, [{"role": "user", "content": text}], {}, None, text)
+        for i, text in enumerate(QUESTIONS)
+    ][:limit]
 
 
 def plan_for(args, rows, draft=None):

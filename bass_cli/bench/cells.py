@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, needs
 from bass_cli.bench.figures import (
+    ENOUGH_TOKENS,
+    NO_VERDICT,
     Run,
     counts,
     finish_times,
@@ -25,6 +27,7 @@ from bass_cli.bench.figures import (
 )
 from bass_cli.bench.parts import Parts
 from bass_cli.bench.settings import PLAIN
+from bass_cli.config.job import CONTROLLERS
 
 EMPTY: dict[str, Any] = dict.fromkeys(
     (
@@ -79,6 +82,7 @@ def cell(
     found = [counts(run) for run in runs]
     length = draft_length(runs)
     round_ms = _round_ms(runs, length if parts is None else parts.width)
+    too_short = method in CONTROLLERS and runs[0].tokens < ENOUGH_TOKENS
     return (
         EMPTY
         | timing(
@@ -99,6 +103,7 @@ def cell(
             **_against_floor(runs, costs),
             "prefill_seconds": statistics.median(run.prefill for run in runs),
             "captures_while_measured": sum(run.captures for run in runs),
+            **({"verdict": NO_VERDICT} if too_short else {}),
         }
     )
 

@@ -13,6 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 FEWEST = 3  # repeats, for an interval that says anything
+# Tokens a row. A controller starts without measurements, so its shorter runs show mostly learning.
+ENOUGH_TOKENS = 64
+NO_VERDICT = "no verdict"
 # Student's t, two-sided 95 %, by degrees of freedom from 2 on (Fisher, 1925); beyond, about 2.
 _T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
@@ -145,7 +148,7 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 def verdict(found: Sequence[float] | None) -> str:
     """Say what an interval of speed-ups means; None if there were too few repeats for one."""
     if found is None:
-        return "no verdict"
+        return NO_VERDICT
     return "faster" if found[0] > 1 else "slower" if found[1] < 1 else "within noise"
 
 

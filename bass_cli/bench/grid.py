@@ -27,6 +27,7 @@ from bass_cli.bench.figures import Run, latency
 from bass_cli.bench.gate import Gate
 from bass_cli.bench.parts import Parts, measure_parts
 from bass_cli.bench.preparation import Bench, Note, Phase, silent
+from bass_cli.bench.report import number
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import Text, kinds_for, prompts_for
 from bass_cli.bench.turns import Key, Turns
@@ -172,7 +173,7 @@ def _run(bench: Bench, turns: Turns) -> None:
         turns.add(key, run, time.perf_counter() - began)
         if method == settings.methods[-1]:
             figures = ", ".join(
-                f"{other[1]} {latency(runs[-1]).mean:.3g}"
+                f"{other[1]} {number(latency(runs[-1]).mean)}"
                 for other, runs in turns.runs.items()
                 if (other[0], *other[2:]) == (batch, *kind) and runs
             )

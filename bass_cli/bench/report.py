@@ -9,8 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bass_cli.bench import figures
-from bass_cli.bench.figures import FEWEST
+from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, NO_VERDICT
 from bass_cli.io import terminal
 
 WIDTH = 80
@@ -53,7 +52,7 @@ def _tables(
     """One table for each kind of text."""
     for kind in dict.fromkeys(cell["text"] for cell in cells):
         if kind is not None:
-            print(f"{kind}:")
+            terminal.line(f"{kind}:", stdout=True)
         _table(columns, [line(cell) for cell in cells if cell["text"] == kind])
 
 
@@ -63,12 +62,12 @@ def speed_line(cell: dict[str, Any]) -> list[str]:
     return [
         str(cell["batch"]),
         cell["method"],
-        _number(cell["ms_per_token"]["mean"]),
-        _number(cell["tokens_per_second"]),
+        number(cell["ms_per_token"]["mean"]),
+        number(cell["tokens_per_second"]),
         "-" if sure is None else f"{cell['speedup']:.2f}x",
         "-" if sure is None else "-".join(f"{one:.2f}" for one in sure),
-        _number(cell["draft_length"]),
-        _number(cell["mean_accepted"]),
+        number(cell["draft_length"]),
+        number(cell["mean_accepted"]),
     ]
 
 
@@ -81,7 +80,7 @@ def round_line(cell: dict[str, Any]) -> list[str]:
         cell["floor_ms_per_token"]["mean"],
         *(parts[key] for key in ("round", "draft", "verify", "accept", "host")),
     )
-    return [str(cell["batch"]), cell["method"], *map(_number, values)]
+    return [str(cell["batch"]), cell["method"], *map(number, values)]
 
 
 def closing(document: dict[str, Any]) -> Iterator[str]:
@@ -94,7 +93,7 @@ def closing(document: dict[str, Any]) -> Iterator[str]:
         )
         yield (
             f"batch {entry['batch']}: best fixed length {entry['best']}, "
-            f"{entry['ms_per_token']:.3g} ms a token; "
+            f"{number(entry['ms_per_token'])} ms a token; "
             f"against it {losses}{slower and f'; slower than plain: {slower}'}"
         )
     for capture in document["captures"]:
@@ -112,17 +111,18 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
     kind of text and batch size. Without enough repeats, or within their noise, it says so."""
     if {cell["method"] for cell in cells} == {_FIXED}:
         return "; ".join(
-            f"plain {cell['ms_per_token']['mean']:.3g} ms a token {_rows(cell['batch'])}"
+            f"plain {number(cell['ms_per_token']['mean'])} ms a token "
+            f"{_where(cell['text'], cell['batch'])}"
             for cell in cells
         )
     auto, best = [], []
-    for kind, batch in dict.fromkeys((cell.get("text"), cell["batch"]) for cell in cells):
+    for kind, batch in dict.fromkeys((cell["text"], cell["batch"]) for cell in cells):
         found = {
             cell["method"]: cell
             for cell in cells
-            if (cell.get("text"), cell["batch"]) == (kind, batch)
+            if (cell["text"], cell["batch"]) == (kind, batch)
         }
-        where = f"{f'for {kind} ' if kind else ''}{_rows(batch)}"
+        where = _where(kind, batch)
         if "auto" in found:
             auto.append(_judged(found["auto"], where))
         lengths = [cell for method, cell in found.items() if method.isdigit()]
@@ -140,15 +140,17 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
 def _judged(cell: dict[str, Any], where: str) -> str:
     """What the repeats of a cell carry."""
     sure = cell["speedup_interval"]
-    if sure is None:
-        return f"no verdict {where} (fewer than {FEWEST} repeats)"
-    if figures.verdict(sure) == "within noise":
+    if cell["verdict"] == NO_VERDICT:
+        few = f"{FEWEST} repeats" if sure is None else f"{ENOUGH_TOKENS} tokens a row"
+        return f"no verdict {where} (fewer than {few})"
+    if cell["verdict"] == "within noise":
         return f"within noise of plain {where} ({sure[0]:.2f}-{sure[1]:.2f}x)"
     return f"{cell['speedup']:.2f}x plain {where}"
 
 
-def _rows(batch: int) -> str:
-    return f"at {batch} {'row' if batch == 1 else 'rows'}"
+def _where(kind: str | None, batch: int) -> str:
+    kinds = f"for {kind} " if kind else ""
+    return f"{kinds}at {batch} {'row' if batch == 1 else 'rows'}"
 
 
 def _repeats(document: dict[str, Any]) -> str:
@@ -189,7 +191,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         terminal.line(line, stdout=True)
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three significant digits, and all digits before the point."""
     if value is None:
         return "-"

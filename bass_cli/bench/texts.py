@@ -17,7 +17,7 @@ from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
-_QUESTIONS = (
+QUESTIONS = (
     "Why does a bicycle stay upright? Explain it in a few sentences.",
     "Write a Python function that merges two sorted lists, and say how it works.",
     "Tell me a short story about an old lighthouse.",
@@ -76,7 +76,7 @@ def kinds_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
 
 
 def _text(tokenizer: Tokenizer, kind: str, number: int, context: int) -> Text:
-    asked, reference = _QUESTIONS[number % len(_QUESTIONS)], list[int]()
+    asked, reference = QUESTIONS[number % len(QUESTIONS)], list[int]()
     if kind == EDITING:
         passage = PASSAGES[number % len(PASSAGES)].strip()
         asked, reference = _EDIT + passage, tokenizer.encode_part(passage, context)

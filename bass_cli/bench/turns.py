@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bass_cli.bench.figures import FEWEST, Run, latency, spread
+from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, Run, latency, spread
 
 LEAST_TOKENS = 16  # of a row: fewer say little of a method
-_ENOUGH_TOKENS = 64  # of a row: fewer only if there is no time for FEWEST repeats of so many
 # of the time limit, for warming up and the runs; the rest is for what is measured once, the parts
 # of rounds
 _RUNS = 0.8
@@ -45,7 +44,7 @@ class Turns:
     def tokens(self, warm: dict[Key, Run], most: int, *, least: int) -> int:
         """Return how many tokens a row can have, by a short run of each cell.
 
-        All repeats of every cell should fit into the time, with _ENOUGH_TOKENS or more; if they
+        All repeats of every cell should fit into the time, with ENOUGH_TOKENS or more; if they
         do not, there are fewer repeats, but FEWEST if that is possible. Within `least` and `most`,
         and at least LEAST_TOKENS.
         """
@@ -55,7 +54,7 @@ class Turns:
         if self._limit is not None:
             for repeats in range(self._repeats, min(FEWEST, self._repeats) - 1, -1):
                 room = int((self._left() / repeats - fixed) / each)
-                if room >= min(_ENOUGH_TOKENS, most):
+                if room >= min(ENOUGH_TOKENS, most):
                     break
             tokens = min(most, max(least, LEAST_TOKENS, room))
         self._seconds = {

@@ -142,6 +142,13 @@ class Supply(Iterator[Prompt]):
         """Tokens that there are."""
         return sum(count.tokens for count in self._counts.values())
 
+    @property
+    def total(self) -> int:
+        """Tokens that there will be: as many as wanted, or fewer once all prompts were given."""
+        if not self.exhausted:
+            return self._wanted
+        return min(self._wanted, round(sum(map(self._expected, self._counts))))
+
     def _expected(self, kind: str) -> float:
         """Tokens of a kind that there are, and that samples on their way are expected to have. A
         sample counts as one at least: drawing ends also where samples are empty."""

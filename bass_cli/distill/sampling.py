@@ -113,7 +113,8 @@ def _draw(
             if step is None:
                 counting = screen.counting("tokens", wanted, beside=hand.line)
                 step = shown.enter_context(counting)
-            step(min(max(supply.tokens, before + drawn), wanted), wanted)
+            total = supply.total
+            step(min(max(supply.tokens, before + drawn), total), total)
 
         # This process shows loading as a phase, until the first round; others have a line.
         if hand.line is not None:

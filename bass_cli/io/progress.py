@@ -36,9 +36,10 @@ class Estimate:
         self._first: tuple[int, float] | None = None
         self._last = (0, 0.0)
 
-    def update(self, done: int, now: float) -> None:
+    def update(self, done: int, now: float, total: int | None = None) -> None:
         """So many are done; the first call says how many were done before, and when the work
-        began."""
+        began. `total`: replaces the one before."""
+        self._total = self._total if total is None else total
         if self._first is None or done > self._last[0]:
             self._last = (done, now)
         self._first = self._first or self._last

@@ -532,6 +532,25 @@ def test_the_closing_sentence_says_only_what_the_repeats_carry() -> None:
     assert [one["verdict"] for one in found] == [None, *["faster"] * 4]
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(31, "no verdict"), (64, "slower")])
+def test_short_runs_of_a_controller_give_no_verdict(tokens: int, expected: str) -> None:
+    """A controller starts without measurements, so a run of 31 tokens shows mostly learning."""
+
+    def runs(second: float) -> list[Run]:
+        steps = [Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)]
+        return [Run(tuple(steps), (10,), tokens, 1.0)] * 3
+
+    costs = cells.Costs(Cost(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
+    auto, fixed = (
+        cells.cell(4, method, runs(0.02), runs(0.01), parts=None, costs=costs) | {"text": None}
+        for method in ("auto", "2")
+    )
+    assert (auto["verdict"], fixed["verdict"]) == (expected, "slower")
+    few = "no verdict at 4 rows (fewer than 64 tokens a row)"
+    said = {"no verdict": few, "slower": "0.50x plain at 4 rows"}[expected]
+    assert report.verdict([auto]) == f"auto: {said}"
+
+
 def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
     """By definition of a confidence interval: repeats of a known ratio with noise that is normal
     in the logarithm."""
@@ -555,7 +574,7 @@ def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() ->
 
 
 def test_texts_of_a_cell() -> None:
-    assert [report._number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == [
+    assert [report.number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == [
         "-",
         "0.0123",
         "3",

@@ -253,11 +253,13 @@ def test_one_pass_over_a_file_ends_though_tokens_are_missing(tmp_path):
                     yield sample(prompt, number, "text", "eos", 3)
 
     path = tmp_path / "samples.jsonl"
+    assert supply.total == 10_000
     draw(Hand(), supply, wanted=10_000, path=path, results={}, screen=Screen(True))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
         *["file/0/a"] * 2,
         *["file/0/b"] * 2,
     ]
+    assert supply.total == 4 * 3, "progress counts the tokens that are left"
 
 
 def test_progress_counts_the_tokens_of_rows_that_have_not_ended(tmp_path):
