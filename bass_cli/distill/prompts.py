@@ -144,8 +144,9 @@ class Supply(Iterator[Prompt]):
 
     @property
     def total(self) -> int:
-        """Tokens that there will be: as many as wanted, or fewer once all prompts were given."""
-        if not self.exhausted:
+        """Tokens that there will be: as many as wanted, or fewer once all prompts were given and
+        samples have ended."""
+        if not self.exhausted or not any(count.samples for count in self._counts.values()):
             return self._wanted
         return min(self._wanted, round(sum(map(self._expected, self._counts))))
 

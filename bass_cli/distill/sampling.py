@@ -113,8 +113,8 @@ def _draw(
             if step is None:
                 counting = screen.counting("tokens", wanted, beside=hand.line)
                 step = shown.enter_context(counting)
-            total = supply.total
-            step(min(max(supply.tokens, before + drawn), total), total)
+            done = min(max(supply.tokens, before + drawn), wanted)
+            step(done, max(supply.total, done))
 
         # This process shows loading as a phase, until the first round; others have a line.
         if hand.line is not None:
