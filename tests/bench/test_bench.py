@@ -591,7 +591,7 @@ def test_a_capture_inside_a_measured_run_is_a_failure(monkeypatch: pytest.Monkey
     monkeypatch.setattr(drive, "captured", lambda loop: next(counter))
     result = bench("--shape", "tiny", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
-    assert "batch 1, plain: 2 graphs were captured while it was measured" in result.stderr
+    assert "batch 1, plain: 2 graphs were captured during the measured runs" in result.stderr
     assert json.loads(result.stdout)["cells"][0]["captures_while_measured"] == 2
 
 
@@ -599,7 +599,7 @@ def test_a_gate_that_fails_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gate, "check", lambda *_: gate.Gate(True, True, 3, 2, 48, 40))
     result = bench("--shape", "tiny", "--depth", "1", "--scale", "0", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
-    assert "the gate failed: nothing was timed (the tokens differ" in result.stderr
+    assert "the gate failed, so nothing was timed: tokens differ" in result.stderr
     assert json.loads(result.stdout)["cells"] == []
 
 
