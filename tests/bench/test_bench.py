@@ -608,48 +608,45 @@ BAD: list[tuple[list[str], str]] = [
                                'mean "qwen2.5-7b"?'),
     (["--shape", "tiny", "--draft-shape", "tny", "--acceptance", "1"], 'there is no shape "tny"; '
                                                                        'did you mean "tiny"?'),
-    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance are needed "
-                                                   "together"),
-    (["--shape", "tiny", "--depth", "2"], "--depth and --scale are needed together"),
+    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance must be "
+                                                   "given together"),
+    (["--shape", "tiny", "--depth", "2"], "--depth and --scale must be given together"),
     (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers "
                                                           "(got 4)"),
-    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be "
-                                                           "a number from 0 on"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by place in a draft (got 1.5)"),
-    (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): it needs --shape NAME too"),
-    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a "
-                                               "--shape"),
+    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): give a number of at least 0"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by position in a draft (got 1.5)"),
+    (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): this option needs --shape NAME"),
+    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): a --shape has random weights"),
     (["--shape", "tiny", "--methods", "bas"], 'there is no method "bas"; '),
-    (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, and this pair has none'),
+    (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, but this pair has none'),
     (["--pair", "smollm2", "--methods", "plan"], 'there is no method "plan"; did you mean '
                                                  '"plain"?'),
-    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); 0 is "
-                                              "called plain"),
-    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): random weights of a "
-                                               "--shape"),
-    (["--shape", "tiny", "--draft", "lookup"], "what drafts for a --shape is said by "
-                                               "--draft-shape, or by --depth"),
-    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, and this '
+    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); for 0 "
+                                              "write plain"),
+    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): a --shape has random weights"),
+    (["--shape", "tiny", "--draft", "lookup"], "choose the draft of a --shape with "
+                                               "--draft-shape or --depth"),
+    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, but this '
                                                                  'pair has none'),
     (["--pair", "Qwen/Qwen2.5-0.5B"], "give it with --model Qwen/Qwen2.5-0.5B"),
     (["--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
-    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): it should "
-                                                  "be a whole number"),
-    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): name at "
+    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): give a "
+                                                  "whole number"),
+    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): give at "
                                                 "least one"),
-    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): it should be a whole "
+    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): give a whole "
                                             "number from 1"),
     (["--shape", "tiny", "--top-p", "2"], "--top-p (or BASS_TOP_P)"),
     (["--shape", "tiny", "--tensor-parallel", "2", "--depth", "1", "--scale", "0", "--methods", "table"],
-     "--methods (or BASS_METHODS): rivals, and what rounds cost for table, are measured on one device"),
-    (["--shape", "tiny", "--rivals", "transformers"], "rivals need files to load"),
+     "--methods (or BASS_METHODS): rivals, and round costs for table, are measured on one device"),
+    (["--shape", "tiny", "--rivals", "transformers"], "rivals load files; give a pair"),
     (["--pair", "smollm2", "--rivals", "vlm"], 'there is no "vlm"; did you mean "vllm"?'),
     (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did '
                                                  'you mean "pad"?'),
     (["--shape", "tiny", "--attention", "pad,split"], "name one of ragged, pad, split"),
     (["--pair", "smollm2", "--prompts", "none.jsonl"], "none.jsonl: there is no such prompt file"),
     (["--shape", "tiny", "--plot", "chart.pdf"], "the file must end in .png"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"], "needs shared coupling"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"], "works with shared coupling only"),
 ]  # fmt: skip
 
 

@@ -73,14 +73,14 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--n", "4"), "--n: it needs --job FILE too"),
-        (("--ray", "local"), "--ray: it needs --job FILE too"),
+        (("--n", "4"), "--n: this option needs --job FILE"),
+        (("--ray", "local"), "--ray: this option needs --job FILE"),
         (("--job", "p.jsonl", "--actors", "2"), "--actors (or BASS_ACTORS) has no meaning"),
         (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
         (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN)"),
         (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
-        (("--job", "-"), "--job (or BASS_JOB): a file is needed"),
+        (("--job", "-"), "--job (or BASS_JOB): standard input can be read only once"),
         (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),
         (("--job", "p.jsonl", "--repeats", "0"), "--repeats (or BASS_REPEATS)"),
         (("--job", "p.jsonl", "--draft-length", "x"), "x"),
