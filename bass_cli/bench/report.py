@@ -115,9 +115,7 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
     auto, best = [], []
     for kind, batch in dict.fromkeys((cell["text"], cell["batch"]) for cell in cells):
         found = {
-            cell["method"]: cell
-            for cell in cells
-            if (cell["text"], cell["batch"]) == (kind, batch)
+            cell["method"]: cell for cell in cells if (cell["text"], cell["batch"]) == (kind, batch)
         }
         where = _where(kind, batch)
         if "auto" in found:

@@ -34,7 +34,10 @@ def transformers(order: Order) -> Run:
     model = model.to(order["device"]).eval()
     options: dict[str, Any] = {"do_sample": False}
     if order["temperature"]:
-        options = {"do_sample": True, **{key: order[key] for key in ("temperature", "top_p", "top_k")}}
+        options = {
+            "do_sample": True,
+            **{key: order[key] for key in ("temperature", "top_p", "top_k")},
+        }
     if order["stop"]:
         options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(order["tokenizer"])
         options["stop_strings"] = order["stop"]

@@ -161,7 +161,9 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
             ignore_eos=True,
             detokenize=False,
         )
-        engine.generate([{"prompt_token_ids": row.tokens} for row in rows], parameters, use_tqdm=False)
+        engine.generate(
+            [{"prompt_token_ids": row.tokens} for row in rows], parameters, use_tqdm=False
+        )
 
     return generate
 

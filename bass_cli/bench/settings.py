@@ -116,7 +116,7 @@ def make_settings(args: BenchArgs) -> Settings:
     )
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
-        raise UserError("--coupling (or BASS_COUPLING): --acceptance works with shared coupling only")
+        raise UserError("--coupling (or BASS_COUPLING): --acceptance needs --coupling shared")
     return Settings(
         job=job,
         shape=args.shape,
@@ -311,9 +311,7 @@ def count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(
-            f"{_option(key)}: give a whole number from 1 to {most} (got {value!r})"
-        )
+        raise UserError(f"{_option(key)}: give a whole number from 1 to {most} (got {value!r})")
     return value
 
 

@@ -1,9 +1,9 @@
 """Shapes of published models by name, for pairs of random weights.
 
 `wide-310m` is not a published model: its few wide layers make a draft with few kernels for its
-bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass. `dspark-8b`, `dflash-8b` and
-`eagle3-8b` read the hidden states of qwen3-8b, as published for it. `tiny`, `dspark-tiny` and
-`eagle3-tiny` are for tests.
+bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass.
+`dspark-8b`, `dflash-8b` and `eagle3-8b` are published drafters that read the hidden states of
+qwen3-8b. `tiny`, `dspark-tiny` and `eagle3-tiny` are for tests.
 """
 
 from __future__ import annotations

@@ -63,23 +63,23 @@ _FLAGS = {
         text="Temperature of the samples", group=_DATA, default="0.9"
     ),
     "seed": OPTIONS["seed"]._replace(text="Random seed of samples and training", group=SAMPLING),
-    "batch_size": OPTIONS["batch_size"]._replace(
-        text="Samples decoded at once", group=MACHINE
+    "batch_size": OPTIONS["batch_size"]._replace(text="Samples decoded at once", group=MACHINE),
+    "draft_length": Flag("Train for drafts of up to N tokens, 2 to 32", DRAFTING, "N", "8"),
+    "minutes": Flag(
+        "Stop training after this many minutes (sampling comes before)",
+        _TRAINING,
+        "NUMBER",
+        "no limit",
     ),
-    "draft_length": Flag(
-        "Train for drafts of up to N tokens, 2 to 32",
-        DRAFTING,
-        "N",
-        "8",
-    ),
-    "minutes": Flag("Stop training after this many minutes (sampling comes before)", _TRAINING, "NUMBER", "no limit"),
     "steps": Flag(
         "Number of training steps", _TRAINING, "N", "two passes over the samples, or --minutes"
     ),
     "learning_rate": Flag(
         "Peak learning rate (linear warm-up, cosine decay)", _TRAINING, "NUMBER", "0.0001"
     ),
-    "windows": Flag("Windows of text in a training step", _TRAINING, "N", "16", flag="--train-batch"),
+    "windows": Flag(
+        "Windows of text in a training step", _TRAINING, "N", "16", flag="--train-batch"
+    ),
     "window_tokens": Flag("Tokens in a window, a multiple of 8", _TRAINING, "N", "512"),
     "ray": OPTIONS["ray"]._replace(
         text="Draw and train with Ray actors, one for each GPU: on this machine (local), or on the "

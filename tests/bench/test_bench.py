@@ -646,7 +646,8 @@ BAD: list[tuple[list[str], str]] = [
     (["--shape", "tiny", "--attention", "pad,split"], "name one of ragged, pad, split"),
     (["--pair", "smollm2", "--prompts", "none.jsonl"], "none.jsonl: there is no such prompt file"),
     (["--shape", "tiny", "--plot", "chart.pdf"], "the file must end in .png"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"], "works with shared coupling only"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"],
+     "--acceptance needs --coupling shared"),
 ]  # fmt: skip
 
 

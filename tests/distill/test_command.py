@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill.sampling import lines_of
-from bass_cli.distill.settings import asked_tokens, sampling_job, training_of
+from bass_cli.distill.settings import requested_tokens, sampling_job, training_of
 from bass_cli.formats.weights import open_checkpoint
 from bass_cli.run import generate as library
 
@@ -100,7 +100,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     assert {one.id.partition("/")[0] for one in lines} >= {"turn", "text"}
     done = bass("distill", *flags, "--json")
     assert done.exit_code == 0, done.stderr
-    assert "going on from step" in done.stderr
+    assert "resuming from step" in done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads((here / "out/report.json").read_text())
     assert not checkpoint.exists()
@@ -120,7 +120,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     checkpoint.write_bytes(b"left by a kill after the report")
     again = bass("distill", *flags)
     assert again.exit_code == 0
-    assert "it is complete" in again.stderr
+    assert "this distillation is complete" in again.stderr
     assert not checkpoint.exists()
     assert "after parallel T=1" in again.stdout
 
@@ -132,7 +132,7 @@ def improved(report, said):
     assert all(late > early + 0.03 for early, late in pairs)
     assert len(report["before"]["chain T=1"]["shared"]) == 4
     assert report["training"]["steps"] == 16
-    assert "drafts that stand in all 1 2 3 4" in re.sub(r" +", " ", said)
+    assert "accepted drafts in all 1 2 3 4" in re.sub(r" +", " ", said)
 
 
 def used(here):
@@ -187,24 +187,24 @@ def test_a_file_of_prompts_and_the_first_layers(here):
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--out", ""), "--out (or BASS_OUT): a folder for what is made is needed"),
+        (("--out", ""), "--out (or BASS_OUT): name a folder"),
         (
             ("--draft-length", "1"),
-            "--draft-length (or BASS_DRAFT_LENGTH): a number from 2 to 32 is needed, not 1",
+            "--draft-length (or BASS_DRAFT_LENGTH): give a number from 2 to 32 (got 1)",
         ),
-        (("--window-tokens", "50"), "--window-tokens 50: a multiple of 8"),
+        (("--window-tokens", "50"), "--window-tokens 50: give a multiple of 8"),
         (("--learning-rate", "nan"), "--learning-rate (or BASS_LEARNING_RATE)"),
-        (("--tokens", "0"), "--tokens (or BASS_TOKENS): 0 is not above 0"),
+        (("--tokens", "0"), "--tokens (or BASS_TOKENS): give a number above 0 (got 0)"),
         (("--temperature", "0"), "--temperature 0: all samples"),
         (("--dtype", "fp16"), "--dtype fp16"),
-        (("--layers", "9"), "has 3 layers, and 9 of them make no draft"),
+        (("--layers", "9"), "--layers (or BASS_LAYERS): give a number from 1 to 3"),
         (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
-        (("--from", "lookup"), '--from: "lookup" is no model'),
-        (("--from", "heads:x"), '--from: "heads:x" is no model'),
+        (("--from", "lookup"), '--from: "lookup" is not a model'),
+        (("--from", "heads:x"), '--from: "heads:x" is not a model'),
         (("--from", "nowhere/at/all"), "nowhere/at/all"),
         (("--from", "other"), "the vocabularies of target and draft differ: id 9 is"),
-        (("--out", "full"), "--out full: it holds other things (mine.txt)"),
-        (("--out", "full", "--overwrite"), "--out full: it holds other things (mine.txt)"),
+        (("--out", "full"), "--out full: the folder holds other files (mine.txt)"),
+        (("--out", "full", "--overwrite"), "--out full: the folder holds other files (mine.txt)"),
         (("--out", "p.txt"), "--out p.txt: this is a file"),
         (
             ("--out", ".", "--overwrite"),
@@ -212,9 +212,12 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         ),
         (
             ("--pair", "p2.yaml", "--out", ".", "--overwrite"),
-            "is a file of the models, which would be lost",
+            "is a file of the models and would be lost",
         ),
-        (("--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts"),
+        (
+            ("--prompt-column", "x"),
+            "--prompt-column (or BASS_PROMPT_COLUMN): this option needs --prompts",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
@@ -296,7 +299,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
     again = bass(
         "distill", *flags, "--prompts", "p.txt", "--n", "2", "--steps", "2", "--out", "few"
     )
-    assert "it is complete" in again.stderr
+    assert "this distillation is complete" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -312,7 +315,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
 )
 def test_tokens_follow_from_steps_where_they_are_not_given(given, due):
     args = DistillArgs(pair="pair.yaml", out="out", **given)
-    assert asked_tokens(args, training_of(args)) == due
+    assert requested_tokens(args, training_of(args)) == due
 
 
 @pytest.mark.parametrize(("asked", "n", "longest"), [(None, 4, 384), (300, 2, 75), (8, 1, 16)])
@@ -325,5 +328,5 @@ def test_one_prompt_is_refused_before_weights_are_read(here):
     (here / "one.txt").write_text("the cat sat\n")
     done = bass("distill", *FLAGS, "--prompts", "one.txt", "--out", "one")
     assert done.exit_code == 2
-    assert "1 prompt can be used, and 2 are the fewest" in done.stderr
+    assert "at least 2 usable prompts are needed" in done.stderr
     assert "loading" not in done.stderr

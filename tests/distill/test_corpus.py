@@ -93,7 +93,7 @@ def test_whole_prompts_are_held_out():
     assert len(learnt) + len(held) == 200
     assert len({one.key for one in held}) == 2
     assert split(given_[::-1])[1][0].key in {one.key for one in held}, "whatever their order"
-    with pytest.raises(ValueError, match="1 prompts have samples"):
+    with pytest.raises(ValueError, match="only 1 prompts have samples"):
         split(given_[:1])
 
 
@@ -196,7 +196,7 @@ def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
 
     supply = Supply(Own("<user>", ""), n=2, wanted=1000)
     where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Screen(True)}
-    with pytest.raises(MachineError, match="last 64 samples is sound: logits are not finite"):
+    with pytest.raises(MachineError, match="last 64 samples all failed: logits are not finite"):
         draw(Broken(), supply, wanted=1000, **where)
     assert len(where["path"].read_text().splitlines()) == 64
 

@@ -117,13 +117,13 @@ def test_one_that_died_is_named_and_another_group_goes_on(tmp_path, capsys, said
     fleet = Fleet(3, groups=[said])
     assert train(fleet, tmp_path) == {"done": 2}
     said = " ".join(capsys.readouterr().err.split())
-    assert "an actor on node1 is gone, the others go on from the last checkpoint: killed" in said
+    assert "an actor on node1 died; the others resume from the last checkpoint: killed" in said
     assert [set(group) for group in fleet.made] == [{0, 1, 2}] * 2
 
 
 def test_deaths_without_a_checkpoint_between_them_end_it(tmp_path):
     fleet = Fleet(2, groups=[{1: Lost("killed")}] * 100)
-    with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died one after the other"):
+    with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died without a checkpoint"):
         train(fleet, tmp_path)
     assert len(fleet.made) == HOPELESS + 1
     assert not fleet.there
