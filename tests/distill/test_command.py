@@ -1,5 +1,4 @@
-"""`bass distill` from a tiny pair to a draft that is used: killed while it draws and while it
-trains, and refused where it should be."""
+"""`bass distill` with a tiny pair, from samples to a draft in use: kills, resumption, refusals."""
 
 import json
 import os
@@ -62,7 +61,7 @@ OFTEN = "import bass_cli.distill.makers; bass_cli.distill.makers.SECONDS = 0.0;"
 
 
 def killed(folder, until, *flags):
-    """Run the command in a process of its own, and kill it when `until` is true."""
+    """Run the command in a new process and kill it when `until` returns true."""
     program = f"{OFTEN} {BASS}"
     process = Forked(program, "distill", *flags, cwd=folder)
     end = time.monotonic() + 120
@@ -73,9 +72,8 @@ def killed(folder, until, *flags):
 
 
 def test_from_a_pair_to_a_draft(here, monkeypatch):
-    """Killed while samples are drawn and while it trains, it goes on: the draft is that of a run
-    that was not, and better than what it was made of. Drafts change no sample, and the mask never
-    comes."""
+    """After kills during sampling and training, the draft equals that of an undisturbed run. It is
+    better than the model it started from, changes no sample, and never proposes the mask."""
     samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
     flags = (*TRAINED, "--out", "out")
     (here / "out").mkdir()  # as a kill leaves it while the settings are written
@@ -136,7 +134,7 @@ def improved(report, said):
 
 
 def used(here):
-    """The folder's pair gives plain decoding's samples, and never the mask."""
+    """Check that the folder's pair gives plain decoding's samples, and never the mask."""
     mask = open_checkpoint(here / "out/draft").mask()
     assert mask == 299  # the tokenizer's ids end there
     pair = yaml.safe_load((here / "out/pair.yaml").read_text())
@@ -164,7 +162,7 @@ def used(here):
 
 
 def test_a_file_of_prompts_and_the_first_layers(here):
-    """And a training that is killed goes on: with --minutes it takes up the time that is left."""
+    """With --minutes the training takes the given time."""
     flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.03", "--out", "out")
     done = bass("distill", *flags)
     assert done.exit_code == 0, done.stderr
@@ -220,7 +218,7 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         ),
     ],
 )
-def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
+def test_mistakes_are_refused_before_weights_are_read(here, monkeypatch, flags, reason):
     for place in (
         "bass_cli.run.build.load",
         "bass_cli.distill.work.load",
@@ -246,7 +244,7 @@ def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags,
 
 
 def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
-    """Also where the target's folder has none."""
+    """Also if the target's folder has no tokenizer."""
     for path in (here / "target").glob("*token*"):
         path.rename(here / "draft" / path.name)
     (here / "pair.yaml").write_text("target: target\ndraft: none\ntokenizer: draft\n")
@@ -262,7 +260,7 @@ def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
     ("shutil.disk_usage", "samples, checkpoints and draft take up to"),
     ("bass_cli.distill.settings.free_memory", "training a draft of 0 million weights takes more"),
 ])  # fmt: skip
-def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name, reason):
+def test_too_little_space_is_refused_before_weights_are_read(here, monkeypatch, name, reason):
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     room = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
@@ -272,7 +270,7 @@ def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name
 
 
 def test_steps_and_n_bound_the_work_without_tokens(here):
-    """One pass of n samples over the file, two steps, each window once in a step."""
+    """One pass of n samples over the file; two steps that use each window once."""
     flags = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20",
              "--window-tokens", "48", "--draft-length", "4")  # fmt: skip
     done = bass(
@@ -313,7 +311,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
         ({"minutes": 1.0}, None),
     ],
 )
-def test_tokens_follow_from_steps_where_they_are_not_given(given, due):
+def test_default_tokens_follow_from_steps(given, due):
     args = DistillArgs(pair="pair.yaml", out="out", **given)
     assert requested_tokens(args, training_of(args)) == due
 
