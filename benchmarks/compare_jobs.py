@@ -1,12 +1,13 @@
-"""Do two versions of bass write the same output files for the same seeds? A dozen jobs in both.
+"""Check that two versions of bass write the same output files for the same seeds.
 
     mkdir -p build/old && git archive 3565a2a | tar x -C build/old
     python benchmarks/compare_jobs.py build/old . [--device cuda] [--workers 4] [--json FILE]
 
-Each job is `python -m bass_cli` with one tree's code, in a process of its own, on tiny random
-models in the real format (or on a real --pair). Lines are compared by (id, sample): all that the
-seed fixes, log-probabilities within 1e-5. On a GPU the jobs run in bf16 too, which is reported
-apart, since the shapes of a batch change its rounding. Ends with 1 where float32 differs.
+Runs a dozen jobs in both versions. Each job is `python -m bass_cli` with one tree's code, in a new
+process, on tiny random models in the real format (or a real --pair). Lines are compared by (id,
+sample) in everything that the seed fixes, log-probabilities within 1e-5. On a GPU the jobs also run
+in bf16, which is reported separately, because the shapes of a batch change its rounding. Exits with
+1 if float32 differs.
 """
 
 import argparse
@@ -31,10 +32,10 @@ SEEDED = (
     "error",
     "copy_of",
 )
-CONTEXT = 1024  # holds two HumanEval prompts, a byte a token
+CONTEXT = 1024  # room for two HumanEval prompts, with one byte for each token
 OUT = "samples.jsonl"
 GENERATE = "generate prompts.jsonl --pair {pair} --token-ids --max-new-tokens 40 "
-# The commands of a job; several run one after the other on the same output.
+# The commands of a job; several run one after the other with the same output.
 JOBS = {
     "plain": ("--draft none --n 4 --batch-size 3",),
     "lookup": ("--draft lookup --n 4 --batch-size 3",),
@@ -59,7 +60,7 @@ JOBS = {
 
 
 class Ran(NamedTuple):
-    """What a job left: lines by (id, sample), exit codes, seconds of all its commands."""
+    """Results of a job: lines by (id, sample), exit codes, seconds of all its commands."""
 
     lines: dict
     codes: list
@@ -67,8 +68,8 @@ class Ran(NamedTuple):
 
 
 def write_inputs(folder):
-    """A target of four layers, a draft that is its first one, and prompts of unequal lengths,
-    one of which cannot be run."""
+    """Write a target of four layers, a draft of its first layer, and prompts of unequal lengths;
+    one of them cannot be run."""
     import tokenizers
     import torch
     import transformers
@@ -88,7 +89,7 @@ def write_inputs(folder):
         "num_key_value_heads": 2,
         "intermediate_size": 96,
         "max_position_embeddings": CONTEXT,
-        "initializer_range": 0.15,  # laws as peaked as a real model's
+        "initializer_range": 0.15,  # distributions as peaked as a real model's
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -109,7 +110,7 @@ def write_inputs(folder):
 
 
 def write_prompts(folder):
-    """Prompts of 1 to some 300 tokens; one is asked as chat, one a reference, one is too long."""
+    """Write prompts of 1 to about 300 tokens: one chat, one with a reference, one too long."""
     code = "def add(first, second):\n    return first + second\n"
     prompts = [
         {"id": "short", "prompt": "a"},
@@ -124,7 +125,7 @@ def write_prompts(folder):
 
 
 def run(tree, folder, name, given, device, dtype):
-    """A job by this tree's code, in a folder of its own below `folder`."""
+    """Run a job with this tree's code, in a new folder below `folder`."""
     place = Path(tempfile.mkdtemp(dir=folder, prefix="job-"))
     (place / "prompts.jsonl").symlink_to(folder / "prompts.jsonl")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
@@ -161,7 +162,7 @@ def run(tree, folder, name, given, device, dtype):
 
 
 def differences(old, new):
-    """What a seed fixes and the two lines disagree in, in words."""
+    """Describe the differences of two lines in what a seed fixes."""
     found = [key for key in SEEDED if old.get(key) != new.get(key)]
     sums = [row["sum_logprob"] for row in (old, new)]
     if None in sums:
@@ -170,7 +171,7 @@ def differences(old, new):
 
 
 def compare(old, new):
-    """A row of the table: how many lines are equal, the first that is not, work and time."""
+    """Make a row of the table: equal lines, the first difference, work and time."""
     unequal = {
         key: differences(old.lines[key], new.lines[key])
         if key in old.lines and key in new.lines

@@ -1,12 +1,11 @@
-"""Speed on this CPU, side by side in one run: bass against transformers' generate on the same
-weights, and speculation with lookup against plain decoding. Prints one JSON document.
+"""Compare bass with transformers' generate on this CPU, and lookup with plain decoding.
 
     python benchmarks/cpu.py [--rows 8] [--tokens 128] [--repeats 3] [--pair smollm2] [--threads 2]
 
-Greedy, fp32, end-of-sequence ignored so that every row generates the same number of tokens;
-prefill included; medians of the repeats, methods in turn within each repeat, so that a drifting
-machine hits all of them alike. Every speculative run begins with a draft-length controller that
-knows nothing.
+Prints one JSON document. Greedy, fp32, the same weights; the end of sequence is ignored so that
+every row generates the same number of tokens; prefill is included. Figures are medians of the
+repeats. Within a repeat the methods take turns, so that a change of the machine's speed affects all
+alike. Every speculative run starts with a new draft-length controller.
 """
 
 import argparse
@@ -55,7 +54,7 @@ SNIPPETS = [
     "<ul>\n  <li>Monday: swimming</li>\n  <li>Tuesday: reading</li>\n  <li>Wednesday: "
     "cooking</li>\n</ul>\n",
 ]
-# Plain completions whose continuation copies: each text twice, then its beginning.
+# Texts whose continuation is a copy: each text twice, then its beginning.
 COPYING = [2 * text + text[:12] for text in SNIPPETS]
 
 
@@ -64,8 +63,8 @@ def encode(tokenizer, texts):
 
 
 def run_bass(loop, prompts, tokens):
-    """Greedy continuation of every prompt by `tokens`; returns (seconds, sequences, accepted a
-    row and round)."""
+    """Continue every prompt greedily by `tokens` tokens. Returns: seconds, sequences, accepted
+    drafts of a row in a round."""
     rows = [Row(str(i), 0, 0, list(p), tokens, temperature=0.0) for i, p in enumerate(prompts)]
     began = time.perf_counter()
     kept, rounds = 0, 0
@@ -118,8 +117,8 @@ def loop_for(args, draft, length):
 
 
 def measure(args):
-    """Every method in turn, `args.repeats` times: {method: [seconds]}; the tokens of the last
-    repeat by method; drafts kept a row and round of the two with lookup."""
+    """Run every method in turn, `args.repeats` times. Returns: seconds by method; tokens of the
+    last repeat by method; accepted drafts of a row in a round for the two methods with lookup."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -148,7 +147,7 @@ def measure(args):
 
 
 def report(args, times, texts, kept):
-    """The figures as one JSON document."""
+    """Make the JSON document."""
 
     def ratio(slow, fast):
         return round(

@@ -1,13 +1,13 @@
-"""Where the seconds of a step of `bass distill` go: its parts beside the products' floor, peak
-memory, and the longest kernels.
+"""Profile a training step of `bass distill`: its parts beside the floor of its matrix products,
+peak memory, and the longest kernels.
 
     python benchmarks/distill_step.py [--forms reference,default] [--windows 16] [--ranks K]
         [--tiny]
 
-Random weights and tokens; layout and batch of the command, 1.5B and 0.5B shapes. A form is that of
-the ops (bass_kernels.use): plain torch, or what the device takes. --ranks: the batch split over K
-processes, each with a GPU, and how long their gradients take to be added up with nothing beside
-it; shown is what the first one sees. --tiny: for a CPU.
+Random weights and tokens; layout and batch of the command, shapes of 1.5B and 0.5B. A form is that
+of the ops (bass_kernels.use): plain torch, or the device's default. --ranks splits the batch over K
+processes with a GPU each, and times the all-reduce of their gradients alone; rank 0's figures are
+shown. --tiny is for a CPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from bass_cli.distill.layout import thinned
 from bass_cli.distill.settings import weights_of
 from bass_cli.models.spec import Spec
 
-RATE = 790e12  # dense bfloat16 operations that an H200 does in a second
+RATE = 790e12  # dense bfloat16 operations per second of an H200
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_size": 16}
 TINY |= {"inner": 96, "vocab": 500, "windows": (0, 0)}
@@ -49,7 +49,7 @@ def now():
 
 
 def parts_of(trainer, batch):
-    """Seconds of a step's parts, which wait for each other here; what is between them too."""
+    """Time the parts of a step, one after the other, and the time between them."""
     found, last = dict[str, float](), [0.0]
 
     def mark(name):
@@ -104,7 +104,7 @@ def show_kernels(trainer, batch, most=25):
 
 
 def group_of(ranks, rank, port):
-    """The processes that train together, of which the first begins the others."""
+    """Start the processes that train together; the first one starts the others."""
     if ranks == 1:
         return Alone()
     store, devices = Store(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -120,7 +120,7 @@ def group_of(ranks, rank, port):
 
 
 def show_exchange(trainer, peers):
-    """Of all gradients, as a step has them to exchange behind its backward pass at worst."""
+    """Time the all-reduce of all gradients, without a backward pass that hides it."""
     trainer._gradients.finish()
     took = []
     for _ in range(5):
@@ -159,7 +159,9 @@ def main():
     many = len(range(peers.rank, many, peers.ranks))
     guesses, text = sum(len(part.student) for part in batch), many * layout.window
     large, small = (weights_of(spec) - spec.vocab * spec.width for spec in specs)
-    heads = 6 * guesses * specs[1].width + 2 * text * specs[0].width  # a law a token is enough
+    heads = (
+        6 * guesses * specs[1].width + 2 * text * specs[0].width
+    )  # one distribution for each token is enough
     floor = {"target": 2 * text * large, "student": 6 * many * layout.tokens * small,
              "loss": heads * mask}  # fmt: skip
     print(f"{text} tokens, {many * layout.tokens} with masks, {guesses} guesses; products' floor:")

@@ -1,13 +1,13 @@
-"""Does speculation give plain decoding's tokens, and where it does not, how close was the call? One
-JSON document.
+"""Check whether speculation gives plain decoding's tokens; where it does not, report how close the
+choice was. Prints one JSON document.
 
     python benchmarks/divergence.py PROMPTS [--pair smollm2] [--n 4] [--tokens 128] [--temperature
     0] [--draft-length 4]
                                [--device auto] [--dtype auto] [--limit 8]
 
 In half precision the shape of a batch changes rounding, so plain and speculative decoding may
-part at a near-tie. For every sample that parts, this reports how close the choice between the
-two tokens was. Also times both.
+differ at a near-tie. For every sample that differs, this reports how close the choice between the
+two tokens was. It also times both.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from bass_kernels.noise import bits_all
 
 
 def samples(loop, prompts, args, eos):
-    """Tokens of every (prompt, sample), to `tokens` or the end of sequence; seconds; rounds;
-    mean accepted a round."""
+    """Generate all samples, up to `tokens` tokens each. Returns: tokens by (prompt, sample),
+    seconds, rounds, mean accepted drafts in a round."""
     waiting = [
         Row(key, s, 0, list(tokens), args.tokens, temperature=args.temperature, top_p=args.top_p)
         for key, tokens in prompts.items()
@@ -61,10 +61,10 @@ def samples(loop, prompts, args, eos):
 
 
 def contest(decoder, tokens, pair, sample, key, args):
-    """How close the choice between the two tokens of `pair` after `tokens` was, computed for
-    this row alone: the difference of their scores (logits / T plus the shared noise), in units
-    of the dtype's spacing at the largest logit; and how near the better one lies to the edge of
-    the nucleus, as a probability."""
+    """Compute how close the choice between the two tokens of `pair` after `tokens` was, for this
+    row alone. Returns: the difference of their scores (logits / T plus the shared noise) in
+    units of the dtype's spacing at the largest logit; and the distance of the better one from
+    the edge of the nucleus, as a probability."""
     runner = Runner(decoder, rows=1, span=4, lag=1)
     runner.open("x", tokens)
     runner.follow(Change((), (), (((0,), "x"),)))
@@ -94,8 +94,8 @@ def contest(decoder, tokens, pair, sample, key, args):
 
 
 def partings_of(plain, speculative, decoder, prompts, args):
-    """Where samples of two methods part: how close the choice was there, and how many tokens came
-    before it in all."""
+    """Find where the samples of two methods differ. Returns: how close each choice was, and how
+    many tokens came before it in total."""
     partings, same = [], 0
     for key, due in plain.items():
         found = speculative[key]

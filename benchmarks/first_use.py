@@ -1,25 +1,25 @@
-"""What it costs to have no profile yet: whole jobs by plain decoding, by `auto` that knows nothing
-and learns as it works, by `auto` that begins from what such a job has learnt, and by `auto` with a
-measured profile.
+"""Measure the cost of having no profile: plain decoding against `auto` without a profile, with what
+an earlier job has learnt, and with a measured profile.
 
     python benchmarks/first_use.py [--pair qwen2.5-coder-1.5b] [--limit 8] [--n 8] [--batch-sizes
     1,8] [--tokens 256]
                               [--temperature 0.8] [--repeats 3] [--device auto] [--dtype auto]
                               [--sets code chat] [--json]
 
-Every job begins as a new process would after loading: with a controller of its own, and on CUDA
-without captured graphs. Kernels are compiled before. Within a repeat the ways take turns.
-Seconds are of whole jobs, prefill included.
+Every job starts as a new process does after loading: with a new controller, and on CUDA without
+captured graphs. Kernels are compiled before. Within a repeat the ways take turns. Seconds are of
+whole jobs, prefill included.
 """
 
 import statistics
 import time
 
 from lookup import STOPS, human_eval, options, run, show
-from stopping import chat
 
+from bass_cli.bench.texts import QUESTIONS
 from bass_cli.config.args import JobArgs
 from bass_cli.config.job import load_pair, make_job
+from bass_cli.io.prompts import Prompt
 from bass_cli.lengths.controllers import make_lengths
 from bass_cli.lengths.profiles import Remembers
 from bass_cli.run.build import build, load_models
@@ -28,8 +28,16 @@ from bass_cli.run.profile import joined
 from bass_cli.run.profile import measure as profile
 
 WAYS = ("plain", "nothing known", "learnt before", "profile")
-# tokens of a profile's prompts, seconds of its measuring
+# tokens of a profile's prompts, seconds of its measurement
 _CONTEXT, _LIMIT = ({"cuda": 400, "cpu": 128}, 60.0)
+
+
+def chat(limit):
+    """Make chat prompts of questions."""
+    return [
+        Prompt(f"chat/{i}", None, [{"role": "user", "content": text}], {}, None, text)
+        for i, text in enumerate(QUESTIONS)
+    ][:limit]
 
 
 def plan_for(args, rows, draft=None):
@@ -49,7 +57,7 @@ def plan_for(args, rows, draft=None):
 
 
 def surface_of(plan, models, rows):
-    """A profile of this number of rows."""
+    """Measure a profile for this number of rows."""
     loop, kind = build(plan, models), plan.device.type
     prompts = [joined(plan.files.tokenizer, i, _CONTEXT[kind]) for i in range(-(-rows // 8))]
     counts = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < rows] + [rows]
@@ -64,7 +72,7 @@ def surface_of(plan, models, rows):
 
 
 def measure(args, models, rows):
-    """A line for each set of prompts and way."""
+    """Yield a line for each set of prompts and way."""
     plain, drafting = plan_for(args, rows, "none"), plan_for(args, rows)
     began = time.perf_counter()
     known = {

@@ -1,13 +1,13 @@
-"""How the wall clock of a job grows: with samples of a prompt, with prompts, with their length;
-each point beside its floor, and a chart of all.
+"""Measure how the time of a job grows with samples, prompts and prompt length, beside its floor;
+draw a chart.
 
     python benchmarks/growth.py --pair PAIR [--n 1,16,1024] [--prompts 1,128,2048]
                                 [--prompt-tokens 256,8192,32000] [--tokens 64] [--chart FILE.png]
 
-What is not varied is 8 prompts of 256 tokens, n = 8. Plain decoding; the seconds are those of
+Values that are not varied: 8 prompts of 256 tokens, n = 8. Plain decoding. The seconds are those of
 `bass_cli.generate` in a process that has imported everything: plan, weights, capturing, prompts,
-rounds. The floor is that of prompts and rounds alone: weights over bandwidth or operations over
-rate, whichever is more, for as many turns as the rows take.
+rounds. The floor counts prompts and rounds only: the larger of weights over bandwidth and
+operations over rate, for each batch that the rows need.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--chart")
     args = parser.parse_args()
-    run(args, {**BASE, "prompts": 1})  # kernels are compiled now
+    run(args, {**BASE, "prompts": 1})  # compiles the kernels
     print("varied          value   rows   seconds     floor    tokens/s", flush=True)
     points = []
     for varied in BASE:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, size: dict[str, int], varied: str = "") -> Poi
 
 
 def floor(plan, size: dict[str, int], length: float, tokens: int) -> float:
-    """Seconds: prompts by operations, rounds by what is more."""
+    """Return the floor in seconds: prompts by operations, rounds by the larger of both."""
     best = ceilings_of(plan.device, plan.dtype)
     shapes = parameters(plan.files.target.spec)
     weights = sum(math.prod(shape) for name, shape in shapes.items() if name != "embed.weight")

@@ -1,14 +1,14 @@
-"""Ends jobs of bass by signals at random times, gives the same command again until it finishes, and
-compares the files with those of a run that nobody disturbed.
+"""Kill jobs of bass at random times, resume them until they finish, and compare the files with
+those of undisturbed runs.
 
     python benchmarks/kills.py [--kills 1000] [--seed 0] [--json]
 
 SIGKILL, SIGTERM, SIGINT and SIGHUP, at any time from the first instruction of the command to its
 last; mostly `bass generate`, every fourth job `bass eval` or `bass score`. A line is lost if a
-finished sample or verdict was in the file once and is not there, byte for byte, at the end, or
-never came; doubled if it is there twice; changed if it says something else than in the
-undisturbed run (times and rounds left out). Interpreter and libraries are imported once: every
-run is a fork. Exit code 1 if there is any such line, a traceback, or a run that could not go on.
+finished sample or verdict was in the file once and is missing at the end, or never came; doubled if
+it is there twice; changed if it differs from the undisturbed run (times and rounds excepted).
+Interpreter and libraries are imported once: every run is a fork. Exit code 1 for any such line, a
+traceback, or a run that cannot resume.
 """
 
 import signal
@@ -18,11 +18,11 @@ import small_jobs as jobs
 from line_differences import Differences, compare, read, whole_lines
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_STUCK = 120.0  # seconds after which a run that takes less than two is taken for one that hangs
+_STUCK = 120.0  # seconds after which a run hangs; usual runs take less than two
 
 
 def disturb(job, place, counts, kills, chance):
-    """One job, undisturbed and disturbed; how its files differ, and what went wrong."""
+    """Run one job undisturbed and disturbed; return the differences of its files, and errors."""
     name = f"{counts['jobs']}"
     due, folder, log = place / f"{name}-due", place / name, place / f"{name}.log"
     began = time.monotonic()

@@ -1,16 +1,16 @@
-"""How the files that a disturbed job leaves differ from those of a run that nobody disturbed:
-lines lost, doubled, changed (kills.py, power_cuts.py). Not a script.
+"""Compare the files of a disturbed job with those of an undisturbed run: lines lost, doubled,
+changed. Used by kills.py and power_cuts.py; not a script.
 """
 
 import json
 from typing import NamedTuple
 
-# What a line says of its run, and not of its sample: times, company in the batch, rounding.
+# fields that depend on the run, not on the sample: times, other rows of the batch, rounding
 _MEASURED = ("seconds", "rounds", "drafted", "accepted", "mean_logprob", "sum_logprob", "isolation")
 
 
 def rows_of(content):
-    """Every line with its JSON object, None where it is broken."""
+    """Yield every line with its JSON object, or None if it is broken."""
     for line in content.splitlines(keepends=True):
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
@@ -20,8 +20,7 @@ def rows_of(content):
 
 
 def whole_lines(content):
-    """The lines that count, {key: [bytes, ...]}: those of samples that did not fail, and of
-    verdicts."""
+    """Return the lines that count, {key: [bytes, ...]}: verdicts, and samples that did not fail."""
     found: dict[tuple, list[bytes]] = {}
     for line, row in rows_of(content):
         if row is not None and row.get("finish_reason") != "error":
@@ -47,10 +46,9 @@ class Differences(NamedTuple):
 
 
 def compare(job, folder, undisturbed, kept):
-    """The lines of a finished job against those of an undisturbed one, and against those that
-    had to survive: `kept`, {file: {key: [bytes]}}. Failed prompts have one line too. Whatever
-    else differs (a broken line, a manifest that does not know of its end, a file that nobody
-    needs) counts as changed."""
+    """Compare the lines of a finished job with those of an undisturbed one, and with those that had
+    to survive: `kept`, {file: {key: [bytes]}}. Failed prompts have one line too. Any other
+    difference (a broken line, an unfinished manifest, a superfluous file) counts as changed."""
     total = Differences()
     for name in job.files:
         there, due = (whole_lines(read(place / name)) for place in (folder, undisturbed))
@@ -84,7 +82,7 @@ def _settled(line):
 
 
 def _others(path):
-    """The lines of failed prompts, and broken ones."""
+    """Return the lines of failed prompts, and broken ones."""
     return sorted(
         str(line if row is None else (row["id"], row["error"]))
         for line, row in rows_of(read(path))

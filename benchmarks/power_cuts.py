@@ -1,17 +1,16 @@
-"""Cuts the power in the middle of jobs, on a simulated disk, goes on from what such a disk may hold
-afterwards, and compares the files with those of a run that nobody disturbed.
+"""Simulate power cuts in the middle of jobs, resume from what a disk may hold afterwards, and
+compare the files with those of undisturbed runs.
 
     python benchmarks/power_cuts.py [--cuts 200] [--seed 0] [--json]
 
-A run's writes, truncations, renames, removals and fsyncs are recorded. At a random moment of
-them only what was synced is certain: content by an fsync of the file, names by one of the
-folder. Of the rest a write may be there, be missing, be torn anywhere or be there only in some
-of its blocks, with zeros in place of the others; a file may be longer than its content; a name
-may be missing, or stand for the new file before that has content; all of it in any order. The
-same command then has to finish. Every such run is recorded too, and may be cut again. A line is
-lost if it was certain and is not there, byte for byte, at the end; doubled if it is there twice;
-changed if it differs from the undisturbed run's (times left out). Exit code 1 if there is any,
-or a state that the command cannot go on from.
+A run's writes, truncations, renames, removals and fsyncs are recorded. At a random moment only what
+was synced is certain: content by an fsync of the file, names by one of the folder. Any other write
+may be there, be missing, be cut anywhere or be there only in some of its blocks, with zeros in
+place of the others; a file may be longer than its content; a name may be missing, or belong to the
+new file before that has content; all of it in any order. The same command then has to finish. Each
+of these runs is recorded too, and may be cut again. A line is lost if it was certain and is missing
+at the end; doubled if it is there twice; changed if it differs from the undisturbed run (times
+excepted). Exit code 1 for any such line, or a state from which the command cannot resume.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from simulated_disk import Disk, Recorder
 
 
 def recorded(job, folder, place, seconds):
-    """Run the job, with an fsync every `seconds`, to its end; its exit code, output and
+    """Run the job to its end, with an fsync every `seconds`; return exit code, output and
     operations."""
     trace, log = place / "trace", place / "log"
     trace.unlink(missing_ok=True)
@@ -48,7 +47,7 @@ def operations_in(trace):
 
 
 def files_in(folder):
-    """{name: (content, attributes)} of its regular files."""
+    """Return {name: (content, attributes)} of the regular files."""
     return {
         path.name: (
             path.read_bytes(),
@@ -60,8 +59,8 @@ def files_in(folder):
 
 
 def cut(operations, before, chance):
-    """A Disk at a random moment, more often beside what is not a write; and how many operations
-    came before it."""
+    """Make a Disk at a random moment, preferably near operations that are not writes; return it
+    with the number of operations before."""
     rare = [number for number, operation in enumerate(operations) if operation[0] != "write"]
     end = chance.choice(
         (chance.randrange(len(operations) + 1), chance.choice(rare) + chance.randrange(2))
@@ -83,7 +82,7 @@ def put(folder, state):
 
 
 def disturb(job, place, counts, cuts, chance):
-    """One job, undisturbed and then cut; how its files differ, and what went wrong."""
+    """Run one job undisturbed and then cut; return the differences of its files, and errors."""
     due = jobs.inputs_for(place / f"{counts['jobs']}-due", place)
     code, said, operations = recorded(job, due, place, chance.choice((0.0, 0.02, 5.0)))
     if code not in (0, 1):

@@ -1,13 +1,14 @@
-"""Prompts of code for `bass distill`: functions of installed Python packages, up to their bodies.
+"""Make prompts of code for `bass distill`: functions of installed Python packages, up to their
+bodies.
 
     python benchmarks/python_prompts.py > prompts.jsonl              # the standard library
     python benchmarks/python_prompts.py torch numpy > prompts.jsonl  # and these
     python benchmarks/python_prompts.py --exercises > prompts.jsonl  # and beginnings of exercises
     bass distill --pair qwen-coder.yaml --prompts prompts.jsonl --out drafts
 
-Every second one asks a chat model for the function instead. An exercise is a function's name up to
-its bracket: the model makes up what it is to do, with examples, and solves it. The order is fixed
-by the texts.
+Every second prompt asks a chat model for the function instead. An exercise is a function's name up
+to its bracket: the model invents its purpose and examples, and solves it. The order depends on the
+texts only.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-_DOCSTRING = range(60, 1500)  # characters: says something, and leaves room for an answer
+_DOCSTRING = range(
+    60, 1500
+)  # characters of a function: long enough to mean something, short enough for an answer
 _LONGEST = 2000  # characters of a prompt
 _VERBS = """
 all any apply balance check clean compare compress count decode encode evaluate filter find first
@@ -45,7 +48,8 @@ _SKIPPED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__pyc
 
 
 def functions_of(text: str) -> Iterator[tuple[str, str]]:
-    """Of every function in a source text that has a docstring: all up to its end, and it alone."""
+    """Yield, for every function with a docstring, the text up to the docstring's end, and the
+    docstring."""
     lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or (said := ast.get_docstring(node)) is None:
@@ -92,7 +96,7 @@ def main() -> None:
             for head, said in functions_of(text):
                 found.setdefault(named(head), (head, said))
         except (OSError, SyntaxError, ValueError):
-            continue  # broken on purpose, or not for this Python
+            continue  # broken on purpose, or for another version of Python
     lines: dict[str, dict[str, object]] = {}
     for number, (id_, (head, said)) in enumerate(sorted(found.items())):
         if number % 2:

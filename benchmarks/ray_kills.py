@@ -1,13 +1,13 @@
-"""Kills actors and drivers of `bass generate --ray` at random times, gives the same command again
-until it finishes, and compares the file with that of one process that nobody disturbed.
+"""Kill actors and drivers of `bass generate --ray` at random times, resume until the job finishes,
+and compare the file with that of one undisturbed process.
 
     python benchmarks/ray_kills.py [--kills 200] [--minutes 30] [--actors 4] [--prompts 400]
 
-SIGKILL, nine times of ten to an actor, else to the driver. On a Ray of its own with tiny random
-models on CPUs; jobs follow each other, each with another seed, until there were that many kills
-or minutes. A sample is lost if it is not in the finished file, doubled if it is there twice,
-changed if it says something else than in the undisturbed run (times and rounds left out). Exit
-code 1 if there is any, or a run that could not go on. Needs the checkout and bass-cli[ray].
+SIGKILL, nine times of ten to an actor, else to the driver. Uses a Ray of its own with tiny random
+models on CPUs; jobs follow each other, each with another seed, until the number of kills or minutes
+is reached. A sample is lost if it is missing in the finished file, doubled if it is there twice,
+changed if it differs from the undisturbed run (times and rounds excepted). Exit code 1 for any of
+these, or a run that cannot resume. Needs the checkout and bass-cli[ray].
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 STORE = 80 * 2**20  # bytes
-_STUCK = 600.0  # seconds without a new line after which a run is taken for one that hangs
+_STUCK = 600.0  # seconds without a new line after which a run hangs
 
 
 def command(seed, out, *more):
@@ -36,7 +36,7 @@ def command(seed, out, *more):
 
 
 def actors():
-    """Processes with a Worker in them that descend from this one."""
+    """Return the descendant processes that run a Worker."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError, IndexError):
@@ -50,7 +50,7 @@ def actors():
 
 
 def said(path):
-    """By sample, all that a seed fixes; and how many lines there are."""
+    """Return what a seed fixes, by sample, and the number of lines."""
     rows = [json.loads(line) for line in path.read_bytes().splitlines()]
     keys = ("text", "token_ids", "finish_reason", "seed")
     return {(row["id"], row["sample"]): [row[key] for key in keys] for row in rows}, len(rows)
@@ -61,7 +61,7 @@ def lines(path):
 
 
 def disturb(place, address, seed, counts, options, chance, end):
-    """One job to its end, however often it was killed; what is wrong with its file."""
+    """Run one job to its end with kills; return the errors of its file."""
     due, out = place / f"due{seed}.jsonl", place / f"{seed}.jsonl"
     subprocess.run(command(seed, due.name), cwd=place, check=True)
     more = ("--ray", address, "--actors", str(options.actors), "--batch-size", "4")
@@ -69,7 +69,7 @@ def disturb(place, address, seed, counts, options, chance, end):
         child = subprocess.Popen(command(seed, out.name, *more), cwd=place)
         seen, when = lines(out), time.monotonic()
         while child.poll() is None:
-            # not before there is something new, or nobody would ever get anywhere
+            # only after a new line, so that the job makes progress
             pause = time.monotonic() + chance.uniform(0.0, 1.5)
             while child.poll() is None and (time.monotonic() < pause or lines(out) == seen):
                 time.sleep(0.05)

@@ -1,14 +1,14 @@
-"""What limits many GPUs: a job's driver with its own code (cluster/worker_pool.py,
-cluster/pool.py) on a fake clock, actors that only take time.
+"""Simulate a job on many GPUs with the driver's own code (cluster/worker_pool.py, cluster/pool.py),
+a fake clock and actors that only take time.
 
     python benchmarks/scale.py [--gpus 1,8,100,1000] [--turns 8] [--measure] [--json]
 
-An actor holds --rows samples, of lognormal lengths, and each token of a row takes --token seconds.
-What the driver does takes what it took when it was measured (--measure does so again: a line's
-writing, an exchange with an actor of a real, local Ray, a sample's way there). Cases: all alike;
-one GPU in ten at half speed; each actor killed every --lifetime seconds in the mean, and back
-after --loading; few prompts of many samples. Prints, for each: how far it is from GPUs that never
-wait, how busy the driver was, and what was drawn in vain.
+An actor holds --rows samples of lognormal lengths, and each token of a row takes --token seconds.
+The driver's operations take their measured times (--measure repeats this: writing a line, an
+exchange with an actor of a real local Ray, processing a sample). Cases: all actors alike; one GPU
+in ten at half speed; each actor killed every --lifetime seconds on average, and back after
+--loading; few prompts of many samples. Prints, for each: the time over that of GPUs that never
+wait, the load of the driver, and the share of work that was lost.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from bass_cli.run.manifest import Facts
 # seconds of a core, by --measure on two cores of a server of 2026: a line that is written; an
 # exchange, its messages of some samples both ways; a sample's way through messages and pool
 COSTS = {"line": 62e-6, "exchange": 1.0e-3, "sample": 36e-6}
-MEAN, SPREAD = 300, 0.6  # tokens a sample in the mean, and the spread of their logarithm
+MEAN, SPREAD = 300, 0.6  # mean tokens of a sample, and the standard deviation of their logarithm
 TEXT = "    return sum(value for value in values)\n" * 30  # as long as 300 tokens of code
 CHANCE = random.Random(0)
 LENGTHS = [
@@ -46,12 +46,12 @@ USAGE = {"phases": {}, "rounds": 0, "rows": 0, "rows_busy": None}
 
 @dataclass
 class Actor:
-    """Ends of what its rows do, what waits for a row, and since when it is there."""
+    """When its rows finish, which samples wait for a row, and since when it exists."""
 
     ready: float
     speed: float
     dies: float
-    told: bool = False  # that it is ready
+    told: bool = False  # seconds of the message that an actor is ready
     running: list = field(default_factory=list)
     waiting: deque = field(default_factory=deque)
 
@@ -72,7 +72,7 @@ class Fleet:
         return self._places
 
     def start(self, place):
-        """All of them load at the beginning, which is left out; those that come back take time."""
+        """Start an actor. The first loading does not count; a restart takes time."""
         ready = self.now + (self._options.loading if self.now > 1.0 else 0.0)
         dies = ready - math.log(self._chance.uniform(1e-9, 1.0)) * self._lifetime
         self._actors[place] = Actor(ready, self.speeds[place], dies)
@@ -136,12 +136,12 @@ def completion(id_, sample=0):
 
 
 def length(key):
-    """Tokens of a sample, which its seed fixes."""
+    """Return the tokens of a sample; they depend on its seed."""
     return LENGTHS[zlib.crc32(repr(key).encode()) % len(LENGTHS)]
 
 
 def simulate(options, gpus, n, **given):
-    """One job; its figures."""
+    """Simulate one job; return its figures."""
     fleet = Fleet(options, gpus, **given)
     count = max(round(gpus * options.rows * options.turns / n), 1)
     keys = ((f"{i}", s) for i in range(count) for s in range(n))
@@ -164,7 +164,7 @@ def simulate(options, gpus, n, **given):
 
 
 def measure():
-    """COSTS on this machine, in seconds of a core; and a line's bytes."""
+    """Measure COSTS on this machine, in seconds of a core, and the bytes of a line."""
     import ray
 
     some = [completion(f"p{i}") for i in range(5000)]
@@ -201,7 +201,7 @@ def measure():
 
 
 class Echo:
-    """An actor that gives back what it gets."""
+    """An actor that returns its argument."""
 
     def exchange(self, completions):
         return completions

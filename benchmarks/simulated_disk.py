@@ -1,8 +1,8 @@
-"""A simulated disk: records what a process does to the regular files of a folder, and says what
-may be found there after a power cut at any moment (power_cuts.py). Not a script.
+"""A simulated disk: record what a process does to the regular files of a folder, and compute what
+may be there after a power cut at any moment. Used by power_cuts.py; not a script.
 
-Only what was synced is certain: content by an fsync of the file, names by one of the folder. Of
-the rest anything may be there: whole, torn, in some of its blocks, or not at all.
+Only what was synced is certain: content by an fsync of the file, names by one of the folder.
+Anything else may be there completely, cut, in some of its blocks, or not at all.
 """
 
 import builtins
@@ -12,11 +12,11 @@ import itertools
 import os
 import pickle
 
-_BLOCKS = (512, 4096)  # bytes that a disk or a page cache writes as one
+_BLOCKS = (512, 4096)  # bytes that a disk or page cache writes atomically
 
 
 class Recorder:
-    """Appends to a file what this process does to the regular files of a folder, by tuples that
+    """Records to a file what this process does to the regular files of a folder, as tuples that
     begin with the kind."""
 
     def __init__(self, folder, path):
@@ -32,7 +32,7 @@ class Recorder:
                 self.note("there", entry.name, self.number_of(entry.stat(), fresh=True))
 
     def install(self):
-        """Put the recording calls in the place of Python's."""
+        """Replace Python's functions by recording ones."""
         for module, name, own in (
             (os, "open", self.open),
             (os, "write", self.write),
@@ -53,14 +53,14 @@ class Recorder:
         self.real.get("write", os.write)(self.trace, pickle.dumps(what))
 
     def number_of(self, status, *, fresh=False):
-        """What a file is called in the trace; None if it is none of the folder's."""
+        """Return the number of a file in the trace; None if it is not in the folder."""
         inode = status.st_dev, status.st_ino
         if fresh:
             self.numbers[inode] = next(self.next)
         return self.numbers.get(inode)
 
     def name_in(self, path):
-        """The path's name if it lies in the folder."""
+        """Return the name of a path in the folder; None for other paths."""
         if isinstance(path, int):
             return None
         path = os.path.join(
@@ -80,7 +80,7 @@ class Recorder:
 
     def write(self, descriptor, data):
         status = os.fstat(descriptor)
-        # such writes are appended here; what else is written goes through `Stream`
+        # such writes are appended here; others go through `Stream`
         at = status.st_size
         count = self.real["write"](descriptor, data)
         if (number := self.number_of(status)) is not None:
@@ -131,7 +131,7 @@ class Recorder:
         closefd=True,
         opener=None,
     ):
-        """As the built-in one; what may write to the folder goes through `Stream`."""
+        """Replace the built-in open: files that may be written in the folder become a `Stream`."""
         writes = set(mode) & set("wax+")
         status = os.fstat(file) if isinstance(file, int) else None
         if not writes or (self.number_of(status) if status else self.name_in(file)) is None:
@@ -169,7 +169,7 @@ class Stream(io.FileIO):
 
 
 class File:
-    """Content that is certain, and what was done to it since."""
+    """Content that is certain, and the operations since."""
 
     def __init__(self, content=b"", attributes=None):
         self.content, self.attributes, self.pending = content, attributes or {}, []
@@ -182,7 +182,7 @@ class File:
         self.pending = []
 
     def after(self, done):
-        """Content and attributes once these were done."""
+        """Return content and attributes after these operations."""
         content, attributes = bytearray(self.content), dict(self.attributes)
         for kind, *what in done:
             if kind == "attribute":
@@ -196,8 +196,8 @@ class File:
         return bytes(content), attributes
 
     def after_cut(self, chance):
-        """Content and attributes that may be found: nothing, all or a beginning of what was
-        done, or any blocks of it."""
+        """Return possible content and attributes: none, all or a beginning of the operations, or
+        any of their blocks."""
         way = chance.choice(("nothing", "all", "torn", "blocks", "blocks"))
         if way == "nothing" or not self.pending:
             return self.content, self.attributes
@@ -223,8 +223,8 @@ class File:
 
 
 class Disk:
-    """The regular files of one folder as a trace leaves them. `names`: those that are certain,
-    to File numbers."""
+    """The regular files of one folder after the operations of a trace. `names`: the certain names,
+    with their File numbers."""
 
     def __init__(self, found):
         self.start, self.files, self.names, self.pending = found, {}, {}, []
@@ -244,13 +244,13 @@ class Disk:
             self.files[what[0]].do(kind, *what[1:])
 
     def certain(self, name):
-        """The content that a name has on the disk whatever happens; none while the name itself
-        may be lost."""
+        """Return the content that a name certainly has on the disk; None if the name itself may be
+        lost."""
         number = self.names.get(name)
         return b"" if number is None else self.files[number].content
 
     def after_cut(self, chance):
-        """{name: (content, attributes)} that may be found."""
+        """Return possible files, {name: (content, attributes)}."""
         done = chance.choice(
             (
                 [],

@@ -1,10 +1,10 @@
-"""How large the code is at some commits: files, lines and functions of bass_cli and kernels.
+"""Measure the size of the code at some commits: files, lines and functions of bass_cli and kernels.
 
     python benchmarks/size.py b4d2e3c 489654f 3565a2a HEAD
 
-All are laid out by `ruff format` at 100 columns first, so that packing does not count. Files
-without a line do not count, nor are a kernel's functions (@triton.jit) among the functions. Prints
-a table in Markdown, a column a commit.
+All files are first formatted by `ruff format` at 100 columns, so that packed code does not look
+shorter. Empty files and the functions of kernels (@triton.jit) do not count. Prints a table in
+Markdown with a column for each commit.
 """
 
 import argparse
@@ -22,7 +22,7 @@ CODE = ("bass_cli", "kernels")
 
 
 def functions(text):
-    """Lines of every function, from its `def` to its end."""
+    """Return the lines of every function, from its `def` to its end."""
     return [
         (node.end_lineno or 0) - node.lineno + 1
         for node in ast.walk(ast.parse(text))
@@ -32,7 +32,7 @@ def functions(text):
 
 
 def measure(commit):
-    """The figures of a commit, by what they are called in the table."""
+    """Return the figures of a commit, by their names in the table."""
     archive = subprocess.run(["git", "archive", commit, *CODE], capture_output=True, check=True)
     with tempfile.TemporaryDirectory() as name:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as stream:

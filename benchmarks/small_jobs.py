@@ -1,5 +1,5 @@
-"""Small real jobs of bass for scripts that end them in the middle (kills.py, power_cuts.py):
-tiny models, and a process that has imported everything and forks the command. Not a script.
+"""Small real jobs of bass for kills.py and power_cuts.py: tiny models, and a process that has
+imported everything and forks the command. Not a script.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _ALLOW = ("--allow-code-execution", "--allow-weak-sandbox")  # the programs are 
 
 
 class Job(NamedTuple):
-    """A command of bass, the files of lines that it leaves in its folder, and their manifest."""
+    """A command of bass, its output files with lines, and their manifest."""
 
     command: str
     arguments: list[str]
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
 
 def write_inputs(folder):
-    """Two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems
+    """Write two models of 0.1 MB, a pair of them, prompts (two of which cannot be run) and problems
     with their tests."""
     import tokenizers
     import torch
@@ -94,7 +94,7 @@ def write_inputs(folder):
 
 
 def generation(chance):
-    """`bass generate` with a draft, batch size and temperature by chance; the seed fixes its
+    """Make a `bass generate` job with random draft, batch size and temperature; the seed fixes its
     samples."""
     draft = chance.choice(
         (["--draft", "none", "--draft-length", "auto"], ["--draft", "lookup"], [])
@@ -128,7 +128,7 @@ def generation(chance):
 
 
 def evaluation(chance):
-    """`bass eval`, its programs included."""
+    """Make a `bass eval` job, with its programs."""
     return Job(
         "eval",
         [
@@ -157,7 +157,7 @@ def evaluation(chance):
 
 
 def scoring(chance):
-    """`bass score` of a file of another tool."""
+    """Make a `bass score` job for a file of another tool."""
     return Job(
         "score",
         [
@@ -179,7 +179,8 @@ def scoring(chance):
 
 
 def import_everything(folder):
-    """All that the commands import, once, with one thread: every job is a fork of this process."""
+    """Import everything that the commands import, with one thread: every job is a fork of this
+    process."""
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -194,7 +195,7 @@ def import_everything(folder):
 
 
 def inputs_for(folder, source):
-    """A folder of its own for a job, with links to what it reads."""
+    """Make a folder for a job, with links to its inputs."""
     folder.mkdir()
     for name in ("target", "draft", "pair.yaml", "p.jsonl", "tasks.jsonl", SCORED):
         (folder / name).symlink_to(source / name)
@@ -202,12 +203,12 @@ def inputs_for(folder, source):
 
 
 def start(job, folder, log, before=lambda: None):
-    """The process id of the command in a fork, its output in `log`; `before` is called there
+    """Fork the command; return its process id. Its output goes to `log`; `before` is called there
     first."""
     if child := os.fork():
         return child
     code = 70
-    atexit._clear()  # a command does at its end what is due then, but not for the script
+    atexit._clear()  # runs the command's exit handlers, but not those of the script
     try:
         os.chdir(folder)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -234,12 +235,12 @@ def start(job, folder, log, before=lambda: None):
 
 
 def finish(child):
-    """The exit code of a process that was started, negative for a signal."""
+    """Return the exit code of a started process, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def finish_within(child, seconds):
-    """The same, or None if it is still there then."""
+    """Return the exit code, or None if the process is still running."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found, status = os.waitpid(child, os.WNOHANG)
@@ -250,10 +251,9 @@ def finish_within(child, seconds):
 
 
 def disturb_many(disturb, text, *, unit, count, others):
-    """A script: `disturb(job, place, counts, most, chance)` for one job after the other, until
-    `counts[unit]` is what was asked for (`count`, if nothing was) or something went wrong; then
-    the figures, and exit code 1 for what went wrong. Every `others`th job is an evaluation or a
-    scoring."""
+    """Run a script: call `disturb(job, place, counts, most, chance)` for one job after the other,
+    until `counts[unit]` reaches `count` or something is wrong. Then print the figures; exit code
+    1 for errors. Every `others`th job is an evaluation or a scoring."""
     parser = argparse.ArgumentParser(description=text.split("\n\n")[0])
     parser.add_argument(f"--{unit}", dest="most", type=int, default=count)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,14 +1,14 @@
-"""What a command does from its start to its first token: a time line of `bass generate` in a fresh
-process, with one prompt and a few tokens.
+"""Print a time line of `bass generate` in a new process, from its start to its first token, with
+one prompt and a few tokens.
 
     python benchmarks/startup.py [--pair smollm2] [--prompt TEXT] [--tokens 4] [--repeats 3]
         [--json] [OPTIONS of bass generate ...]
 
-Steps are timed by wrapping functions as their modules are imported, imports by their loaders. Of
-the repeats that one is shown whose first token took the median: when each step began, what it
-took, on the wall and of the processor (all threads), and what importing had of it (in its own
-thread); + is another thread than the main one. The first process also reads from disk, compiles
-and converts: --repeats 1 shows it.
+Steps are timed by wrapping functions as their modules are imported, imports by their loaders. The
+repeat with the median time to the first token is shown: when each step began, its wall-clock time,
+its processor time (all threads), and the time of imports in it (in its own thread); + marks threads
+other than the main one. The first process also reads from disk, compiles and converts: --repeats 1
+shows it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# What is timed: functions by module, and their names here.
+# Functions that are timed, by module, and their names in the time line.
 STEPS = {
     "bass_cli.run.plan": {"make_plan": "plan"},
     "bass_cli.formats.checkpoint": {"open_checkpoint": "headers"},
@@ -40,11 +40,11 @@ STEPS = {
     "torch.cuda": {"_lazy_init": "CUDA's context"},
     "triton.compiler.compiler": {"compile": "kernel compiled or loaded"},
 }
-_SHOWN = 3  # so many of a kind
+_SHOWN = 3  # how many of each kind
 
 
 class Watch:
-    """Times imports and steps of this process; `began`: when it was started, monotonic."""
+    """Times imports and steps of this process. `began`: its start, on the monotonic clock."""
 
     def __init__(self, began):
         self.began, self.own = began, threading.local()
@@ -52,7 +52,8 @@ class Watch:
         self.imports: collections.Counter[str] = collections.Counter()
 
     def timed(self, run):
-        """Run it; its result, and beginning, seconds, processor's seconds, seconds of imports."""
+        """Run a function; return its result, start, seconds, processor seconds and seconds of
+        imports."""
         clocks = (time.monotonic, time.process_time, lambda: getattr(self.own, "imports", 0.0))
         before = [clock() for clock in clocks]
         found = run()
@@ -60,13 +61,13 @@ class Watch:
         return found, (before[0] - self.began, *took)
 
     def find_spec(self, name, path=None, target=None):
-        """As importlib asks; the loader that is found tells what it takes."""
+        """Find a module as importlib does, and time its loader."""
         others = (one for one in sys.meta_path if one is not self)
         specs = (one.find_spec(name, path, target) for one in others)
         spec = next((one for one in specs if one is not None), None)
         loader: Any = spec and spec.loader
         load = getattr(loader, "exec_module", None)
-        if load is None or isinstance(loader, type):  # not there, or a built-in module
+        if load is None or isinstance(loader, type):  # missing, or a built-in module
             return spec
 
         def exec_module(module):
@@ -92,12 +93,12 @@ class Watch:
             self.steps.append((*times, "  " * depth + label + " +" * other))
             return found
 
-        if plain is not None:  # else this version has no such step
+        if plain is not None:  # otherwise this version has no such step
             setattr(holder, name, call if function is plain else type(plain)(call))
 
 
 def child(began, out, command):
-    """Run the command in this process, watched."""
+    """Run the command in this process, with timing."""
     watch = Watch(began)
     watch.steps.append((0.0, time.monotonic() - began, time.process_time(), 0.0, "  Python"))
     sys.meta_path.insert(0, watch)
@@ -112,7 +113,7 @@ def child(began, out, command):
 
 
 def measure(command):
-    """The time line of one process, and when its first token and its end were."""
+    """Run a process; return its time line, its first token and its end."""
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
         began = time.monotonic()
         again = [sys.executable, __file__, "--child", str(began), out.name, *command]
@@ -125,7 +126,7 @@ def measure(command):
 
 
 def show(found):
-    """The time line for people."""
+    """Print the time line."""
     print("  begins    takes      cpu  imports  step")
     seen: collections.Counter[str] = collections.Counter()
     for *seconds, label in found["steps"]:

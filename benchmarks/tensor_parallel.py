@@ -1,10 +1,10 @@
-"""One model on one GPU and on several: ms a token and sequence, plain and with drafts.
+"""Compare one model on one GPU and on several: ms per token and sequence, plain and with drafts.
 
     python benchmarks/tensor_parallel.py [--ranks 1,2] [OPTIONS OF bass bench]
 
-Without options: the 7B shape, 8 rows, plain decoding and a drafter of one pass at acceptance 0.85.
-Each number of GPUs is a `bass bench` of its own, whose random weights are its own too; a figure's
-floor is what the first GPU has to read. Exits with 1 if one of them fails.
+Default: the 7B shape, 8 rows, plain decoding and a drafter of one pass at acceptance 0.85. Each
+number of GPUs is a `bass bench` of its own with its own random weights; the floor is that of the
+first GPU. Exits with 1 if one of them fails.
 """
 
 import json
@@ -19,7 +19,7 @@ USUAL = [
 
 
 def measured(ranks: str, options: list[str]) -> list[dict] | None:
-    """The cells of one bench; None if it failed, which it says itself."""
+    """Run one bench; return its cells, or None if it failed and printed an error."""
     code = "from bass_cli.cli.commands import main; main()"
     command = [sys.executable, "-c", code, "bench", *options, "--tensor-parallel", ranks, "--json"]
     found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,5 +1,7 @@
-"""What a device can do at best: bytes a second and floating-point operations a second. Known for
-a few devices from measurements made once, otherwise measured here, in a second or two.
+"""Peak memory bandwidth and arithmetic rate of a device.
+
+A few devices have known values, which were measured once. All others are measured here, in a
+second or two.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from typing import NamedTuple
 
 import torch
 
-# Device name, dtype: bytes a second of a pass over weights, operations a second of a large
-# product. Both measured.
+# (device name, dtype): measured bytes per second of a pass over the weights, and measured
+# floating-point operations per second of a large matrix product
 _KNOWN = {("H200", torch.bfloat16): (4.3e12, 790e12)}
 
 
 class Ceilings(NamedTuple):
-    """bandwidth in bytes a second, operations in floating-point operations a second; `source`:
-    known or measured."""
+    """Peak rates of a device.
+
+    bandwidth: bytes per second. operations: floating-point operations per second. source: "known"
+    or "measured".
+    """
 
     bandwidth: float
     operations: float
@@ -27,7 +32,7 @@ class Ceilings(NamedTuple):
 
 @functools.cache
 def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
-    """The ceilings of a device for models of this dtype, measured once a process."""
+    """Return the ceilings of a device for models of this dtype. Measures at most once a process."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for (known, its_dtype), (bandwidth, operations) in _KNOWN.items():
@@ -37,7 +42,7 @@ def ceilings_of(device: torch.device, dtype: torch.dtype) -> Ceilings:
 
 
 def _bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy."""
+    """Measure bytes per second, read and written, of a copy."""
     size = 2**30 if device.type == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -51,9 +56,9 @@ def _operations(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _best(function: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
+    """Return the seconds of the fastest call."""
     found = []
-    for _ in range(times + 1):  # the first sets up libraries; it is never the fastest
+    for _ in range(times + 1):  # the first call initialises libraries and is never the fastest
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()

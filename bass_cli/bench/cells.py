@@ -1,6 +1,7 @@
-"""One cell of the report, a batch size and a method, from its runs, and what controllers lose by
-the cells: plain dicts, ready for JSON. docs/BENCH.md explains every key; keys that have no meaning
-for a method are None.
+"""Turn runs into the cells of the document, and compare controllers with fixed lengths.
+
+A cell holds the figures of one method at one batch size. All results are dicts for JSON;
+docs/BENCH.md explains every key. A key without a meaning for a method is None.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 from bass_cli.bench.ceilings import Ceilings
 from bass_cli.bench.costs import Cost, needs
 from bass_cli.bench.figures import (
+    ENOUGH_TOKENS,
+    NO_VERDICT,
     Run,
     counts,
     finish_times,
@@ -25,6 +28,7 @@ from bass_cli.bench.figures import (
 )
 from bass_cli.bench.parts import Parts
 from bass_cli.bench.settings import PLAIN
+from bass_cli.config.job import CONTROLLERS
 
 EMPTY: dict[str, Any] = dict.fromkeys(
     (
@@ -55,8 +59,11 @@ EMPTY: dict[str, Any] = dict.fromkeys(
 
 
 class Costs(NamedTuple):
-    """What the floor of a method is computed from; `draft` None for lookup and plain decoding,
-    `at_once` if it drafts in one pass."""
+    """Inputs of a method's floor.
+
+    draft: None for lookup and plain decoding. samples: samples of each prompt. at_once: whether
+    one pass drafts all tokens.
+    """
 
     target: Cost
     draft: Cost | None
@@ -74,11 +81,16 @@ def cell(
     parts: Parts | None,
     costs: Costs,
 ) -> dict[str, Any]:
-    """The figures of a method's runs beside plain decoding's in the same repeats; `parts` None
-    if they were not timed."""
+    """Make the cell of a method.
+
+    Args:
+        runs, plain: runs of the method and of plain decoding, one of each for every repeat.
+        parts: None if the parts of a round were not timed.
+    """
     found = [counts(run) for run in runs]
     length = draft_length(runs)
     round_ms = _round_ms(runs, length if parts is None else parts.width)
+    too_short = method in CONTROLLERS and runs[0].tokens < ENOUGH_TOKENS
     return (
         EMPTY
         | timing(
@@ -99,6 +111,7 @@ def cell(
             **_against_floor(runs, costs),
             "prefill_seconds": statistics.median(run.prefill for run in runs),
             "captures_while_measured": sum(run.captures for run in runs),
+            **({"verdict": NO_VERDICT} if too_short else {}),
         }
     )
 
@@ -110,8 +123,13 @@ def timing(
     rates: Sequence[float],
     plain: Sequence[float],
 ) -> dict[str, Any]:
-    """What every method has, rivals too. latencies: a Latency a repeat; rates: tokens a second;
-    plain: ms per token of plain decoding's mean row in the same repeats."""
+    """Make the figures that every method has, rivals too.
+
+    Args:
+        latencies: one Latency for each repeat.
+        rates: tokens per second, one for each repeat.
+        plain: ms per token of plain decoding (mean row) in the same repeats.
+    """
     spreads = {
         key: spread([getattr(one, key) for one in latencies]) for key in ("first", "last", "mean")
     }
@@ -131,7 +149,7 @@ def timing(
 
 
 def draft_length(runs: Sequence[Run]) -> int:
-    """The draft length of most rounds."""
+    """Return the most frequent draft length of the rounds."""
     return most_common(step.width for run in runs for step in run.steps)
 
 
@@ -162,8 +180,10 @@ def _parts_ms(
 
 
 def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
-    """Of their own sum: parts are timed alone, and on a machine that others use together they
-    can take longer, or less, than the rounds of the runs did."""
+    """Return each part's share of the sum of the parts.
+
+    The parts are timed alone. On a shared machine their sum may differ from the time of a round.
+    """
     if round_ms is None:
         return None
     found = {key: getattr(parts, key) * 1000.0 for key in ("draft", "verify", "accept")}
@@ -174,7 +194,7 @@ def _shares(parts: Parts, round_ms: float | None) -> dict[str, float] | None:
 
 
 def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
-    """Utilisation of the ceilings over a whole run, and what the run would have taken at them."""
+    """Compute how much of the ceilings a run used, and its time at the ceilings (the floor)."""
     operations, bandwidth, floors = [], [], []
     for run in runs:
         needed = needs(
@@ -200,10 +220,12 @@ def _against_floor(runs: Sequence[Run], costs: Costs) -> dict[str, Any]:
 
 
 def compare(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each controller loses against the best fixed draft length, chosen afterwards: one entry
-    a batch size, the `best` fixed length (0 is plain decoding), its `ms_per_token` of the mean row,
-    by controller the `loss` against it and what is `slower` than plain, both as shares (below 0:
-    it won)."""
+    """Compare each controller with the best fixed draft length, which is known only afterwards.
+
+    Returns: one entry for each batch size: `best`, the fixed length (0 is plain decoding);
+    `ms_per_token` of its mean row; by controller, `loss` against it and `slower` than plain
+    decoding, as shares. A share below 0 means that the controller was faster.
+    """
     return [
         _best_and_losses(batch, [cell for cell in cells if cell["batch"] == batch])
         for batch in sorted({cell["batch"] for cell in cells})

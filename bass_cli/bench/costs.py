@@ -1,8 +1,7 @@
-"""What a run had to read and compute at least, and how long that takes at the device's ceilings:
-the floor.
+"""Compute the floor of a run: its least memory traffic and arithmetic, at the device's ceilings.
 
-Counted are weights and keys and values, each read once a pass, and the operations of products
-and attention. Not counted: activations, norms, sampling, and the embedding's few rows.
+Counted: weights, keys and values, each read once in every pass; operations of matrix products and
+attention. Not counted: activations, norms, sampling and the few embedding rows.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ _MAPS = ("qkv.weight", "o.weight", "up.weight", "down.weight")
 
 
 class Cost(NamedTuple):
-    """A decoder as numbers: elements of the layers' matrices and of the head, bytes an element;
-    elements of keys and values a position and layer; operations of attention a query, key and
-    layer; the window of each layer, 0 for none."""
+    """Sizes of a decoder.
+
+    body, head: elements of the layers' matrices and of the output head. item: bytes of an element.
+    keys: elements of K and V for one position and layer. attention: operations for one query, key
+    and layer. windows: attention window of each layer, 0 if it has none.
+    """
 
     body: int
     head: int
@@ -34,33 +36,35 @@ class Cost(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Bytes read and floating-point operations."""
+    """Bytes to read and floating-point operations."""
 
     bytes: float
     operations: float
 
     def floor(self, ceilings: Ceilings) -> float:
-        """Seconds that a device at its ceilings needs."""
+        """Return the seconds of a device at its ceilings."""
         return max(self.bytes / ceilings.bandwidth, self.operations / ceilings.operations)
 
 
 class Needs(NamedTuple):
-    """A run's work in all, and when each of its rounds would have ended at the floor, in
-    seconds."""
+    """Total work of a run; and, in seconds, when each round would end at the floor."""
 
     work: Work
     ends: tuple[float, ...]
 
 
 def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
-    """The numbers of a decoder, of the layers that it runs only; with the map of its taps to one
-    feature, and its own vocabulary, for a drafter that reads them. (The bias of a DSpark is left
-    out: a floor may be low.)"""
+    """Return the sizes of a decoder, counting only the layers that it runs.
+
+    For a drafter that reads hidden states of the target (`head`), the projection of these states
+    and the drafter's own vocabulary are counted. The Markov bias of a DSpark is not counted, so
+    its floor is slightly too low.
+    """
     spec = decoder.spec
     of_layer = parameters(spec) if head is None else head_parameters(head)
     body = sum(math.prod(of_layer[f"layers.{i}.{name}"]) for i in decoder.layers for name in _MAPS)
     aux_layers = 0 if head is None else len(head.aux_layers)
-    known = min(decoder.vocab, spec.vocab)  # of a split one a part
+    known = min(decoder.vocab, spec.vocab)  # with tensor parallelism, a part of it
     if head is not None and head.ids is not None:
         known = len(head.ids)
     return Cost(
@@ -74,9 +78,14 @@ def cost_of(decoder: Decoder, head: HeadSpec | None = None) -> Cost:
 
 
 def pass_work(cost: Cost, *, contexts: Sequence[int], shared: int, fed: int, logits: int) -> Work:
-    """One pass of `fed` tokens a row over rows with these contexts, `logits` of them with
-    logits. `shared`: how many positions of the contexts are the same prompt's and need no second
-    reading."""
+    """Return the work of one pass.
+
+    Args:
+        contexts: tokens before the pass, for each row.
+        shared: positions whose K and V another row of the same prompt reads already.
+        fed: tokens of each row in this pass.
+        logits: how many of them get logits.
+    """
     rows = len(contexts)
     seen = [
         [min(length, window) if window else length for length in contexts]
@@ -102,9 +111,11 @@ def needs(
     ceilings: Ceilings,
     at_once: bool = False,
 ) -> Needs:
-    """The work of all rounds of a run; rows i of the same i // `samples` share a prompt. A
-    draft's first step feeds two tokens a row, the others one; or `at_once` one pass of twice as
-    many tokens as it drafts."""
+    """Return the work of all rounds of a run.
+
+    Rows i with the same i // `samples` share a prompt. The first draft step takes two tokens of
+    each row, later steps take one. With `at_once`, drafting is one pass over 2 * width tokens.
+    """
     lengths = list(run.contexts)
     total, ends = Work(0, 0), [0.0]
     for step in run.steps:
@@ -131,7 +142,7 @@ def needs(
 
 
 def _passes(width: int, at_once: bool) -> Iterator[tuple[int, int]]:
-    """Tokens a row that a draft's passes of a round take in, and logits that they give."""
+    """Yield, for each draft pass of a round, its tokens and its logits for one row."""
     if at_once and width:
         yield 2 * width, width
         return
@@ -140,6 +151,6 @@ def _passes(width: int, at_once: bool) -> Iterator[tuple[int, int]]:
 
 
 def _shared(rows: Sequence[int], prompts: Sequence[int], samples: int) -> int:
-    """Positions of prompts that are read for another row already."""
+    """Count prompt positions that are read for another row of the same prompt."""
     groups = itertools.groupby(sorted(rows), key=lambda row: row // samples)
     return sum(prompts[next(members)] * sum(1 for _ in members) for _, members in groups)

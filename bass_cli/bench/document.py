@@ -1,5 +1,4 @@
-"""What a bench's document says besides its cells: the machine, the models, what was asked for
-(docs/BENCH.md)."""
+"""Describe the machine, the models and the settings of a bench for its document (docs/BENCH.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def document(
     passed: Gate,
     acceptance: Sequence[Rate],
 ) -> dict[str, Any]:
-    """One without cells; `acceptance` as it was set, empty if it was not."""
+    """Make a document without cells. `acceptance` is empty if acceptance was not set."""
     return {
         "machine": _machine(models.target.device, ceilings),
         "pair": pairs.describe(models, settings, acceptance),

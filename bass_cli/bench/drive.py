@@ -1,8 +1,7 @@
-"""Drives a loop through one batch and notes what happened: fill it, decode every row to its limit,
-leave it empty.
+"""Run one batch through a loop: fill it, decode every row to its limit, and record the rounds.
 
-End of sequence is ignored and nothing is refilled, so every row generates the same number of
-tokens.
+The end of sequence is ignored and finished rows are not replaced, so every row generates the same
+number of tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +20,13 @@ _NONE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 def fill(loop: Loop, rows: list[Row], references: Mapping[str, Sequence[int]] = _NONE) -> float:
-    """Make the rows live, each prompt stored once; return the seconds it took. `references`: token
-    ids that answers may repeat, by the rows' keys."""
+    """Prefill and admit the rows; each prompt is stored once.
+
+    Args:
+        references: token ids that answers may repeat, by the key of the rows.
+
+    Returns: seconds of the prefill.
+    """
     assert not len(loop.batch)
     synchronise(loop.batch.device)
     began = time.perf_counter()
@@ -36,8 +40,10 @@ def fill(loop: Loop, rows: list[Row], references: Mapping[str, Sequence[int]] = 
 
 
 def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
-    """Run the live rows to their limits, timing each round. A row leaves after the round in
-    which it has its tokens."""
+    """Decode the rows of the batch to their limits and time each round.
+
+    A row leaves the batch after the round in which it reaches its limit.
+    """
     contexts = tuple(len(row.tokens) for row in rows)
     captures = captured(loop)
     notes = []
@@ -59,11 +65,11 @@ def decode(loop: Loop, rows: list[Row], *, prefill: float = 0.0) -> Run:
 
 
 def empty(loop: Loop) -> None:
-    """End all rows."""
+    """Retire all rows."""
     for index in reversed(range(len(loop.batch))):
         loop.retire(index)
 
 
 def captured(loop: Loop) -> int:
-    """Graphs that the loop has captured so far."""
+    """Return how many graphs the loop has captured so far."""
     return 0 if loop.graphs is None else loop.graphs.captures

@@ -1,7 +1,7 @@
-"""From what a run did to its figures: plain arithmetic on rounds, no device, no models.
+"""Compute the figures of a run from its rounds: latencies, rates, intervals and verdicts.
 
-All times are seconds since decoding began; prefill is not in them. Not here: how a run is made
-(drive.py), what the hardware could do at best (costs.py).
+All times are seconds since decoding began, without prefill. drive.py makes the runs; costs.py
+computes the floor of the hardware.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-FEWEST = 3  # repeats, for an interval that says anything
+FEWEST = 3  # repeats that a confidence interval needs
+# Tokens of a row. A controller starts without measurements, so shorter runs show mostly learning.
+ENOUGH_TOKENS = 64
+NO_VERDICT = "no verdict"
 # Student's t, two-sided 95 %, by degrees of freedom from 2 on (Fisher, 1925); beyond, about 2.
 _T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145)
 
 
 class Step(NamedTuple):
-    """One round: when it ended, its draft length, the rows that were live and how many drafts
-    each of them kept."""
+    """One round: its end, its draft length, its rows, and the accepted drafts of each row."""
 
     ended: float
     width: int
@@ -28,9 +30,11 @@ class Step(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A whole batch decoded: `contexts`, each row's length before the first round; `tokens` that
-    each row was to have; `prefill` in seconds; `captures`: graphs that were captured while it
-    ran, which should be none."""
+    """A batch that was decoded to its end.
+
+    contexts: length of each row before the first round. tokens: new tokens of each row. prefill:
+    seconds. captures: graphs captured during the run, which should be 0.
+    """
 
     steps: tuple[Step, ...]
     contexts: tuple[int, ...]
@@ -40,8 +44,7 @@ class Run(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """Milliseconds per token of a sequence: of the first row to have all its tokens, of the
-    last, and the mean row."""
+    """Milliseconds per token of a sequence: first row to finish, last row, and mean of all."""
 
     first: float
     last: float
@@ -49,10 +52,12 @@ class Latency(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a run drafted and kept. `rate`: accepted over drafted. `trials`: accepted over the
-    drafts whose turn came, that is, up to the first that was rejected; it is what an acceptance
-    that was set should come out as. `mean`: accepted a row and round. Rates are None where
-    nothing was drafted."""
+    """Acceptance of a run.
+
+    rate: accepted over drafted tokens. trials: accepted over the drafts up to and including the
+    first rejection of each row and round; a simulated acceptance is measured by this one. mean:
+    accepted drafts of a row in a round. Rates are None if nothing was drafted.
+    """
 
     rounds: int
     rate: float | None
@@ -61,7 +66,7 @@ class Counts(NamedTuple):
 
 
 def finish_times(run: Run, ends: Sequence[float] | None = None) -> list[float]:
-    """When each row had its tokens, by row; `ends`: other times at which the rounds ended."""
+    """Return when each row finished. `ends` replaces the end times of the rounds."""
     left = [run.tokens] * len(run.contexts)
     times = [0.0] * len(run.contexts)
     for step, ended in zip(
@@ -76,19 +81,19 @@ def finish_times(run: Run, ends: Sequence[float] | None = None) -> list[float]:
 
 
 def latency(run: Run, ends: Sequence[float] | None = None) -> Latency:
-    """Time until a row had its tokens, over its tokens."""
+    """Return the time to finish a row over its tokens."""
     times = finish_times(run, ends)
     scale = 1000.0 / run.tokens
     return Latency(min(times) * scale, max(times) * scale, statistics.fmean(times) * scale)
 
 
 def tokens_per_second(run: Run) -> float:
-    """All rows' tokens over the time until the last row had its own."""
+    """Return the tokens of all rows over the time until the last row finished."""
     return len(run.contexts) * run.tokens / max(finish_times(run))
 
 
 def counts(run: Run) -> Counts:
-    """Acceptance over all rounds, the last one's surplus included."""
+    """Count acceptance over all rounds, with accepted tokens beyond a row's limit."""
     drafted = sum(step.width * len(step.rows) for step in run.steps)
     kept = sum(sum(step.accepted) for step in run.steps)
     rejected = sum(a < step.width for step in run.steps for a in step.accepted)
@@ -102,14 +107,16 @@ def counts(run: Run) -> Counts:
 
 
 def most_common(values: Iterable[int]) -> int:
-    """The value met most often; the largest of those that tie."""
+    """Return the most frequent value; of several, the largest."""
     found = Counter(values)
     return max(found, key=lambda value: (found[value], value))
 
 
 def round_seconds(run: Run, width: int) -> list[float]:
-    """How long rounds of this draft length took, from one round's end to the next one's, while
-    all rows were live."""
+    """Return the seconds of each round with this draft length and all rows in the batch.
+
+    A round is timed from the end of the one before.
+    """
     starts = [0.0] + [step.ended for step in run.steps[:-1]]
     return [
         step.ended - start
@@ -119,7 +126,7 @@ def round_seconds(run: Run, width: int) -> list[float]:
 
 
 class Spread(NamedTuple):
-    """Median, least and greatest of some repeats."""
+    """Median, least and greatest of the repeats."""
 
     median: float
     least: float
@@ -127,10 +134,10 @@ class Spread(NamedTuple):
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean of ratios, from one ratio of each repeat.
+    """Return the 95 % confidence interval of the geometric mean of ratios, one for each repeat.
 
-    Student's t on the logarithms: a ratio and its inverse count alike. None for fewer than FEWEST
-    repeats.
+    Uses Student's t on the logarithms, so that a ratio and its inverse are treated alike. None for
+    fewer than FEWEST repeats.
     """
     if len(ratios) < FEWEST:
         return None
@@ -143,9 +150,9 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 
 def verdict(found: Sequence[float] | None) -> str:
-    """Say what an interval of speed-ups means; None if there were too few repeats for one."""
+    """Name what an interval of speed-ups shows. `found` is None if there were too few repeats."""
     if found is None:
-        return "no verdict"
+        return NO_VERDICT
     return "faster" if found[0] > 1 else "slower" if found[1] < 1 else "within noise"
 
 

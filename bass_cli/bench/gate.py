@@ -1,8 +1,8 @@
-"""What must hold before anything is timed: logits are finite, and a pair that can agree gives plain
-decoding's tokens.
+"""Check correctness before anything is timed.
 
-In half precision, and on a GPU, the shape of a batch changes rounding, so there the matches are
-only counted.
+Logits must be finite, and greedy speculation must give the tokens of plain decoding. In half
+precision and on a GPU the shape of a batch changes rounding, so equal tokens are only counted
+there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ DRAFT_LENGTH = 4
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """`finite`: the target's logits. `rows_equal` of `rows`: greedy speculation against plain
-    decoding, token for token; `tokens_equal` of `tokens`: those before the first difference.
-    None where drafts cannot agree. `strict`: equality is due, which it is on a CPU in float32."""
+    """Result of the check.
+
+    finite: whether the target's logits are finite. strict: whether all tokens must be equal, which
+    holds on a CPU in float32. rows_equal of `rows`: rows with the tokens of plain decoding.
+    tokens_equal of `tokens`: tokens before the first difference. The counts are None if acceptance
+    is simulated.
+    """
 
     finite: bool
     strict: bool
@@ -43,7 +47,10 @@ class Gate:
 
 
 def check(loops: Loops, models: Models, rows: list[Row], again: list[Row]) -> Gate:
-    """Both lists hold the same greedy rows, new ones. Leaves the loops empty."""
+    """Run the check. `rows` and `again` are two new copies of the same greedy rows.
+
+    The loops are empty afterwards.
+    """
     strict = models.target.device.type == "cpu" and models.target.dtype == torch.float32
     fill(loops.plain, rows)
     finite = _finite(loops.plain)
@@ -71,8 +78,7 @@ def check(loops: Loops, models: Models, rows: list[Row], again: list[Row]) -> Ga
 
 @torch.inference_mode()
 def _finite(loop: Loop) -> bool:
-    """Whether the target's logits of the live rows' pending tokens are numbers, and not all the
-    same."""
+    """Return whether the target's logits for the pending tokens are finite and not all equal."""
     tokens, positions = loop.batch.last(1)
     logits = loop.target.forward(tokens, positions, loop.batch.ends(0)).float()
     return bool(logits.isfinite().all() and (logits.std(-1) > 0).all())

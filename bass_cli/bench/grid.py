@@ -1,9 +1,8 @@
-"""The bench itself: builds the models, checks them, then measures batch sizes x methods and returns
-the document.
+"""Run a bench: build and check the models, measure batch sizes x methods, return the document.
 
-Within a repeat the methods run in turn, plain first, so that a drifting machine hits all of them
-alike. Not here: what comes before (preparation.py), one run (drive.py), what its figures mean
-(figures.py, cells.py), rivals (rivals.py), how the document is shown (report.py).
+Within a repeat the methods run one after the other, plain first, so that a change of the machine's
+speed affects all of them alike. preparation.py does what comes before the runs, drive.py one run,
+cells.py and figures.py the figures, report.py the tables.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from bass_cli.bench.figures import Run, latency
 from bass_cli.bench.gate import Gate
 from bass_cli.bench.parts import Parts, measure_parts
 from bass_cli.bench.preparation import Bench, Note, Phase, silent
+from bass_cli.bench.report import number
 from bass_cli.bench.settings import PLAIN, Settings
 from bass_cli.bench.texts import Text, kinds_for, prompts_for
 from bass_cli.bench.turns import Key, Turns
@@ -36,13 +36,18 @@ from bass_cli.io.progress import clock
 from bass_cli.lengths.controllers import Fixed
 from bass_cli.run.plan import Plan, device_of
 
-_ROUNDS = 4  # before parts are timed
+_ROUNDS = 4  # rounds before the parts are timed
 
 
 def measure(settings: Settings, note: Note, phase: Phase = silent) -> Iterator[dict[str, Any]]:
-    """The whole bench as a document (docs/BENCH.md), one for each acceptance that is to be set.
-    `note` takes a line of progress, `phase` what is done from now on. The gate comes first: if
-    it fails, there is one document without cells, and its "failures" say why."""
+    """Run the whole bench and yield its document (docs/BENCH.md), one for each --acceptance.
+
+    If the correctness gate fails, there is one document without cells, whose "failures" say why.
+
+    Args:
+        note: receives lines of progress.
+        phase: receives the name of each phase as it begins.
+    """
     plan = pairs.plan_for(settings)
     for line in () if plan is None else plan.files.notes:
         note(line)
@@ -85,7 +90,7 @@ def _benches(
     note: Note,
     phase: Phase,
 ) -> Iterator[dict[str, Any]]:
-    """The documents of loaded models."""
+    """Yield the documents, with the models loaded."""
     every = [*prompts, *(text.tokens for texts in kinds.values() for text in texts)]
     loops = pairs.build_loops(models, settings, context=max(map(len, every)) + settings.new_tokens)
     bench = Bench(
@@ -120,7 +125,7 @@ def _benches(
 def _grid(
     bench: Bench, passed: Gate, acceptance: Sequence[Rate], plan: Plan | None
 ) -> dict[str, Any]:
-    """All batch sizes and methods."""
+    """Measure all batch sizes and methods."""
     settings = bench.settings
     captures: list[dict[str, Any]] = []
     cells, batches = [], []
@@ -159,7 +164,7 @@ def _document(bench: Bench, passed: Gate, acceptance: Sequence[Rate]) -> dict[st
 
 
 def _run(bench: Bench, turns: Turns) -> None:
-    """Every method's runs, in turn, until all are done or time is up."""
+    """Run the cells in turn until all repeats are done or the time limit is reached."""
     settings = bench.settings
     while (turn := turns.next()) is not None:
         repeat, key = turn
@@ -172,7 +177,7 @@ def _run(bench: Bench, turns: Turns) -> None:
         turns.add(key, run, time.perf_counter() - began)
         if method == settings.methods[-1]:
             figures = ", ".join(
-                f"{other[1]} {latency(runs[-1]).mean:.3g}"
+                f"{other[1]} {number(latency(runs[-1]).mean)}"
                 for other, runs in turns.runs.items()
                 if (other[0], *other[2:]) == (batch, *kind) and runs
             )
@@ -194,8 +199,8 @@ def _cell(
     captures = sum(run.captures for run in runs[method])
     if captures:
         bench.failures.append(
-            f"batch {batch}, {method}: {captures} graphs were captured while it was measured; "
-            "its times are wrong"
+            f"batch {batch}, {method}: {captures} graphs were captured during the measured runs, "
+            "so its times are wrong"
         )
     parts = _parts(bench, batch, method, draft_length(runs[method]), turns)
     return cell(
@@ -204,8 +209,10 @@ def _cell(
 
 
 def _parts(bench: Bench, batch: int, method: str, width: int, turns: Turns) -> Parts | None:
-    """The parts of a round near the beginning of a run, the same for all methods of a draft
-    length; None if there is no time for them."""
+    """Time the parts of a round near the beginning of a run, once for each draft length.
+
+    Returns: None if the time limit has passed.
+    """
     loop, key = bench.loops.of(method), (batch, method == PLAIN, width)
     if key in bench.parts or not turns.in_time():
         return bench.parts.get(key)

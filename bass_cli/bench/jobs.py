@@ -1,7 +1,7 @@
-"""A whole job, as `bass generate` runs it, beside the same on Ray and other engines on the same
-prompts: each a fresh process, in turn, timed from its start to its end.
+"""Time a whole `bass generate` job, the same job on Ray, and other engines on the same prompts.
 
-Not here: rounds without their surroundings (grid.py), what another engine does (rival_job.py).
+Each run is a new process, timed from start to exit; the engines take turns. grid.py times rounds
+alone; rival_job.py runs another engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bass_cli.io.prompts import Prompt
 from bass_cli.run.plan import Plan
 from bass_cli.run.scheduler import RequestReader, Task
 
-_POLL = 0.2  # seconds between two looks at a GPU's memory
+_POLL = 0.2  # seconds between two readings of a GPU's memory
 _OURS, _ON_RAY = "bass", "bass --ray"
 _COLUMNS = ("engine", "wall s", "least-most", "start", "decode", "tokens/s", "busy", "host GB",
             "GPU GB")  # fmt: skip
@@ -34,10 +34,12 @@ _COLUMNS = ("engine", "wall s", "least-most", "start", "decode", "tokens/s", "bu
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A process that ended well. `seconds`: wall clock from start to end; `generating`: of these
-    after loading, as it says itself; `starting`: outside of its job, which is Python, imports, a
-    look at the models, Ray and its actors, and the end; a rival's loading too. `busy`: the share
-    of rows, in the mean of rounds; `host`, `gpu`: peak bytes. None where nobody knows."""
+    """Measurements of a process that succeeded. Fields are None if unknown.
+
+    seconds: wall clock from start to exit. generating: seconds of decoding, as the engine reports.
+    starting: seconds outside of the job: Python, imports, checking the models, Ray and its actors,
+    exit; for a rival, loading too. busy: mean share of rows in use. host, gpu: peak bytes.
+    """
 
     seconds: float
     generating: float
@@ -59,10 +61,17 @@ def measure(
     repeats: int,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """The document. `command`: our own job, but for its output; `on_ray`: what it is given besides
-    to be drawn by actors, none if it is not to be; `rivals`: those installed. Each repeat runs
-    every engine once. UserError for a prompt that cannot be run, MachineError where a process
-    fails, with its last words."""
+    """Run every engine once in each repeat and return the document.
+
+    Args:
+        command: arguments of `bass` for the job, without --out.
+        on_ray: further arguments for a run on Ray; empty for none.
+        rivals: engines that are installed.
+
+    Raises:
+        UserError: a prompt cannot be run.
+        MachineError: a process failed; the message ends with its last line of output.
+    """
     intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     tasks = [_taken(intake, prompt) for prompt in prompts]
     with tempfile.TemporaryDirectory() as name:
@@ -98,20 +107,20 @@ def measure(
 
 
 def installed(rivals: Sequence[str], *, cuda: bool, note: Callable[[str], None]) -> tuple[str, ...]:
-    """Those that can run here; what is left out is said."""
+    """Return the rivals that can run here, with a note on each of the others."""
     found = []
     for rival in rivals:
         if importlib.util.find_spec(rival) is None:
-            note(f"{rival} is not installed here: it is left out")
+            note(f"{rival} is left out: it is not installed here")
         elif rival == "vllm" and not cuda:
-            note("vllm is only measured on a CUDA device: it is left out")
+            note("vllm is left out: it is only measured on a CUDA device")
         else:
             found.append(rival)
     return tuple(found)
 
 
 def table(document: dict[str, Any]) -> tuple[Sequence[str], list[list[str]]]:
-    """Columns and rows for people."""
+    """Return the columns and rows of the table."""
 
     def size(value: int | None) -> str:
         return "-" if value is None else f"{value / 1e9:.2f}"
@@ -156,7 +165,7 @@ def _figures(runs: Sequence[Ran]) -> dict[str, Any]:
 
 
 def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
-    """What a rival is to do. It gets token ids, so no template or tokenizer of its own decides."""
+    """Make the job file of a rival. Prompts are token ids, so that all engines get the same."""
     sampling, eos = plan.job.sampling, sorted(plan.eos_ids | plan.stop_ids)
     return {
         "engine": engine,
@@ -177,37 +186,37 @@ def _order(plan: Plan, tasks: Sequence[Task], engine: str) -> dict[str, Any]:
 
 
 def _taken(intake: RequestReader, prompt: Prompt) -> Task:
-    """The prompt's task; UserError with its place where it cannot be run."""
+    """Return the task of a prompt; UserError with its place if it cannot be run."""
     try:
         return intake.take(prompt, (), now=0.0)
     except UserError as error:
-        told = str(error)
-        place = "" if told.startswith(prompt.place) else f"{prompt.place}: "
-        raise UserError(f"--job: {place}{told}") from None
+        reason = str(error)
+        place = "" if reason.startswith(prompt.place) else f"{prompt.place}: "
+        raise UserError(f"--job: {place}{reason}") from None
 
 
 def _token_ids(plan: Plan, tasks: Sequence[Task]) -> list[list[int]]:
-    """Of the prompts; UserError unless all of them can be run with all new tokens."""
+    """Return the token ids of the prompts; UserError if the context cuts the output of any."""
     short = [task for task in tasks if task.limit < plan.job.sampling.max_new_tokens]
     if short:
         raise UserError(
-            f"--job: {short[0].prompt.place}: {len(short)} prompts, this one first, cannot be run "
-            "with all --max-new-tokens in the model's context, and engines differ in what they do "
-            "then; leave them out"
+            f"--job: {short[0].prompt.place}: {len(short)} prompts, this one first, leave no "
+            "room for --max-new-tokens in the model's context, which engines handle in different "
+            "ways; remove them, or give fewer --max-new-tokens"
         )
     return [task.tokens for task in tasks]
 
 
 def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
-    """Run it to its end, with BASS_ variables left out: the command says all of them."""
+    """Run a command to its end, without BASS_ variables: the command has all options."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BASS_")}
     began = time.perf_counter()
     with (
         tempfile.TemporaryFile("w+") as written,
-        tempfile.TemporaryFile("w+") as told,
+        tempfile.TemporaryFile("w+") as errors,
         _gpu_memory(cuda) as peak,
     ):
-        process = subprocess.Popen(command, stdout=written, stderr=told, env=environment)
+        process = subprocess.Popen(command, stdout=written, stderr=errors, env=environment)
         try:
             _, status, used = os.wait4(process.pid, 0)
         except BaseException:
@@ -217,12 +226,12 @@ def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
         seconds = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
         written.seek(0)
-        told.seek(0)
-        lines, words = written.read().splitlines(), told.read().strip().splitlines()
+        errors.seek(0)
+        lines, words = written.read().splitlines(), errors.read().strip().splitlines()
     ours = engine in (_OURS, _ON_RAY)
     if process.returncode or not lines:
         last = words[-1] if words else f"exit code {process.returncode}"
-        raise MachineError(f"{engine}: the job could not be run: {last}")
+        raise MachineError(f"{engine}: the job failed: {last}")
     done = json.loads(lines[-1])
     generating = done["decoding_seconds" if ours else "generating_seconds"]
     most = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
@@ -233,15 +242,17 @@ def _run(engine: str, command: Sequence[str], cuda: bool) -> Ran:
         done["tokens"],
         done["samples"],
         done["usage"]["rows_busy"] if ours else None,
-        most if engine != _ON_RAY else None,  # the driver's alone, and actors are what is large
+        most if engine != _ON_RAY else None,  # on Ray the actors hold the models, not this process
         peak[0],
     )
 
 
 @contextlib.contextmanager
 def _gpu_memory(cuda: bool) -> Iterator[list[int | None]]:
-    """A list whose one entry is the most bytes of the first GPU in use so far, beyond those at the
-    beginning; None without one, or without nvidia-smi."""
+    """Yield a list with the peak bytes of the first GPU so far, above those in use at the start.
+
+    Its entry is None without a GPU or without nvidia-smi.
+    """
     before = _gpu_bytes() if cuda else None
     peak: list[int | None] = [None]
     if before is None:
@@ -265,7 +276,7 @@ def _gpu_memory(cuda: bool) -> Iterator[list[int | None]]:
 def _gpu_bytes() -> int | None:
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
-        return int(told.stdout.split()[0]) * 2**20
+        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
+        return int(found.stdout.split()[0]) * 2**20
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None

@@ -1,8 +1,7 @@
-"""The models of a bench: a real pair from files, or random weights of real shapes with a draft
-whose acceptance is set or comes from scaled layers. Then two loops over them, a plain one and a
-speculative one, that share the target's store.
+"""Build the models of a bench, and a plain and a speculative loop over them.
 
-Not here: prompts (texts.py), what is run (grid.py).
+The models are a real pair from files, or random weights of real shapes; the acceptance of a random
+draft is simulated, or follows from scaled layers. Both loops share the target's KV cache.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from bass_cli.run.plan import DTYPES, Plan, device_of, make_plan
 from bass_cli.tensor_parallel.follower import Source
 from bass_cli.tensor_parallel.leader import Followers, Part
 
-_OPTIONS = ("--batch-sizes", "--new-tokens")  # what sets rows and new tokens
+_OPTIONS = ("--batch-sizes", "--new-tokens")  # the options for rows and new tokens
 KINDS = {
     "real": "a real pair",
     "set": "acceptance set",
@@ -48,10 +47,12 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """`kind` is a key of KINDS; `drafting` the draft's decoder, None for lookup or no draft;
-    `plan` a real pair's; `mask` of a draft that drafts in one pass; `head`: the draft, if it
-    reads the target (then `drafting` is its layers); `followers` have what of the target is
-    elsewhere."""
+    """Loaded models.
+
+    kind: a key of KINDS. drafting: decoder of the draft, None for lookup or no draft. plan: of a
+    real pair. mask: mask token of a parallel draft. head: a draft that reads the target's hidden
+    states; then `drafting` has its layers. followers: processes with the target's other parts.
+    """
 
     kind: str
     label: str
@@ -63,35 +64,37 @@ class Models:
     followers: Followers | None = None
 
     def close(self) -> None:
-        """End the processes that have parts of the target."""
+        """End the processes that hold parts of the target."""
         if self.followers is not None:
             self.followers.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Plain decoding and speculation (None without a draft) over the same target, rows and
-    prompt store. One runs at a time, from an empty batch to an empty batch."""
+    """Loops for plain decoding and for speculation (None without a draft), over one batch.
+
+    Only one runs at a time; each starts and ends with an empty batch.
+    """
 
     plain: Loop
     speculative: Loop | None
 
     def of(self, method: str) -> Loop:
-        """The loop that runs a method."""
+        """Return the loop that runs a method."""
         loop = self.plain if method == "plain" else self.speculative
         assert loop is not None
         return loop
 
 
 def plan_for(settings: Settings) -> Plan | None:
-    """A real pair's plan: everything that can be checked without weights. None for random ones."""
+    """Check a real pair without reading weights and return its plan; None for random weights."""
     if settings.shape is not None:
         return None
     return make_plan(settings.job, options=_OPTIONS, grows=False)
 
 
 def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need:
-    """The memory that the largest batch takes; MachineError if it is not there."""
+    """Return the memory of the largest batch; MachineError if too little is free."""
     if plan is not None:
         return plan.need  # `make_plan` has checked it
     assert settings.shape is not None
@@ -118,7 +121,7 @@ def need_of(settings: Settings, plan: Plan | None, device: torch.device) -> Need
 
 
 def build_models(settings: Settings, plan: Plan | None) -> Models:
-    """Load or make the weights."""
+    """Load the weights, or make random ones."""
     if plan is not None:
         return _real_models(plan)
     followers = _followers(settings)
@@ -127,7 +130,7 @@ def build_models(settings: Settings, plan: Plan | None) -> Models:
 
 
 def build_loops(models: Models, settings: Settings, *, context: int) -> Loops:
-    """Loops over the largest batch size; rows hold up to `context` tokens."""
+    """Build the loops for the largest batch size; a row holds up to `context` tokens."""
     rows, longest, coupling = (
         max(settings.batch_sizes),
         settings.longest,
@@ -184,7 +187,7 @@ def _real_models(plan: Plan) -> Models:
 
 
 def _part_source(settings: Settings) -> Source:
-    """What makes any part of a random target."""
+    """Return the function that makes a part of a random target."""
     spec, seed = _specs(settings)[0], settings.job.sampling.seed
     depth, scale = settings.depth, settings.scale
     scaled = None if depth is None or scale is None else (depth, scale)
@@ -192,7 +195,7 @@ def _part_source(settings: Settings) -> Source:
 
 
 def _followers(settings: Settings) -> Followers | None:
-    """The processes that have the other parts of a random target."""
+    """Start the processes for the other parts of a random target; None on one device."""
     ranks, device = settings.job.tensor_parallel, device_of(settings.job.device)
     if ranks == 1:
         return None
@@ -203,7 +206,7 @@ def _followers(settings: Settings) -> Followers | None:
 
 
 def _random_target(settings: Settings, followers: Followers | None) -> Decoder:
-    """All of it, or the first part."""
+    """Make the random target, or its first part with tensor parallelism."""
     device = device_of(settings.job.device)
     dtype = dtype_of(settings.job.dtype, device)
     share = Share(0, 1) if followers is None else followers.ranks.share
@@ -242,7 +245,7 @@ def _random_models(settings: Settings, followers: Followers | None) -> Models:
 
 
 def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
-    """The shapes of target and draft; the draft's vocabulary is the target's."""
+    """Return the shapes of target and draft. The draft gets the target's vocabulary."""
     assert settings.shape is not None
     spec = spec_of(settings.shape, option="--shape")
     if settings.draft_shape is None:
@@ -253,7 +256,7 @@ def _specs(settings: Settings) -> tuple[Spec, Spec | HeadSpec | None]:
 
 
 def words_of(rates: Sequence[Rate]) -> str:
-    """As --acceptance has them."""
+    """Format rates as --acceptance takes them."""
     words = (rate if isinstance(rate, tuple) else (rate,) for rate in rates)
     return ", ".join("/".join(map(str, chances)) for chances in words)
 
@@ -264,21 +267,21 @@ def _rates(rates: Sequence[Rate]) -> str:
 
 
 def _number_or_all(rates: Sequence[Rate]) -> float | list[float | list[float]] | None:
-    """A number for all rows; or a list by row in turn, of numbers, or of lists by place."""
+    """Return one number, or a list by row in turn whose items are numbers or lists by position."""
     if len(rates) == 1 and not isinstance(rates[0], tuple):
         return rates[0]
     return [list(rate) if isinstance(rate, tuple) else rate for rate in rates] or None
 
 
 def dtype_of(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype that --dtype means on this device."""
+    """Return the torch dtype of a --dtype on this device."""
     if wanted == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[wanted]
 
 
 def describe(models: Models, settings: Settings, acceptance: Sequence[Rate]) -> dict[str, Any]:
-    """The "pair" of the report; `acceptance` as it was set, empty if it was not."""
+    """Make the "pair" of the document. `acceptance` is empty if it was not set."""
     draft: dict[str, Any] = {"name": settings.job.pair.draft}
     if models.drafting is not None:
         draft = _describe_decoder(settings.job.pair.draft, models.drafting)

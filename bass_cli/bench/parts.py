@@ -1,9 +1,7 @@
-"""How long the parts of a round take, each run alone: draft, verify, accept. Measured apart from
-the timed runs.
+"""Time the parts of a round, each alone: draft, verify and accept.
 
-On CUDA a part is captured as a graph and timed by events over many replays, as it runs inside a
-round's graph, and so is the whole of it; elsewhere by the wall clock. What a round takes beyond
-that whole is the host's.
+On CUDA each part, and the whole round, is captured as a graph and timed by events over many
+replays. On other devices the wall clock is used. The rest of a round's time is host time.
 """
 
 from __future__ import annotations
@@ -28,9 +26,11 @@ _CALLS, _REPLAYS = 5, 50
 
 
 class Parts(NamedTuple):
-    """Seconds of one round's parts at draft length `width`: all draft steps; the target's pass;
-    coupling and commit; everything that a round does but for the host's part, also what joins
-    those three."""
+    """Seconds of the parts of one round.
+
+    width: draft length. draft: all draft steps. verify: the target's pass. accept: coupling and
+    commit. device: the whole round on the device, with what connects these three.
+    """
 
     width: int
     draft: float
@@ -41,8 +41,7 @@ class Parts(NamedTuple):
 
 @torch.inference_mode()
 def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
-    """Time the parts for the live rows of a loop at this draft length. The rows stay as they
-    are."""
+    """Time the parts of a round at this draft length. The rows of the loop do not change."""
     batch, drafter, target = loop.batch, loop.drafter, loop.target
     graphs = loop.graphs is not None and loop.graphs.enabled
     record = capture if loop.graphs is None else loop.graphs.record
@@ -81,7 +80,7 @@ def measure_parts(loop: Loop, width: int, *, coupling: str) -> Parts:
 
 @contextlib.contextmanager
 def _as_in_a_round(batch: Batch, graphs: bool) -> Iterator[None]:
-    """No row advances; with graphs, as many dummy rows take part as in a round's graph."""
+    """Keep all rows from advancing; with graphs, pad the batch as a captured round does."""
     if graphs:
         batch.pad(bucket(len(batch), batch.capacity))
     try:
@@ -92,7 +91,7 @@ def _as_in_a_round(batch: Batch, graphs: bool) -> Iterator[None]:
 
 
 def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
-    """A drafter on the host knows no dummy rows; they get drafts of 0."""
+    """Add drafts of 0 for padding rows, which a drafter on the host does not see."""
     missing = batch.rows - len(proposal.tokens)
     return (
         Proposal(torch.nn.functional.pad(proposal.tokens, (0, 0, 0, missing)), proposal.probs)
@@ -102,7 +101,7 @@ def _for_all_rows(proposal: Proposal, batch: Batch) -> Proposal:
 
 
 def _called(part: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call by the wall clock, the median of some."""
+    """Return the median wall-clock seconds of a call."""
     found = []
     for _ in range(_CALLS):
         synchronise(device)
@@ -114,10 +113,10 @@ def _called(part: Callable[[], object], device: torch.device) -> float:
 
 
 def _replayed(part: Callable[[], object], record: Capture) -> float:
-    """Seconds of a captured call, the mean of many replays in a row."""
+    """Return the mean seconds of a captured call over many replays."""
     part()
-    kept: list[object] = []  # what it gives stands in the graph's memory
-    graph = record(lambda: kept.append(part()), torch.cuda.graph_pool_handle())
+    results: list[object] = []  # keeps the outputs, which lie in the graph's memory
+    graph = record(lambda: results.append(part()), torch.cuda.graph_pool_handle())
     graph.replay()
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()

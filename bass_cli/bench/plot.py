@@ -1,5 +1,4 @@
-"""Two charts of a document, in one PNG: ms per token and speed-up against batch size, a line a
-method."""
+"""Draw a document as a PNG: ms per token and speed-up against batch size, one line per method."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from bass_cli.io import charts
 
 
 def draw(document: dict[str, Any], file: str) -> None:
-    """Write the charts."""
+    """Draw both charts and save them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +30,7 @@ def draw(document: dict[str, Any], file: str) -> None:
 
 
 def by_method(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The cells of each method by batch size."""
+    """Group the cells by method, in the order of batch sizes."""
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in sorted(document["cells"], key=lambda cell: cell["batch"]):
         found.setdefault(cell["method"], []).append(cell)

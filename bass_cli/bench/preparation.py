@@ -1,7 +1,7 @@
-"""What comes before the runs of a bench: what stays the same from cell to cell, stores that grow
-to what they need, the gate, captured graphs, what rounds cost, and a short run of every cell.
+"""Prepare a bench before its measured runs.
 
-Not here: the runs that are measured (grid.py), how models are built (pairs.py).
+This grows the caches to their final size, runs the correctness gate, captures graphs, measures the
+cost of rounds if a method needs it, and makes a short run of every cell.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ Note = Callable[[str], None]
 
 
 class Phase(Protocol):
-    """Is told what is done from now on; `live`: whether that may be shown by something that
-    itself takes time."""
+    """Receives the name of a phase as it begins.
+
+    live: whether a thread may refresh the display, which takes a little time of its own.
+    """
 
     def __call__(self, name: str, *, live: bool = True) -> None: ...
 
 
 def silent(name: str, *, live: bool = True) -> None:
-    """Tells nobody."""
+    """Show no phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that stays the same from cell to cell. `kinds`: texts by kind, where several kinds
-    are measured; `failures`: what makes the figures
-    worthless, found on the way. `surface`: what rounds cost, for the controllers that want to
-    know. `parts`: of rounds, by batch size, whether a draft is there at all, and draft length."""
+    """Everything that is the same for all cells.
+
+    failures: reasons why the figures are wrong, collected during the bench. surface: cost of
+    rounds for controllers; None if it was not measured. parts: times of the parts of a round, by
+    (batch size, whether decoding is plain, draft length). kinds: texts by kind if several kinds
+    are measured.
+    """
 
     settings: Settings
     models: pairs.Models
@@ -78,7 +83,7 @@ class Bench:
         )  # fmt: skip
 
     def run(self, method: str, rows: list[Row], kind: str = "") -> Run:
-        """Run these new rows, with a draft-length controller that knows nothing yet."""
+        """Run these new rows with a new draft-length controller."""
         loop = self.loops.of(method)
         loop.use(self.lengths(method))
         texts = self.kinds[kind] if kind else []
@@ -100,8 +105,10 @@ class Bench:
 
 
 def grow(bench: Bench) -> None:
-    """Let the stores grow to what the largest batch needs now: growing moves them, and graphs
-    would be captured anew."""
+    """Grow the caches to the size of the largest batch.
+
+    Growing later would move them, and graphs would have to be captured again.
+    """
     for loop in (bench.loops.plain, bench.loops.speculative):
         if loop is not None:
             fill(loop, bench.rows(max(bench.settings.batch_sizes)))
@@ -120,16 +127,20 @@ def check(bench: Bench) -> gate.Gate:
             f"{passed.rows} rows, {passed.tokens_equal} of {passed.tokens} tokens"
         )
     if not passed.passed:
-        differ, unsound = "the tokens differ from plain decoding's", "logits are not finite"
-        reason = differ if passed.finite else unsound
-        bench.failures.append(f"the gate failed: nothing was timed ({reason})")
+        differ, broken = "tokens differ from plain decoding", "logits are not finite"
+        reason = differ if passed.finite else broken
+        bench.failures.append(f"the gate failed, so nothing was timed: {reason}")
     return passed
 
 
 def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
-    """Capture all graphs that runs of this batch size can need: the seconds are those of its own
-    row count, the rest is for the time when some rows have ended. Where the very length counts,
-    each has its own, as it would in a long job."""
+    """Capture all graphs that runs of this batch size can need.
+
+    Draft lengths share graphs, except where a method needs exact lengths. The reported seconds are
+    for the full batch; graphs for fewer rows, used when some have ended, are captured after it.
+
+    Returns: one entry of the document's "captures" for each loop.
+    """
     found = []
     exact = [method for method in bench.settings.methods if method.startswith("bass")]
     each = bool(exact) or bench.settings.job.speculation.coupling == "maximal"
@@ -155,9 +166,10 @@ def capture(bench: Bench, batch: int) -> list[dict[str, Any]]:
 
 
 def surface(bench: Bench, plan: Plan | None) -> Surface | None:
-    """What rounds cost: the pair's profile, or, where a method needs one, what is measured now.
-    A job's first use has none, and neither have `bass` and `auto` here unless controllers are
-    compared."""
+    """Return the cost of rounds: the pair's profile, or a new measurement if a method needs one.
+
+    Otherwise None: `bass` and `auto` then start without a profile, as in a pair's first job.
+    """
     settings, loop = bench.settings, bench.loops.speculative
     if plan is not None and plan.surface is not None and plan.surface.measured:
         return plan.surface
@@ -181,8 +193,7 @@ def surface(bench: Bench, plan: Plan | None) -> Surface | None:
 
 
 def warm_up(bench: Bench, turns: Turns) -> Bench:
-    """A short run of every cell. With a time limit the bench that is returned may have fewer new
-    tokens."""
+    """Run every cell once for a few tokens; return a bench whose new tokens fit the time limit."""
     settings, warm, batches = bench.settings, dict[Key, Run](), set[int]()
     for key in turns.runs:
         batch, method, *kind = key

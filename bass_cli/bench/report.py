@@ -1,6 +1,4 @@
-"""The document as tables for a person, on standard output, within 80 columns; then what they
-come to. Figures are made in cells.py.
-"""
+"""Print the document as tables within 80 columns, then a summary. cells.py makes the figures."""
 
 from __future__ import annotations
 
@@ -9,29 +7,28 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from bass_cli.bench import figures
-from bass_cli.bench.figures import FEWEST
+from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, NO_VERDICT
 from bass_cli.io import terminal
 
 WIDTH = 80
 _SPEED = ("rows", "method", "ms/token", "tokens/s", "speed-up", "95 %", "length", "accepted")
 _ROUND = ("rows", "method", "first", "last", "floor", "round", "draft", "verify", "accept", "host")
-_FIXED = "plain"  # with the draft lengths, which are digits
+_PLAIN = "plain"
 _ABOUT_ROUND = (
-    "First and last: ms per token of the row that ends first or last; floor: of the mean row, if "
-    "the device were at its best. Then ms of a round, and of its parts, each timed alone."
+    "First and last: ms per token of the first and last row to finish. Floor: of the mean row, at "
+    "the device's peak rates. Then ms of a round and of its parts, each timed alone."
 )
 
 
 def show(document: dict[str, Any]) -> None:
-    """A heading, two tables with one line a cell, and in the end one sentence."""
+    """Print a heading, two tables with one line for each cell, and a summary."""
     machine, settings, pair = document["machine"], document["settings"], document["pair"]
     threads = f", CPU threads: {machine['threads']}" if machine["device"] == "cpu" else ""
     _print(f"{pair['label']}; {pair['target']['dtype']} on {machine['name']}{threads}")
     _print(
         f"{settings['new_tokens']} tokens a row, temperature {settings['temperature']}, top-p "
-        f"{settings['top_p']}, {pair['coupling']} coupling; medians of the repeats, speed-up over "
-        "plain in the same repeat with its 95 % interval"
+        f"{settings['top_p']}, {pair['coupling']} coupling; medians of the repeats; speed-up over "
+        "plain in the same repeat, with its 95 % confidence interval"
     )
     cells = document["cells"]
     _tables(_SPEED, cells, speed_line)
@@ -50,30 +47,30 @@ def _tables(
     cells: Sequence[dict[str, Any]],
     line: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """One table for each kind of text."""
+    """Print one table for each kind of text."""
     for kind in dict.fromkeys(cell["text"] for cell in cells):
         if kind is not None:
-            print(f"{kind}:")
+            terminal.line(f"{kind}:", stdout=True)
         _table(columns, [line(cell) for cell in cells if cell["text"] == kind])
 
 
 def speed_line(cell: dict[str, Any]) -> list[str]:
-    """How fast a cell was, in the order of the columns."""
+    """Return the speed of a cell, in the order of the columns."""
     sure = cell["speedup_interval"]
     return [
         str(cell["batch"]),
         cell["method"],
-        _number(cell["ms_per_token"]["mean"]),
-        _number(cell["tokens_per_second"]),
+        number(cell["ms_per_token"]["mean"]),
+        number(cell["tokens_per_second"]),
         "-" if sure is None else f"{cell['speedup']:.2f}x",
         "-" if sure is None else "-".join(f"{one:.2f}" for one in sure),
-        _number(cell["draft_length"]),
-        _number(cell["mean_accepted"]),
+        number(cell["draft_length"]),
+        number(cell["mean_accepted"]),
     ]
 
 
 def round_line(cell: dict[str, Any]) -> list[str]:
-    """Where a cell's time goes, in the order of the columns."""
+    """Return where the time of a cell goes, in the order of the columns."""
     ms, parts = cell["ms_per_token"], cell["parts_ms"]
     values = (
         ms["first"],
@@ -81,12 +78,11 @@ def round_line(cell: dict[str, Any]) -> list[str]:
         cell["floor_ms_per_token"]["mean"],
         *(parts[key] for key in ("round", "draft", "verify", "accept", "host")),
     )
-    return [str(cell["batch"]), cell["method"], *map(_number, values)]
+    return [str(cell["batch"]), cell["method"], *map(number, values)]
 
 
 def closing(document: dict[str, Any]) -> Iterator[str]:
-    """What the figures come to: controllers and captures if there are any, what more time would
-    give, one sentence."""
+    """Yield the lines of the summary: controllers, captures, repeats and the verdict."""
     for entry in document["controllers"]:
         losses = ", ".join(f"{method} {loss:+.1%}" for method, loss in entry["loss"].items())
         slower = ", ".join(
@@ -94,7 +90,7 @@ def closing(document: dict[str, Any]) -> Iterator[str]:
         )
         yield (
             f"batch {entry['batch']}: best fixed length {entry['best']}, "
-            f"{entry['ms_per_token']:.3g} ms a token; "
+            f"{number(entry['ms_per_token'])} ms a token; "
             f"against it {losses}{slower and f'; slower than plain: {slower}'}"
         )
     for capture in document["captures"]:
@@ -110,19 +106,18 @@ def closing(document: dict[str, Any]) -> Iterator[str]:
 def verdict(cells: Sequence[dict[str, Any]]) -> str:
     """Return one sentence: how `auto` and the fastest fixed length compare with plain decoding, by
     kind of text and batch size. Without enough repeats, or within their noise, it says so."""
-    if {cell["method"] for cell in cells} == {_FIXED}:
+    if {cell["method"] for cell in cells} == {_PLAIN}:
         return "; ".join(
-            f"plain {cell['ms_per_token']['mean']:.3g} ms a token {_rows(cell['batch'])}"
+            f"plain {number(cell['ms_per_token']['mean'])} ms a token "
+            f"{_where(cell['text'], cell['batch'])}"
             for cell in cells
         )
     auto, best = [], []
-    for kind, batch in dict.fromkeys((cell.get("text"), cell["batch"]) for cell in cells):
+    for kind, batch in dict.fromkeys((cell["text"], cell["batch"]) for cell in cells):
         found = {
-            cell["method"]: cell
-            for cell in cells
-            if (cell.get("text"), cell["batch"]) == (kind, batch)
+            cell["method"]: cell for cell in cells if (cell["text"], cell["batch"]) == (kind, batch)
         }
-        where = f"{f'for {kind} ' if kind else ''}{_rows(batch)}"
+        where = _where(kind, batch)
         if "auto" in found:
             auto.append(_judged(found["auto"], where))
         lengths = [cell for method, cell in found.items() if method.isdigit()]
@@ -138,30 +133,32 @@ def verdict(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def _judged(cell: dict[str, Any], where: str) -> str:
-    """What the repeats of a cell carry."""
+    """Compare a cell with plain decoding, as far as its repeats allow."""
     sure = cell["speedup_interval"]
-    if sure is None:
-        return f"no verdict {where} (fewer than {FEWEST} repeats)"
-    if figures.verdict(sure) == "within noise":
+    if cell["verdict"] == NO_VERDICT:
+        few = f"{FEWEST} repeats" if sure is None else f"{ENOUGH_TOKENS} tokens a row"
+        return f"no verdict {where} (fewer than {few})"
+    if cell["verdict"] == "within noise":
         return f"within noise of plain {where} ({sure[0]:.2f}-{sure[1]:.2f}x)"
     return f"{cell['speedup']:.2f}x plain {where}"
 
 
-def _rows(batch: int) -> str:
-    return f"at {batch} {'row' if batch == 1 else 'rows'}"
+def _where(kind: str | None, batch: int) -> str:
+    kinds = f"for {kind} " if kind else ""
+    return f"{kinds}at {batch} {'row' if batch == 1 else 'rows'}"
 
 
 def _repeats(document: dict[str, Any]) -> str:
-    """How many repeats there are, how far they differ, and what more would take."""
+    """Say how many repeats ran, how far they differ, and how much time the others need."""
     about = document["repeats"]
     done = [about["done"], about["repeats"]]
     text = f"{done[0]} of {done[1]} repeats" if about["limit_seconds"] else f"{done[1]} repeats"
     if about["widest_spread"] is None:
-        text += "; one does not tell how far the machine moves such figures"
+        text += "; one repeat cannot show how much the times vary"
     else:
         text += (
-            f"; of one cell they differ by up to {about['widest_spread']:.0%}, and what "
-            "differs by less may be chance"
+            f"; repeats of a cell differ by up to {about['widest_spread']:.0%}, so smaller "
+            "differences may be chance"
         )
     if about["missing"]:
         text += "; not measured: " + ", ".join(
@@ -169,7 +166,7 @@ def _repeats(document: dict[str, Any]) -> str:
         )
     if about["missing_seconds"]:
         minutes = math.ceil((about["seconds"] + about["missing_seconds"] * 1.3) / 60)
-        text += f"; all of them, for a surer median: --time-limit {minutes}m"
+        text += f"; for all repeats, give --time-limit {minutes}m"
     return text
 
 
@@ -179,7 +176,7 @@ def _print(text: str) -> None:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Texts to the left, numbers to the right."""
+    """Print a table; the second column, a text, is aligned to the left."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         line = "  ".join(
@@ -189,8 +186,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         terminal.line(line, stdout=True)
 
 
-def _number(value: float | None) -> str:
-    """Three significant digits, and all digits before the point."""
+def number(value: float | None) -> str:
+    """Format a number with three significant digits and all digits before the decimal point."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

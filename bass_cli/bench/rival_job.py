@@ -1,8 +1,7 @@
-"""A whole job by another engine, as a process of its own: `python -m bass_cli.bench.rival_job
-ORDER.json`. bench/jobs.py writes the order, and starts and times this. Not here: rivals in the
-cells of a bench (rivals.py).
+"""Run a whole job with another engine: `python -m bass_cli.bench.rival_job ORDER.json`.
 
-Prints {"tokens", "samples", "generating_seconds"} as JSON on the last line of standard output.
+bench/jobs.py writes the order file, starts this process and times it. The last line of standard
+output is JSON with "tokens", "samples" and "generating_seconds".
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Run = Callable[[], list[list[int]]]  # the token ids of every sample
 
 
 def transformers(order: Order) -> Run:
-    """Left-padded `generate`, as many samples at once as our own job has rows."""
+    """Load the model for left-padded `generate`, with as many samples at once as bass has rows."""
     import torch
     import transformers
 
@@ -33,14 +32,17 @@ def transformers(order: Order) -> Run:
         str(path), dtype=getattr(torch, order["dtype"]), trust_remote_code=False, **files
     )
     model = model.to(order["device"]).eval()
-    law: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False}
     if order["temperature"]:
-        law = {"do_sample": True, **{key: order[key] for key in ("temperature", "top_p", "top_k")}}
+        options = {
+            "do_sample": True,
+            **{key: order[key] for key in ("temperature", "top_p", "top_k")},
+        }
     if order["stop"]:
-        law["tokenizer"] = transformers.AutoTokenizer.from_pretrained(order["tokenizer"])
-        law["stop_strings"] = order["stop"]
+        options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(order["tokenizer"])
+        options["stop_strings"] = order["stop"]
     ends = set(order["eos"])
-    waiting = [prompt for prompt in order["prompts"] for _ in range(order["n"])]
+    queue = [prompt for prompt in order["prompts"] for _ in range(order["n"])]
 
     def generate(prompts: Sequence[list[int]]) -> list[list[int]]:
         longest = max(map(len, prompts))
@@ -52,7 +54,7 @@ def transformers(order: Order) -> Run:
             max_new_tokens=order["max_new_tokens"],
             eos_token_id=order["eos"] or None,
             pad_token_id=order["pad"],
-            **law,
+            **options,
         )
         return [_to_end(row, ends, order["pad"]) for row in found[:, longest:].tolist()]
 
@@ -60,15 +62,15 @@ def transformers(order: Order) -> Run:
         torch.manual_seed(order["seed"])
         rows, samples = order["rows"], []
         with torch.inference_mode():
-            for first in range(0, len(waiting), rows):
-                samples += generate(waiting[first : first + rows])
+            for first in range(0, len(queue), rows):
+                samples += generate(queue[first : first + rows])
         return samples
 
     return run
 
 
 def _to_end(ids: list[int], ends: set[int], pad: int) -> list[int]:
-    """A sample without what fills its row up after its end."""
+    """Return a sample without the padding after its end."""
     for place, token in enumerate(ids):
         if token in ends:
             return ids[: place + 1]
@@ -78,8 +80,10 @@ def _to_end(ids: list[int], ends: set[int], pad: int) -> list[int]:
 
 
 def vllm(order: Order) -> Run:
-    """vLLM's own engine as it comes, with all prompts at once. Only the engine has a seed: one for
-    each request would make it draw request by request."""
+    """Load vLLM with its defaults and give it all prompts at once.
+
+    Only the engine gets a seed. With a seed for each request vLLM would sample them one by one.
+    """
     import vllm
 
     engine = vllm.LLM(
@@ -90,7 +94,7 @@ def vllm(order: Order) -> Run:
         dtype=order["dtype"],
         max_model_len=max(map(len, order["prompts"])) + order["max_new_tokens"] + 1,
     )
-    law = vllm.SamplingParams(
+    parameters = vllm.SamplingParams(
         n=order["n"],
         temperature=order["temperature"],
         top_p=order["top_p"],
@@ -101,7 +105,7 @@ def vllm(order: Order) -> Run:
 
     def run() -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt in order["prompts"]]
-        found = engine.generate(prompts, law, use_tqdm=False)
+        found = engine.generate(prompts, parameters, use_tqdm=False)
         return [list(sample.token_ids) for one in found for sample in one.outputs]
 
     return run

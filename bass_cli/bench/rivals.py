@@ -1,8 +1,7 @@
-"""The same work by others, where they are installed: transformers' generate and vLLM, on a real
-pair's target.
+"""Measure transformers' `generate` and vLLM on a real pair's target, where they are installed.
 
-They run after our own methods, not in turn with them. Neither reports its prefill, so a run of
-one token is taken off.
+They run after our own methods, not in turn with them. Neither reports its prefill time, so the
+time of a run of one token is subtracted.
 """
 
 from __future__ import annotations
@@ -32,14 +31,17 @@ def measure(
     batches: Sequence[tuple[list[Row], list[float]]],
     note: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """A cell for each batch and each rival that is asked for and installed. batches: rows that
-    have not run, and plain decoding's ms per token for them, a value a repeat."""
+    """Make a cell for each batch size and each installed rival of the settings.
+
+    Args:
+        batches: for each batch size, new rows, and plain decoding's ms per token in each repeat.
+    """
     cells = []
     for name in settings.rivals:
         if importlib.util.find_spec(name) is None:
-            note(f"{name} is not installed here: it has no column")
+            note(f"{name} is left out: it is not installed here")
         elif name == "vllm" and plan.device.type != "cuda":
-            note("vllm is only measured on a CUDA device: it has no column")
+            note("vllm is left out: it is only measured on a CUDA device")
         else:
             generate = _MAKERS[name](plan, settings, [row for rows, _ in batches for row in rows])
             for rows, plain in batches:
@@ -86,7 +88,7 @@ def _cell(
 
 
 def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
-    """Left-padded `generate` on the same files."""
+    """Make a function that calls left-padded `generate` on the same files."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -101,7 +103,7 @@ def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Gener
         .to(plan.device)
         .eval()
     )
-    law = {
+    sampled = {
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -126,14 +128,14 @@ def _transformers(plan: Plan, settings: Settings, every: Sequence[Row]) -> Gener
                 min_new_tokens=tokens,
                 eos_token_id=None,
                 pad_token_id=0,
-                **(law if sampling.temperature else {"do_sample": False}),
+                **(sampled if sampling.temperature else {"do_sample": False}),
             )
 
     return generate
 
 
 def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
-    """vLLM's own engine, in what memory is free."""
+    """Make a function that calls vLLM, with 80 % of the free memory."""
     import vllm
 
     free, total = torch.cuda.mem_get_info(plan.device)
@@ -151,7 +153,7 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
     )
 
     def generate(rows: Sequence[Row], tokens: int) -> None:
-        law = vllm.SamplingParams(
+        parameters = vllm.SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
@@ -159,7 +161,9 @@ def _vllm(plan: Plan, settings: Settings, every: Sequence[Row]) -> Generate:
             ignore_eos=True,
             detokenize=False,
         )
-        engine.generate([{"prompt_token_ids": row.tokens} for row in rows], law, use_tqdm=False)
+        engine.generate(
+            [{"prompt_token_ids": row.tokens} for row in rows], parameters, use_tqdm=False
+        )
 
     return generate
 

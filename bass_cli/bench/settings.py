@@ -1,7 +1,6 @@
-"""What one `bass bench` is asked to measure, checked before any weights exist. Sampling, device and
-coupling are a Job's.
+"""The checked settings of `bass bench`, made before any weights are loaded.
 
-Not here: what the models are (pairs.py), what the figures mean (figures.py).
+Sampling, device and coupling are in a Job. pairs.py builds the models.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ _CONTROLLED = "plain,1,2,3,4,5,6,8,12,bass,table,bass+table,auto"  # --controlle
 RIVALS = ("transformers", "vllm")
 ATTENTION = ("ragged", "pad", "split")  # the schedules of bass_kernels
 _GPU = {"batch_sizes": "1,2,4,8,16", "methods": "plain,2,4,6,8,bass,auto", "prompt_tokens": 300}
-# On two cores reading 300 tokens takes as long as 30 rounds. The default ends in two minutes, so it
-# has few cells: each needs repeats for an interval, and tokens for `auto` to learn from.
+# On two cores the prefill of 300 tokens takes as long as 30 rounds. The default must end in two
+# minutes, so it has few cells: each needs repeats for a confidence interval, and enough tokens for
+# `auto` to learn from.
 _CPU = {"batch_sizes": "4", "methods": "plain,auto", "prompt_tokens": 64}
-_TEXTS = ("chat", "editing")  # of the default on a CPU: without and with something to repeat
+_TEXTS = ("chat", "editing")  # default on a CPU: without and with a text to copy from
 _TIME_LIMIT = 80.0  # seconds, on a CPU
 _NUMBER = re.compile("[0-9]{1,9}")
 _LONGEST = 64  # draft length; the same bound as --draft-length
@@ -35,13 +35,19 @@ _LONGEST = 64  # draft length; the same bound as --draft-length
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`job` holds pair, sampling, coupling, device and dtype; `shape` None means a real pair.
-    `methods`: plain first, then draft lengths as text, or controllers. `acceptances`, each of
-    them chances that rows take in turn, or by place in a draft, or `depth` and `scale`, say what
-    a random pair's draft is; there is a document for each of the `acceptances`. `controllers`:
-    all are held against the fixed lengths. `texts`: kinds of text that are measured apart; none:
-    one kind without a name. `time_limit`: seconds, after which nothing is repeated;
-    unless they were `tokens_asked_for`, new tokens may be fewer then."""
+    """What to measure.
+
+    job: pair, sampling, coupling, device and dtype.
+    shape: name of the random target; None for a real pair.
+    acceptances: simulated acceptance of a random draft, one document for each. An entry holds
+        rates for the rows in turn; a rate may be a tuple by position in the draft.
+    depth, scale: the draft is the first `depth` layers, the other layers are scaled by `scale`.
+    methods: "plain" first, then draft lengths as text or controllers.
+    controllers: whether to compare controllers with the best fixed length.
+    texts: kinds of text that are measured apart; empty for one kind without a name.
+    time_limit: seconds until no further run begins; None for no limit.
+    tokens_asked_for: whether --new-tokens was given; if not, a time limit may reduce new_tokens.
+    """
 
     job: Job
     shape: str | None
@@ -65,7 +71,7 @@ class Settings:
 
     @property
     def longest(self) -> int:
-        """The longest draft of any method."""
+        """The longest draft length of any method."""
         lengths = [int(method) for method in self.methods if method.isdigit()]
         return max(
             [self.job.speculation.max] * bool(set(CONTROLLERS) & set(self.methods)) + lengths,
@@ -74,8 +80,7 @@ class Settings:
 
 
 def make_settings(args: BenchArgs) -> Settings:
-    """Settings from the command line's values, None where nothing was given; UserError for the
-    first mistake."""
+    """Make settings from the options, which are None if not given; UserError for a mistake."""
     acceptances = tuple(map(_acceptance, args.acceptance or ()))
     _check_combination(args)
     time_limit = (
@@ -89,7 +94,7 @@ def make_settings(args: BenchArgs) -> Settings:
     rivals = chosen_rivals(args.rivals)
     if rivals and args.shape is not None:
         raise UserError(
-            "--rivals (or BASS_RIVALS): rivals need files to load, so a pair, not a --shape"
+            "--rivals (or BASS_RIVALS): rivals load files; give a pair instead of --shape"
         )
     batch_sizes = tuple(
         sorted(
@@ -100,7 +105,7 @@ def make_settings(args: BenchArgs) -> Settings:
         )
     )
     if not batch_sizes:
-        raise UserError(f"{_option('batch_sizes')}: name at least one")
+        raise UserError(f"{_option('batch_sizes')}: give at least one batch size")
     job = make_job(
         pair,
         job_args(
@@ -111,7 +116,7 @@ def make_settings(args: BenchArgs) -> Settings:
     )
     _check_split(args, job)
     if acceptances and job.speculation.coupling != "shared":
-        raise UserError("--coupling (or BASS_COUPLING): --acceptance needs shared coupling")
+        raise UserError("--coupling (or BASS_COUPLING): --acceptance needs --coupling shared")
     return Settings(
         job=job,
         shape=args.shape,
@@ -136,14 +141,16 @@ def make_settings(args: BenchArgs) -> Settings:
 
 
 def _takes_default_texts(args: BenchArgs, job: Job) -> bool:
-    """Whether chat and editing prompts are measured apart: a real pair with a draft, and nothing
-    said of prompts, methods or rivals."""
-    said = (args.shape, args.prompts, args.prompt_tokens, args.methods, args.rivals)
-    return job.pair.draft != "none" and not args.controllers and said == (None,) * len(said)
+    """Return whether to measure chat and editing prompts apart.
+
+    True for a real pair with a draft, if no option chooses prompts, methods or rivals.
+    """
+    given = (args.shape, args.prompts, args.prompt_tokens, args.methods, args.rivals)
+    return job.pair.draft != "none" and not args.controllers and given == (None,) * len(given)
 
 
 def _check_split(args: BenchArgs, job: Job) -> None:
-    """UserError for what is measured on one device only."""
+    """Refuse options that work on one device only, if --tensor-parallel is given."""
     if job.tensor_parallel == 1:
         return
     for key, given in (
@@ -153,68 +160,70 @@ def _check_split(args: BenchArgs, job: Job) -> None:
     ):
         if given:
             raise UserError(
-                f"{_option(key)}: rivals, and what rounds cost for table, are measured on one "
-                "device; leave it, or --tensor-parallel, out"
+                f"{_option(key)}: rivals, and round costs for table, are measured on one device "
+                "only; leave this option or --tensor-parallel out"
             )
 
 
 def _check_combination(args: BenchArgs) -> None:
-    """UserError unless the options describe one pair: a real one, or a shape with one kind of
-    draft or none."""
+    """Refuse options that do not describe one pair: a real one, or a shape with at most one kind
+    of draft."""
     if args.prompts is not None and args.prompt_tokens is not None:
         raise UserError(
-            f"{_option('prompt_tokens')}: prompts of --prompts are used as they are; leave one of "
-            "the two out"
+            f"{_option('prompt_tokens')}: the prompts of --prompts are not cut; leave one of the "
+            "two options out"
         )
     acceptance, depth, scale = args.acceptance or None, args.depth, args.scale
     if args.shape is None:
         for key in ("draft_shape", "acceptance", "depth", "scale"):
             if getattr(args, key) not in (None, []):
-                raise UserError(f"{_option(key)}: it needs --shape NAME too")
+                raise UserError(f"{_option(key)}: this option needs --shape NAME")
         return
     for key in ("pair", "model", "prompts"):
         if getattr(args, key) is not None:
             raise UserError(
-                f"{_option(key)}: random weights of a --shape have no tokenizer; leave one of the "
-                "two out"
+                f"{_option(key)}: a --shape has random weights and no tokenizer; leave one of the "
+                "two options out"
             )
     if args.draft is not None:
         raise UserError(
-            f"{_option('draft')}: what drafts for a --shape is said by --draft-shape, or by --depth"
+            f"{_option('draft')}: choose the draft of a --shape with --draft-shape or --depth"
         )
     if (args.draft_shape is None) != (acceptance is None):
         raise UserError(
-            "--draft-shape and --acceptance are needed together: random weights never agree by "
-            "themselves"
+            "--draft-shape and --acceptance must be given together: drafts of random weights are "
+            "never accepted by themselves"
         )
     if (depth is None) != (scale is None):
         raise UserError(
-            "--depth and --scale are needed together: the draft's layers, and the weight of the "
-            "others"
+            "--depth and --scale must be given together: the number of layers of the draft, and "
+            "the factor of the other layers"
         )
     if acceptance is not None and depth is not None:
-        raise UserError("--acceptance and --depth are two kinds of draft; leave one of them out")
+        raise UserError("--acceptance and --depth choose different drafts; leave one of them out")
     if scale is not None and not 0 <= scale < float("inf"):
-        raise UserError(f"{_option('scale')}: it should be a number from 0 on (got {scale})")
+        raise UserError(f"{_option('scale')}: give a number of at least 0 (got {scale})")
 
 
 def _acceptance(given: str) -> tuple[Rate, ...]:
-    """The chances in 0.85, or by row in turn in 0.95,0.3, each from 0 to 1; any of them may be
-    one by place in the draft, as in 0.93/0.9/0.87."""
+    """Parse an --acceptance: 0.85, or 0.95,0.3 for rows in turn; UserError for anything else.
+
+    Each rate may be by position in the draft, as in 0.93/0.9/0.87.
+    """
     try:
         rates = tuple(_rate(word) for word in _split(given))
     except ValueError:
         rates = ()
     if not rates:
         raise UserError(
-            f"{_option('acceptance')}: it should be from 0 to 1, or several like 0.95,0.3 for rows "
-            f"in turn, or like 0.93/0.9/0.87 by place in a draft (got {given})"
+            f"{_option('acceptance')}: give a rate from 0 to 1, or several like 0.95,0.3 for rows "
+            f"in turn, or like 0.93/0.9/0.87 by position in a draft (got {given})"
         )
     return rates
 
 
 def _rate(word: str) -> Rate:
-    """ValueError unless it says chances."""
+    """Parse one rate; ValueError unless all numbers are from 0 to 1."""
     chances = tuple(float(chance) for chance in word.split("/"))
     if not all(0 <= chance <= 1 for chance in chances):
         raise ValueError(word)
@@ -222,7 +231,7 @@ def _rate(word: str) -> Rate:
 
 
 def _random_pair(args: BenchArgs, shape: str) -> Pair:
-    """A Pair that names what is made up, so that a Job can be built; nothing ever opens it."""
+    """Make a Pair that names a random pair, so that a Job can be made. It has no files."""
     target = spec_of(shape, option=_option("shape"))
     layers, draft, depth = target.layers, "none", args.depth
     if args.draft_shape in HEADS:
@@ -234,7 +243,7 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
     elif depth is not None:
         if not 1 <= depth < layers:
             raise UserError(
-                f"{_option('depth')}: it should be from 1 to {layers - 1}, since {shape} has "
+                f"{_option('depth')}: give a number from 1 to {layers - 1}, because {shape} has "
                 f"{layers} layers (got {depth})"
             )
         draft = f"the first {depth} of {layers} layers"
@@ -243,12 +252,14 @@ def _random_pair(args: BenchArgs, shape: str) -> Pair:
 
 
 def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ...]:
-    """Plain and the others in the order given, each once. Without a draft only plain is
-    possible."""
+    """Return plain, then the other methods in the order given, each once.
+
+    Without a draft only plain is possible.
+    """
     if args.controllers and not has_draft:
         raise UserError(
-            "--controllers (or BASS_CONTROLLERS): there is nothing to control, since this pair "
-            "has no draft"
+            "--controllers (or BASS_CONTROLLERS): this pair has no draft, so there is nothing to "
+            "control; give a draft"
         )
     default = PLAIN if not has_draft else _CONTROLLED if args.controllers else default
     words = _split(default if args.methods is None else args.methods)
@@ -261,11 +272,11 @@ def _methods(args: BenchArgs, default: str, *, has_draft: bool) -> tuple[str, ..
             )
         if number is not None and not 1 <= number <= _LONGEST:
             raise UserError(
-                f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); 0 is "
-                "called plain"
+                f"{_option('methods')}: a draft length is from 1 to {_LONGEST} (got {word}); for 0 "
+                "write plain"
             )
         if word != PLAIN and not has_draft:
-            raise UserError(f'{_option("methods")}: "{word}" needs a draft, and this pair has none')
+            raise UserError(f'{_option("methods")}: "{word}" needs a draft, but this pair has none')
     return tuple(
         dict.fromkeys([PLAIN, *(str(int(word)) if word.isdecimal() else word for word in words)])
     )
@@ -279,7 +290,7 @@ def _attention(given: str | None) -> str:
 
 
 def chosen_rivals(given: str | None) -> tuple[str, ...]:
-    """The engines named by --rivals, each once."""
+    """Return the engines of --rivals, each once."""
     return _words(given or "", RIVALS, "rivals")
 
 
@@ -295,13 +306,12 @@ def _split(text: str) -> list[str]:
 
 
 def count(value: Any, key: str, default: int, *, most: int = 1_000_000) -> int:
+    """Return a whole number from 1 to `most`, the default for None; UserError otherwise."""
     value = default if value is None else value
     if isinstance(value, str) and _NUMBER.fullmatch(value):
         value = int(value)
     if not isinstance(value, int) or not 1 <= value <= most:
-        raise UserError(
-            f"{_option(key)}: it should be a whole number from 1 to {most} (got {value!r})"
-        )
+        raise UserError(f"{_option(key)}: give a whole number from 1 to {most} (got {value!r})")
     return value
 
 

@@ -1,10 +1,9 @@
-"""Shapes of published models, for pairs made of random weights: a Spec by name. No weights and no
-tokenizer here.
+"""Shapes of published models by name, for pairs of random weights.
 
-`wide-310m` is nobody's model: few wide layers, a draft with the fewest kernels for its bytes.
-`pard-0.5b` is qwen2.5-0.5b that drafts in one pass, as a draft. `dspark-8b`, `dflash-8b` and
-`eagle3-8b` read the hidden states of qwen3-8b, as published for it. `tiny`, `dspark-tiny` and
-`eagle3-tiny` are for tests.
+`wide-310m` is not a published model: its few wide layers make a draft with few kernels for its
+bytes. `pard-0.5b` is qwen2.5-0.5b used as a draft that proposes all tokens in one pass.
+`dspark-8b`, `dflash-8b` and `eagle3-8b` are published drafters that read the hidden states of
+qwen3-8b. `tiny`, `dspark-tiny` and `eagle3-tiny` are for tests.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ _EVERY_MAP = frozenset({"qkv", "o", "up", "down"})
 def spec_of(
     name: str, *, option: str, vocab: int | None = None, others: Iterable[str] = ()
 ) -> Spec:
-    """The Spec of that name, with `vocab` ids if given (a draft's is its target's); UserError,
-    naming `option` and the nearest shape, or of `others`, for an unknown one."""
+    """Return the Spec of this name, with `vocab` ids if given (a draft gets its target's).
+
+    UserError for an unknown name: it names `option` and the most similar of all shapes and
+    `others`.
+    """
     if name not in SHAPES:
         close = nearest(name, (*SHAPES, *others))
         raise UserError(f'{option}: there is no shape "{name}"; {close}')
@@ -33,16 +35,17 @@ def spec_of(
 
 
 def head_of(name: str, target: Spec, *, option: str) -> HeadSpec:
-    """The drafter of that name in HEADS; UserError if it reads another target."""
+    """Return the drafter of this name in HEADS; UserError if it is made for another target."""
     shape, head = HEADS[name]
-    due = SHAPES[shape](None)
-    if (target.width, target.layers, target.vocab) != (due.width, due.layers, due.vocab):
-        raise UserError(f"{option}: {name} reads the hidden states of {shape}, and nothing else's")
-    return head(due)
+    expected = SHAPES[shape](None)
+    sizes = (expected.width, expected.layers, expected.vocab)
+    if (target.width, target.layers, target.vocab) != sizes:
+        raise UserError(f"{option}: {name} works with {shape} only, whose hidden states it reads")
+    return head(expected)
 
 
 def count_parameters(spec: Spec) -> int:
-    """Numbers in the weights, a tied head counted once."""
+    """Count the parameters; a tied head counts once."""
     shapes = parameters(spec)
     return sum(
         math.prod(shape)
@@ -68,8 +71,10 @@ def _modern(
     tied: bool = False,
     qk: bool = False,
 ) -> Spec:
-    """RMS norm, rotary positions, gated SiLU, grouped heads. `rope`: theta, and the factor of
-    Llama 3's scaling; `qk`: queries and keys have norms."""
+    """Make a Spec with RMS norm, rotary positions, gated SiLU and grouped heads.
+
+    rope: theta, and the factor of Llama 3's scaling or None. qk: queries and keys have norms.
+    """
     size = width // heads
     theta, factor = rope
     factors = (
@@ -147,7 +152,10 @@ def _codegen(vocab: int | None = None, *, layers: int, width: int, heads: int) -
 def _head(
     target: Spec, *, layers: int, aux_layers: tuple[int, ...], block: int, first: int, rank: int = 0
 ) -> HeadSpec:
-    """Layers like the target's, with norms of queries and keys; its last id is the mask."""
+    """Make a drafter of layers like the target's, with norms of queries and keys.
+
+    The last id is the mask token.
+    """
     norm = target.norm._replace(qk=True)
     body = replace(target, layers=layers, windows=(0,) * layers, norm=norm, tied=False)
     kind = "dspark" if rank else "dflash"
@@ -155,14 +163,16 @@ def _head(
 
 
 def _chain(target: Spec, *, aux_layers: tuple[int, ...], vocab: int) -> HeadSpec:
-    """A layer like the target's without norms of queries and keys, over every other token of it
-    as far as `vocab` goes."""
+    """Make an EAGLE-3 drafter of one layer, without norms of queries and keys.
+
+    Its vocabulary is every second token of the target's, up to `vocab` tokens.
+    """
     norm = target.norm._replace(qk=False)
     body = replace(target, layers=1, windows=(0,), norm=norm, tied=False)
     return HeadSpec("eagle3", body, aux_layers, heads=True, ids=tuple(range(0, 2 * vocab, 2)))
 
 
-# those that draft all in one pass; the last id stands for their mask token
+# drafts that propose all tokens in one pass; their mask token is the last id
 AT_ONCE = frozenset({"pard-0.5b"})
 
 _qwen = partial(_modern, family="qwen2", context=32768, biased=True)
@@ -231,7 +241,7 @@ SHAPES: dict[str, Callable[[int | None], Spec]] = {
 }
 
 _TAPS = (1, 9, 17, 25, 33)
-# drafters that read hidden states: of which shape, and how they are made for it
+# drafters that read hidden states: the shape of their target, and the function that makes them
 HEADS: dict[str, tuple[str, Callable[[Spec], HeadSpec]]] = {
     "dspark-8b": (
         "qwen3-8b",

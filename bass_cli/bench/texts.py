@@ -1,6 +1,7 @@
-"""What the rows of a bench begin with: prompts of unequal length, as token ids. Random ids for
-random weights, a file's prompts as they are, or the passages of run/profile.py: joined, or as
-questions (chat) and as texts to give back with small changes (editing).
+"""Make the prompts of a bench, as token ids of unequal lengths.
+
+Random weights get random ids. A real pair gets the prompts of a file, or built-in texts: passages
+from run/profile.py, questions (chat), or texts to repeat with small changes (editing).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from bass_cli.run.plan import Plan
 from bass_cli.run.profile import PASSAGES, joined
 
 CHAT, EDITING = "chat", "editing"  # kinds of text
-_QUESTIONS = (
+QUESTIONS = (
     "Why does a bicycle stay upright? Explain it in a few sentences.",
     "Write a Python function that merges two sorted lists, and say how it works.",
     "Tell me a short story about an old lighthouse.",
@@ -28,18 +29,23 @@ _QUESTIONS = (
     "What is a bank account class in Python good for? Give an example.",
 )
 _EDIT = "Give this text back word for word, with spelling mistakes corrected:\n\n"
-_GOLDEN = 0.6180339887498949  # its multiples, modulo 1, spread evenly however many are taken
+_GOLDEN = 0.6180339887498949  # multiples modulo 1 are spread evenly, for any number of them
 
 
 def lengths_of(count: int, tokens: int) -> list[int]:
-    """Lengths of `count` prompts, from `tokens` to twice as many, spread evenly and always the
-    same."""
+    """Return `count` lengths spread evenly from `tokens` to twice as many; always the same ones."""
     return [tokens + round(tokens * ((0.5 + i * _GOLDEN) % 1.0)) for i in range(count)]
 
 
 def prompts_for(settings: Settings, plan: Plan | None) -> list[list[int]]:
-    """Token ids of as many prompts as the largest batch needs; `plan` is a real pair's.
-    UserError where one does not fit the model."""
+    """Return the prompts that the largest batch needs.
+
+    Args:
+        plan: of a real pair; None for random weights.
+
+    Raises:
+        UserError: a prompt with its new tokens does not fit the model's context.
+    """
     count = -(-max(settings.batch_sizes) // settings.samples_per_prompt)
     lengths = lengths_of(count, settings.prompt_tokens)
     if plan is None:
@@ -76,22 +82,22 @@ def kinds_for(settings: Settings, plan: Plan | None) -> dict[str, list[Text]]:
 
 
 def _text(tokenizer: Tokenizer, kind: str, number: int, context: int) -> Text:
-    asked, reference = _QUESTIONS[number % len(_QUESTIONS)], list[int]()
+    question, reference = QUESTIONS[number % len(QUESTIONS)], list[int]()
     if kind == EDITING:
         passage = PASSAGES[number % len(PASSAGES)].strip()
-        asked, reference = _EDIT + passage, tokenizer.encode_part(passage, context)
+        question, reference = _EDIT + passage, tokenizer.encode_part(passage, context)
     if tokenizer.has_chat_template:
-        message = [{"role": "user", "content": asked}]
+        message = [{"role": "user", "content": question}]
         return Text(tokenizer.encode_chat(message, context), reference)
-    return Text(tokenizer.encode(f"{asked}\n\n", context), reference)
+    return Text(tokenizer.encode(f"{question}\n\n", context), reference)
 
 
 def _check_room(longest: int, settings: Settings, context: int) -> None:
     needed = longest + settings.new_tokens + settings.longest + 1
     if needed > context:
         raise UserError(
-            f"prompts, new tokens and drafts need {needed} positions and the model has "
-            f"{context}; use fewer --prompt-tokens or --new-tokens"
+            f"prompts, new tokens and drafts need {needed} positions, but the model's context has "
+            f"{context}; give fewer --prompt-tokens or --new-tokens"
         )
 
 
@@ -117,9 +123,14 @@ def rows_for(
     repeat: int = 0,
     kind: str = "",
 ) -> list[Row]:
-    """Return the first `count` rows: each prompt's samples side by side. `limit`, `temperature`:
-    other than the settings'; `kind`: of text, if there are several. Every repeat draws with a
-    seed of its own."""
+    """Return the first `count` rows, with the samples of a prompt side by side.
+
+    Each repeat has its own seed.
+
+    Args:
+        limit, temperature: override those of the settings.
+        kind: kind of the texts, if there are several.
+    """
     sampling, samples = settings.job.sampling, settings.samples_per_prompt
     warmth = sampling.temperature if temperature is None else temperature
     return [
@@ -138,7 +149,7 @@ def rows_for(
 
 
 def _random_ids(prompt: int, length: int, vocab: int) -> list[int]:
-    """Ids without a pattern that is worth drafting from; the same everywhere."""
+    """Return ids without repetition that lookup could use; the same on every machine."""
     state, out = prompt + 1, []
     for _ in range(length):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64

@@ -1,7 +1,6 @@
-"""Cells in turn, until all repeats are done or time is up: which runs next, and how long the rest
-takes.
+"""Schedule the runs of all cells within the time limit, and estimate the time that is left.
 
-Not here: what a run is (grid.py, drive.py), what its figures mean (figures.py).
+grid.py and drive.py make the runs; figures.py computes their figures.
 """
 
 from __future__ import annotations
@@ -10,20 +9,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bass_cli.bench.figures import FEWEST, Run, latency, spread
+from bass_cli.bench.figures import ENOUGH_TOKENS, FEWEST, Run, latency, spread
 
-LEAST_TOKENS = 16  # of a row: fewer say little of a method
-_ENOUGH_TOKENS = 64  # of a row: fewer only if there is no time for FEWEST repeats of so many
-# of the time limit, for warming up and the runs; the rest is for what is measured once, the parts
-# of rounds
+LEAST_TOKENS = 16  # of a row; fewer would measure little of a method
+# share of the time limit for warm-up and runs; the rest is for timing the parts of rounds
 _RUNS = 0.8
-Key = tuple[int, str] | tuple[int, str, str]  # batch size, method, kind of text if there are some
+Key = tuple[int, str] | tuple[int, str, str]  # batch size, method, kind of text if several
 
 
 class Turns:
-    """The runs of every batch size and method. `limit`: seconds from now on, None for no end;
-    `repeats`: the most runs of a cell. Every cell is run once before any is run again, so that
-    all are there when time is up; the first always is."""
+    """The runs of all cells, in the order in which they are made.
+
+    Every cell runs once before any cell runs again. The first cell always runs.
+
+    Args:
+        repeats: the most runs of a cell.
+        limit: seconds from now on; None for no limit.
+    """
 
     def __init__(
         self,
@@ -39,15 +41,18 @@ class Turns:
         self.runs: dict[Key, list[Run]] = {key: [] for key in keys}
 
     def exempt(self, seconds: float) -> None:
-        """So much of the time so far is not counted."""
+        """Exclude this many of the past seconds from the time limit."""
         self._began += seconds
 
     def tokens(self, warm: dict[Key, Run], most: int, *, least: int) -> int:
-        """Return how many tokens a row can have, by a short run of each cell.
+        """Choose the new tokens of a row so that the runs fit the time limit.
 
-        All repeats of every cell should fit into the time, with _ENOUGH_TOKENS or more; if they
-        do not, there are fewer repeats, but FEWEST if that is possible. Within `least` and `most`,
-        and at least LEAST_TOKENS.
+        If all repeats with ENOUGH_TOKENS do not fit, the number of repeats is reduced first, down
+        to FEWEST, and then the number of tokens, down to LEAST_TOKENS.
+
+        Args:
+            warm: a short run of each cell.
+            least, most: bounds of the result.
         """
         fixed = sum(run.prefill for run in warm.values())
         each = sum(latency(run).last / 1000.0 for run in warm.values())
@@ -55,7 +60,7 @@ class Turns:
         if self._limit is not None:
             for repeats in range(self._repeats, min(FEWEST, self._repeats) - 1, -1):
                 room = int((self._left() / repeats - fixed) / each)
-                if room >= min(_ENOUGH_TOKENS, most):
+                if room >= min(ENOUGH_TOKENS, most):
                     break
             tokens = min(most, max(least, LEAST_TOKENS, room))
         self._seconds = {
@@ -64,8 +69,7 @@ class Turns:
         return tokens
 
     def next(self) -> tuple[int, Key] | None:
-        """Repeat and cell of the next run; None if there is none, or none that is likely to end
-        in time."""
+        """Return repeat and cell of the next run; None if all are done or it would end late."""
         done = min(map(len, self.runs.values()))
         key = next(key for key in self._keys if len(self.runs[key]) == done)
         late = self._limit is not None and self._seconds[key] > self._left(_RUNS if done else 1.0)
@@ -73,21 +77,21 @@ class Turns:
         return None if done == self._repeats or (late and not first) else (done, key)
 
     def add(self, key: Key, run: Run, seconds: float) -> None:
-        """A run is over, and took so long in all."""
+        """Record a finished run and its seconds, prefill included."""
         self.runs[key].append(run)
         self._seconds[key] = seconds
 
     def seconds_left(self) -> float:
-        """What the runs that are still to come are expected to take."""
+        """Estimate the seconds of the runs that are still to come."""
         rest = self._rest()
         return rest if self._limit is None else max(0.0, min(rest, self._left()))
 
     def in_time(self) -> bool:
-        """Whether the limit, all of it, is still to come."""
+        """Return whether the time limit has not passed yet."""
         return self._limit is None or self._now() - self._began < self._limit
 
     def report(self) -> dict[str, Any]:
-        """What became of the repeats, for the document."""
+        """Make the "repeats" of the document."""
         spreads = [
             spread([latency(run).mean for run in runs])
             for runs in self.runs.values()
@@ -106,7 +110,7 @@ class Turns:
         }
 
     def _rest(self) -> float:
-        """Seconds of all runs that have not been, by what a run of their cells took."""
+        """Estimate the seconds of all missing runs from the last run of each cell."""
         return sum(
             self._seconds[key] * (self._repeats - len(runs)) for key, runs in self.runs.items()
         )

@@ -1,8 +1,8 @@
-"""Random weights of a given shape, made on the device in their dtype: no file, no copy on the host.
-And what makes a pair of them agree: the layers that its draft lacks can be scaled down.
+"""Make random weights of a given shape on the device, without a copy on the host.
 
-The scales keep every layer's output near 1 and give logits the spread below, so that a nucleus
-holds some hundreds of ids, as in text, and not nearly the whole vocabulary.
+The scales keep every layer's output near 1. Logits get the standard deviation below, so that a
+nucleus (top-p) holds some hundreds of ids, as in text, and not nearly the whole vocabulary.
+`scale_layers` makes a draft of the first layers agree with the whole model.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ def random_weights(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     whole: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Tensor]:
-    """All of `shapes` (`parameters(spec)`): normal matrices, norms of 1, biases of 0. A tied head
-    is the embedding itself. `whole`: the shapes of what these are a part of, whose sums with the
-    other parts are to be as large as if there were none."""
+    """Make normal matrices, norms of 1 and biases of 0. A tied head is the embedding itself.
+
+    Args:
+        shapes: shape by name; default: `parameters(spec)`.
+        whole: with tensor parallelism, the shapes of the whole model. Matrices are scaled by its
+            input sizes, so that the sum over all parts has the usual size.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     weights: dict[str, Tensor] = {}
     for name, shape in (shapes or parameters(spec)).items():
@@ -52,8 +56,11 @@ def random_part(
     device: torch.device,
     on_read: Callable[[int], None] = lambda size: None,
 ) -> tuple[Spec, dict[str, Tensor]]:
-    """follower.Source: a part of no other model than that of these parts together, of which
-    nothing is read. `scaled`: scale_layers' `first` and `scale`."""
+    """Make one part of a random model for tensor parallelism, as a `Source` of follower.py.
+
+    Each part has its own seed, so the parts form one random model. `scaled`: arguments `first` and
+    `scale` of `scale_layers`, or None.
+    """
     part = part_of(spec, share.ranks)
     weights = random_weights(
         part, dtype=dtype, device=device, seed=seed + share.rank, whole=parameters(spec)
@@ -78,9 +85,11 @@ def _fill(
 
 
 def scale_layers(weights: dict[str, Tensor], spec: Spec, *, first: int, scale: float) -> None:
-    """Scale what layers `first` and later add to the residual stream, in place; 0 makes them do
-    nothing."""
-    assert not spec.norm.sandwich  # a norm after the map would undo it
+    """Scale, in place, what layers `first` and later add to the residual stream.
+
+    With a scale of 0 these layers have no effect.
+    """
+    assert not spec.norm.sandwich  # a norm after the projection would undo the scaling
     for i in range(first, spec.layers):
         for name in ("o", "down"):
             for kind in (".weight", ".bias"):

@@ -1,5 +1,7 @@
-"""The body of `bass bench`: options to Settings or to a whole job, the document to standard output.
-Nothing heavy before the checks."""
+"""The body of `bass bench`: turn options into Settings or a whole job, and print the document.
+
+Options and files are checked before torch and the models are loaded.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,16 @@ _OF_BOTH = {one.name for one in fields(LawArgs)} | {"rivals", "repeats", "json_d
 
 
 def run(args: BenchArgs, screen: Screen) -> bool:
-    """Measure and print, each document as soon as it is there; False if a gate failed or graphs
-    were captured inside a measured run."""
+    """Run the bench and print each document when it is complete.
+
+    Returns: False if a gate failed, or if a graph was captured inside a measured run.
+    """
     if args.job is not None:
         _run_job(args, args.job, screen)
         return True
     for name in OF_A_JOB:
         if getattr(args, name) not in (None, []):
-            raise UserError(f"{_flag(name)}: it needs --job FILE too")
+            raise UserError(f"{_flag(name)}: this option needs --job FILE")
     configure_threads(args.threads, screen.note)  # before the shapes of models load torch
 
     from bass_cli.bench.settings import make_settings
@@ -38,12 +42,12 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     if args.plot is not None:
         if len(settings.acceptances) > 1:
             raise UserError(
-                "--plot FILE draws one bench: leave it out, or all but one --acceptance"
+                "--plot FILE draws one bench only; leave it out, or give one --acceptance"
             )
     elif args.overwrite:
         raise UserError(
-            "--overwrite (or BASS_OVERWRITE): it is for a --plot FILE, and none was given; leave "
-            "it out"
+            "--overwrite (or BASS_OVERWRITE): this option needs --plot FILE; give one, or leave "
+            "--overwrite out"
         )
     if settings.shape is None:
         refuse_shared_files(
@@ -55,7 +59,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
     if settings.prompts is not None:
         if settings.prompts == "-":
             raise UserError(
-                "--prompts (or BASS_PROMPTS): a file is needed, which can be read more than once"
+                "--prompts (or BASS_PROMPTS): standard input can be read only once; give a file"
             )
         check_prompts(open_source(settings.prompts), column="prompt", limit=None)
 
@@ -77,7 +81,7 @@ def run(args: BenchArgs, screen: Screen) -> bool:
 
 
 def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
-    """A whole job and the rivals on it, side by side; all that can be is checked before."""
+    """Time a whole job, and rivals on the same job. Check everything possible beforehand."""
     for one in fields(args):
         if one.name not in {"job", *OF_A_JOB, *_OF_BOTH} and getattr(args, one.name) not in (
             None,
@@ -85,15 +89,16 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
             False,
         ):
             raise UserError(
-                f"{_flag(one.name)}: a --job runs as bass generate would; leave one of the two out"
+                f"{_flag(one.name)}: a --job runs as bass generate does, which has no such option; "
+                "leave one of the two out"
             )
     if file == "-":
-        raise UserError("--job (or BASS_JOB): a file is needed, which can be read more than once")
-    asked = job_args(args)
-    job = read_job(asked)
-    if args.stop in (None, []):  # those of a variable, which the process of a job does not see
+        raise UserError("--job (or BASS_JOB): standard input can be read only once; give a file")
+    job = read_job(job_args(args))
+    # The job runs in a process without BASS_ variables, so their stop texts become options.
+    if args.stop in (None, []):
         args = replace(args, stop=[escape(text) for text in stops_of_environment() or []])
-    read_request(asked, job, out="a file beside")  # whatever makes no sense on Ray
+    read_request(job_args(args), job, out="a file beside")  # refuses what Ray cannot run
     source = open_prompts(file, args.prompt_column)
     checked = check_prompts(source, column=job.prompt_column, limit=job.limit, chat=job.chat)
 
@@ -125,7 +130,7 @@ def _run_job(args: BenchArgs, file: str, screen: Screen) -> None:
 
 
 def _command_line(args: BenchArgs, *, besides: Collection[str]) -> list[str]:
-    """The options of `bass generate` that say the same; none for what was not given."""
+    """Return the options of `bass generate` for the values that were given."""
     every = (*(one.name for one in fields(LawArgs)), *OF_A_JOB)
     return _options(args, [name for name in every if name not in besides])
 

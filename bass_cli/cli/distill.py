@@ -1,5 +1,7 @@
-"""`bass distill`: its options and its end. Nothing heavy is imported before the command runs. Not
-here: what is done (distill/command.py)."""
+"""`bass distill`: its options and its output. Heavy imports happen only when the command runs.
+
+The work itself is in distill/command.py.
+"""
 
 from __future__ import annotations
 
@@ -13,95 +15,92 @@ from bass_cli.io.console import Screen
 _DATA, _TRAINING = "The target's samples", "Training"
 _FLAGS = {
     "draft": OPTIONS["draft"]._replace(
-        text="What the pair drafts with: a model is what the new draft is made of, if --from and "
-        "--layers are not given"
+        text="The pair's draft; if it is a model, the new draft starts from it (without --from "
+        "and --layers)"
     ),
     "source": Flag(
-        "Make the draft of this small model of the target's family (like --model)",
+        "Start the draft from this small model of the target's family (like --model)",
         MODELS,
         "MODEL",
         "the pair's draft",
         flag="--from",
     ),
     "layers": Flag(
-        "Make it of the target's first N layers",
+        "Start the draft from the target's first N layers",
         MODELS,
         "N",
-        "a quarter of them, where there is no other model",
+        "a quarter of them, if there is no draft model",
     ),
     "prompts": Flag(
-        "Prompts to draw samples of (as bass generate reads them)",
+        "Prompts for the samples (as bass generate reads them)",
         _DATA,
         "FILE",
-        "none: a chat model writes users' turns too and answers them; half of the tokens go on "
-        "from the beginning of a text",
+        "none: bass generates its own prompts, half chats, half free text",
     ),
     "chat": Flag(
-        "With --prompts: put them into the model's chat template; without: only chats, or only "
-        "texts",
+        "With --prompts: apply the model's chat template; without: only chats, or only free text",
         _DATA,
-        default="both; prompts where they have messages",
+        default="both; with --prompts: for prompts with messages",
         flag="--chat/--no-chat",
     ),
     "prompt_column": OPTIONS["prompt_column"]._replace(group=_DATA),
     "limit": OPTIONS["limit"]._replace(group=_DATA),
     "tokens": Flag(
-        "Draw about N tokens, from the prompts of a file again and again",
+        "Draw about N tokens of samples; the prompts of a file are repeated as needed",
         _DATA,
         "N",
-        "what --steps can learn from in two passes, at most 50000; on a GPU 10000000",
+        "two passes over them are --steps; at most 50000 (GPU: 10000000)",
     ),
     "n": OPTIONS["n"]._replace(
-        text="Samples of each prompt; with --prompts and without --tokens, no more are drawn",
+        text="Samples of each prompt; with --prompts and no --tokens, each is used once",
         group=_DATA,
-        default="4; fewer for some hundreds of --tokens",
+        default="4; fewer if --tokens is small",
     ),
     "max_new_tokens": OPTIONS["max_new_tokens"]._replace(
-        group=_DATA, default="384; a quarter of --tokens if that is less"
+        group=_DATA, default="384, or a quarter of --tokens if less"
     ),
     "temperature": OPTIONS["temperature"]._replace(
-        text="Of the samples", group=_DATA, default="0.9, between those that drafts are used at"
+        text="Temperature of the samples", group=_DATA, default="0.9"
     ),
-    "seed": OPTIONS["seed"]._replace(text="Fixes samples and training", group=SAMPLING),
-    "batch_size": OPTIONS["batch_size"]._replace(
-        text="Rows decoded at once while samples are drawn", group=MACHINE
+    "seed": OPTIONS["seed"]._replace(text="Random seed of samples and training", group=SAMPLING),
+    "batch_size": OPTIONS["batch_size"]._replace(text="Samples decoded at once", group=MACHINE),
+    "draft_length": Flag("Train for drafts of up to N tokens, 2 to 32", DRAFTING, "N", "8"),
+    "minutes": Flag(
+        "Stop training after this many minutes (sampling comes before)",
+        _TRAINING,
+        "NUMBER",
+        "no limit",
     ),
-    "draft_length": Flag(
-        "Train drafts of up to N tokens, 2 to 32: one guess behind the text, and masks for the "
-        "others",
-        DRAFTING,
-        "N",
-        "8",
-    ),
-    "minutes": Flag("Train for so long", _TRAINING, "NUMBER", "no limit"),
     "steps": Flag(
-        "Train for so many steps", _TRAINING, "N", "two passes over the samples, without --minutes"
+        "Number of training steps", _TRAINING, "N", "two passes over the samples, or --minutes"
     ),
     "learning_rate": Flag(
-        "Its peak; it rises at first, and falls in half a cosine", _TRAINING, "NUMBER", "0.0001"
+        "Peak learning rate (linear warm-up, cosine decay)", _TRAINING, "NUMBER", "0.0001"
     ),
-    "windows": Flag("Windows of text a step", _TRAINING, "N", "16", flag="--train-batch"),
-    "window_tokens": Flag("Tokens of a window, a multiple of 8", _TRAINING, "N", "512"),
+    "windows": Flag(
+        "Windows of text in a training step", _TRAINING, "N", "16", flag="--train-batch"
+    ),
+    "window_tokens": Flag("Tokens in a window, a multiple of 8", _TRAINING, "N", "512"),
     "ray": OPTIONS["ray"]._replace(
-        text="Draw and train with actors on Ray, one a GPU: of this machine (local), or of a "
-        "cluster that it is a node of (auto, or HOST:PORT), with --out in a folder that all nodes "
+        text="Draw and train with Ray actors, one for each GPU: on this machine (local), or on the "
+        "cluster it belongs to (auto, or HOST:PORT), with --out in a folder that all nodes "
         "share; needs bass-cli[ray]"
     ),
     "actors": OPTIONS["actors"],
     "dtype": OPTIONS["dtype"]._replace(takes="auto|bf16|fp32"),
     "out": Flag(
-        "The folder for samples, checkpoint, draft, pair file and report; given again, the same "
-        "command goes on with it",
+        "Folder for samples, checkpoint, draft, pair file and report; the same command resumes an "
+        "interrupted run there",
         OUTPUT,
         "DIR",
     ),
-    "overwrite": Flag("Begin anew in a folder that distill began", OUTPUT),
+    "overwrite": Flag("Start again in a folder that bass distill made", OUTPUT),
 }
 
 
 @takes(DistillArgs, _FLAGS)
 def distill(args: DistillArgs) -> None:
-    """Make a draft that guesses many tokens in one pass (parallel:MODEL) for a target, from its own
+    """Train a draft that proposes several tokens in one pass (parallel:MODEL), on the target's own
     samples.
 
     \b
@@ -110,15 +109,15 @@ def distill(args: DistillArgs) -> None:
       bass distill --model big.gguf --from small.gguf --out drafts
       bass distill --pair mine.yaml --out drafts --ray local --actors 8
 
-    The folder gets a pair file for bass generate --pair. Given again after an interruption, the
-    same command goes on where it was.
+    The folder gets a pair file for bass generate --pair. After an interruption, the same command
+    resumes the run.
     """
     screen = Screen(args.quiet, document=args.json_document)
-    with exit_codes(screen, "interrupted; the same command goes on from here"):
+    with exit_codes(screen, "interrupted; the same command resumes from here"):
         if not args.out:
             from bass_cli.errors import UserError
 
-            raise UserError("--out (or BASS_OUT): a folder for what is made is needed")
+            raise UserError("--out (or BASS_OUT): name a folder for the samples and the draft")
         from bass_cli.distill.command import run
 
         document = run(args, screen)

@@ -1,6 +1,6 @@
-"""`bass profile`: measure what rounds of a pair cost on this device and keep it.
+"""`bass profile`: time the rounds of a pair on this device and save the times.
 
-Nothing heavy is imported before the command runs. Not here: the measuring (profile.py).
+Heavy imports happen only when the command runs. The measurement is in run/profile.py.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
     from bass_cli.run.plan import Plan
 
 BATCH_SIZES = {"cuda": (1, 2, 4, 8, 16, 32, 64), "cpu": (1, 2, 4, 8)}
-RATES = (0.6, 0.8, 0.9)  # acceptances for which the best lengths are shown
+RATES = (0.6, 0.8, 0.9)  # acceptance rates for which the best lengths are shown
 _LEGEND = (
-    "{pair}: what a round takes, in milliseconds, and the fastest draft length",
-    "  rows      samples at once: a round brings each the kept drafts and one more",
-    "  plain     without drafts; 4 drafts: with 4 a row; drafting: making those 4",
-    "  60% kept  the fastest length if 60% of drafts are kept; 0 is plain decoding",
+    "{pair}: milliseconds of a round, and the fastest draft length",
+    "  rows      samples decoded at once",
+    "  plain     a round without drafts; 4 drafts: with 4 drafts for each sample;",
+    "            drafting: the part of it that makes the drafts",
+    "  60% kept  fastest length if 60% of drafts are accepted; 0 is plain decoding",
 )
-_CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of the prompts
+_CONTEXT = {"cuda": 400, "cpu": 128}  # tokens of a prompt
 
 
 @takes(ProfileArgs)
 def profile(args: ProfileArgs) -> None:
-    """Measure in under a minute what rounds of a pair cost here, to be known to --draft-length auto
-    and table.
+    """Time this pair on this machine so that --draft-length auto and table choose well. Takes less
+    than a minute.
 
     \b
     Example:
@@ -58,8 +59,8 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
     plan = make_plan(job, options=("--batch-sizes", None), grows=False)
     if plan.profile is None:
         raise UserError(
-            f'pair "{job.pair.name}" has no draft: there is nothing to choose, so nothing to '
-            "profile"
+            f'pair "{job.pair.name}" has no draft, so there is no draft length to choose and '
+            "nothing to profile; give --draft"
         )
     for note in plan.notes:
         screen.note(note)
@@ -70,8 +71,7 @@ def _run(args: ProfileArgs, screen: Screen) -> None:
 
 
 def make_profile_job(args: ProfileArgs) -> Job:
-    """The job whose loop is measured: as many rows as the largest batch size that was asked for,
-    and little to generate."""
+    """Make the job whose rounds are measured: its rows are the largest of --batch-sizes."""
     from bass_cli.config.job import chosen_pair, make_job
 
     rows = max(batch_sizes_of(args.batch_sizes)) if args.batch_sizes else "auto"
@@ -81,7 +81,7 @@ def make_profile_job(args: ProfileArgs) -> Job:
 
 
 def batch_sizes_of(text: str) -> tuple[int, ...]:
-    """The numbers in a text like 1,2,8; UserError for anything else."""
+    """Parse a list of batch sizes like 1,2,8; UserError for anything else."""
     from bass_cli.errors import UserError
 
     words = [word.strip() for word in text.split(",") if word.strip()]
@@ -89,8 +89,8 @@ def batch_sizes_of(text: str) -> tuple[int, ...]:
         re.fullmatch("[0-9]{1,4}", word) and 1 <= int(word) <= 1024 for word in words
     ):
         raise UserError(
-            f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" should be numbers from 1 to 1024, '
-            "like 1,2,8"
+            f'--batch-sizes (or BASS_BATCH_SIZES): "{text}" is not a list of numbers from 1 to '
+            "1024; write them like 1,2,8"
         )
     return tuple(sorted({int(word) for word in words}))
 
@@ -134,13 +134,13 @@ def _measure(plan: Plan, args: ProfileArgs, screen: Screen) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     if not save_surface(plan.profile, surface, screen.error):
         raise MachineError(
-            f"the profile was measured but could not be kept in {plan.profile.parent}"
+            f"the profile was measured but could not be saved in {plan.profile.parent}"
         )
     return _show(plan, surface, seconds, screen)
 
 
 def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[str, Any]:
-    """The table of best lengths; returns the document."""
+    """Print the table of best draft lengths; return the JSON document."""
     from bass_cli.lengths.controllers import best_length
 
     rates = sorted(
@@ -152,7 +152,7 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
         for rows in surface.rows
     }
     if not plan.job.pair.draft.startswith("lookup") and surface.acceptance is not None:
-        screen.say(f"drafts of the measured texts were kept at a rate of {surface.acceptance:.2f}")
+        screen.say(f"acceptance rate on the measured texts: {surface.acceptance:.2f}")
     columns = (
         "rows",
         "plain ms",
@@ -173,7 +173,7 @@ def _show(plan: Plan, surface: Surface, seconds: float, screen: Screen) -> dict[
     for line in _LEGEND:
         screen.say(line.format(pair=plan.job.pair.name))
     screen.table(columns, lines)
-    screen.note(f"measured in {seconds:.1f} s; kept in {plan.profile}")
+    screen.note(f"measured in {seconds:.1f} s; saved in {plan.profile}")
     return {
         "pair": plan.job.pair.name,
         "file": str(plan.profile),

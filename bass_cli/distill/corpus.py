@@ -1,8 +1,7 @@
-"""Texts in windows of one length, and the batches of a training step: which windows, where masks
-stand in them. All of it follows from the texts, a seed and the number of the step, so that a run
-that was killed goes on with the very batch that it had not seen.
+"""Pack texts into training windows, and choose the windows of each batch.
 
-Not here: where texts come from (sampling.py), what masks see (layout.py).
+A batch depends only on the texts, the seed and the number of the step, so a resumed run continues
+with the next batch. sampling.py reads the texts; layout.py places the masks.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import numpy
 
 from bass_cli.distill.layout import Layout, Windows, lay_out
 
-HELD_OUT = 0.02  # of the prompts: their samples are for measuring
-FEWEST = 2  # prompts, of which one is for either
+HELD_OUT = 0.02  # share of the prompts whose samples are held out for measuring
+FEWEST = 2  # prompts: one for training, one held out
 
 
 class Text(NamedTuple):
-    """A sample behind its prompt: `key` says which prompt, tokens from `begins` on are the
-    target's."""
+    """A prompt and a sample. `key`: the prompt; tokens from index `begins` on are the sample's."""
 
     key: str
     tokens: Sequence[int]
@@ -30,17 +28,19 @@ class Text(NamedTuple):
 
 
 def split(texts: Sequence[Text]) -> tuple[list[Text], list[Text]]:
-    """Those to learn from, and those of held-out prompts: the ones whose hashes are smallest.
-    ValueError where there are too few prompts for both."""
+    """Split texts into training and held-out ones. Prompts with the smallest hashes are held out.
+
+    ValueError if there are fewer than FEWEST prompts.
+    """
     keys = sorted({one.key for one in texts}, key=lambda key: hashlib.sha256(key.encode()).digest())
     if len(keys) < FEWEST:
-        raise ValueError(f"{len(keys)} prompts have samples, and {FEWEST} are the fewest")
+        raise ValueError(f"only {len(keys)} prompts have samples, and at least {FEWEST} are needed")
     held = set(keys[: math.ceil(HELD_OUT * len(keys))])
     return [one for one in texts if one.key not in held], [one for one in texts if one.key in held]
 
 
 class Corpus:
-    """Texts in windows of `length` tokens, as many in each as fit; longer ones are cut."""
+    """Texts packed into windows of `length` tokens; longer texts are cut into pieces."""
 
     def __init__(self, texts: Sequence[Text], length: int):
         self._length = length
@@ -61,10 +61,11 @@ class Corpus:
     def windows(
         self, numbers: Sequence[int], layout: Layout, seeds: Sequence[Sequence[int]]
     ) -> Windows:
-        """These windows, with anchors drawn by a seed for each."""
+        """Make these windows, each with anchors drawn from its own seed."""
         shape = (len(numbers), self._length)
         tokens, positions = numpy.zeros(shape, dtype=numpy.int64), numpy.zeros(shape, numpy.int64)
-        texts, due = numpy.full(shape, -1, dtype=numpy.int64), numpy.zeros(shape, dtype=bool)
+        texts = numpy.full(shape, -1, dtype=numpy.int64)
+        learnable = numpy.zeros(shape, dtype=bool)  # whether the target chose the next token
         for row, number in enumerate(numbers):
             at = 0
             for order, piece in enumerate(self._windows[number]):
@@ -74,17 +75,23 @@ class Corpus:
                 tokens[row, to] = self._tokens[first : first + size]
                 positions[row, to] = numpy.arange(size)
                 texts[row, to] = order
-                due[row, at + max(int(self._begins[piece]) - 1, 0) : at + size - 1] = True
+                learnable[row, at + max(int(self._begins[piece]) - 1, 0) : at + size - 1] = True
                 at += size
         noise = [numpy.random.default_rng(seed) for seed in seeds]
-        return lay_out(layout, tokens, positions, texts, due, noise)
+        return lay_out(layout, tokens, positions, texts, learnable, noise)
 
 
 class Batches:
-    """The batches of training: `size` windows a step, in an order that is another in every pass
-    over them; `most` windows at once, where memory holds no more. Of `ranks` processes that learn
-    from the same batches each gets a part, by its `rank`: which windows, and where masks stand, is
-    the same for all numbers of them."""
+    """The batches of a training.
+
+    The order of windows differs in every pass. Windows and masks of a batch do not depend on the
+    number of processes.
+
+    Args:
+        size: windows in a step, over all processes.
+        most: windows that fit into memory at once.
+        rank, ranks: number of this process, and of all processes. Each gets a part of a batch.
+    """
 
     def __init__(
         self, corpus: Corpus, layout: Layout, *, size: int, most: int, seed: int, rank: int = 0,
@@ -96,7 +103,10 @@ class Batches:
         self._orders: dict[int, numpy.ndarray] = {}
 
     def at(self, step: int) -> list[Windows]:
-        """The batch of a step, counted from 0, in parts; of several ranks this one's."""
+        """Return this process's part of a batch, divided into parts that fit into memory.
+
+        `step` counts from 0.
+        """
         places = range(step * self.size + self._rank, (step + 1) * self.size, self._ranks)
         parts = [places[cut : cut + self._most] for cut in range(0, len(places), self._most)]
         return [
@@ -109,18 +119,22 @@ class Batches:
         ]
 
     def _number(self, place: int) -> int:
-        turn, index = divmod(place, len(self._corpus))
-        if turn not in self._orders:
-            noise = numpy.random.default_rng((self._seed, turn))
-            self._orders = {turn: noise.permutation(len(self._corpus))} | {
-                t: order for t, order in self._orders.items() if t == turn - 1
+        epoch, index = divmod(place, len(self._corpus))
+        if epoch not in self._orders:
+            noise = numpy.random.default_rng((self._seed, epoch))
+            self._orders = {epoch: noise.permutation(len(self._corpus))} | {
+                e: order for e, order in self._orders.items() if e == epoch - 1
             }
-        return int(self._orders[turn][index])
+        return int(self._orders[epoch][index])
 
 
 def _pieces(text: Text, length: int) -> list[tuple[Sequence[int], int]]:
-    """Parts of up to `length` tokens in which something is the target's, with the place of its
-    first such token. Of a long prompt its end stays, in half of the first part."""
+    """Cut a text into pieces of up to `length` tokens that contain tokens of the sample.
+
+    A long prompt is cut from the left, to half of the first piece.
+
+    Returns: pieces, and the index of the first sample token in each.
+    """
     cut = max(text.begins - length // 2, 0) if len(text.tokens) > length else 0
     tokens, begins = text.tokens[cut:], text.begins - cut
     parts = [
@@ -130,7 +144,7 @@ def _pieces(text: Text, length: int) -> list[tuple[Sequence[int], int]]:
 
 
 def _packed(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which pieces share a window: from the longest on, each where it leaves the least room."""
+    """Assign pieces to windows: best-fit decreasing bin packing."""
     windows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]
     for piece in sorted(range(len(sizes)), key=lambda piece: (-sizes[piece], piece)):

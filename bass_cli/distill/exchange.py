@@ -1,8 +1,8 @@
-"""What the processes of one training add up in every step: gradients, in buckets while backward
-goes on, over NCCL between GPUs and gloo between CPUs; and a few numbers, always over gloo.
+"""Data parallelism: sum the gradients and a few numbers of all processes in every step.
 
-All of them keep all weights and AdamW's means, and end each step with the same bits. Not here: what
-each learns from (corpus.py), who begins them and looks after them (group.py).
+Gradients are all-reduced in buckets during the backward pass, over NCCL between GPUs and gloo
+between CPUs; numbers always over gloo. Every process has all weights and AdamW's means, with the
+same bits after each step. group.py starts the processes.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-# A first exchange waits for whoever measures the model or reads samples; who died is not waited
-# for, since whoever begins the processes ends them then.
+# The first exchange waits until the other processes have read the samples and measured the model.
+# If a process dies, group.py ends the others, so this limit is not reached.
 _PATIENCE = datetime.timedelta(hours=1)
 _BUCKET = 32 * 2**20  # bytes of gradients that are exchanged at once
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class PeerLostError(Exception):
-    """An exchange has failed: one that takes part in it has died."""
+    """An exchange failed, usually because another process has died."""
 
 
 class Gradients(Protocol):
-    """Of all weights, from one step to the next."""
+    """The gradients of all weights."""
 
     def last(self) -> None:
-        """The backward pass that comes is the step's last one."""
+        """Announce the last backward pass of the step."""
 
     def finish(self) -> None:
-        """They are those of the whole batch when this returns."""
+        """Wait until the gradients are those of the whole batch."""
 
     def clear(self) -> None:
-        """They are zero again."""
+        """Set the gradients to zero."""
 
 
 class Peers(Protocol):
-    """The processes of one training, seen from one of them. `rank`: its number, of `ranks`."""
+    """The processes of one training. `rank`: number of this one, of `ranks`."""
 
     rank: int
     ranks: int
 
     def add(self, numbers: Sequence[float]) -> list[float]:
-        """Sums over all of them; the same bits everywhere."""
+        """Sum numbers over all processes; the result has the same bits everywhere."""
 
     def gradients(self, weights: Iterable[Tensor]) -> Gradients:
-        """What adds up theirs."""
+        """Return the object that sums the gradients of these weights."""
 
 
 class Alone:
-    """One process, which has nobody to exchange anything with."""
+    """A training in a single process."""
 
     rank, ranks = 0, 1
 
@@ -84,8 +84,11 @@ class _Own:
 
 
 class RankInfo(NamedTuple):
-    """Of a process in a group: its number, of how many, and where the first one waits for all.
-    `beside`: how many of them its node has, itself included."""
+    """Place of a process in a group.
+
+    rank: its number, of `ranks`. host, port: address of rank 0. beside: processes on its node,
+    itself included.
+    """
 
     rank: int
     ranks: int
@@ -95,7 +98,7 @@ class RankInfo(NamedTuple):
 
 
 class Store:
-    """A port at which a group can meet, if its process becomes the first."""
+    """A TCP port at which a group can meet if this process becomes rank 0."""
 
     def __init__(self) -> None:
         self._store = distributed.TCPStore(
@@ -104,10 +107,10 @@ class Store:
         self.port: int = self._store.port
 
     def join(self, seat: RankInfo, device: torch.device) -> Joined:
-        """Be one of a group; all must come. Nothing leaves the host where all are on one."""
+        """Join a group; returns when all have joined. On one node, only the loopback is used."""
         host = "127.0.0.1" if seat.ranks == seat.beside else seat.host
         store = self._store
-        with _company():
+        with _peer_errors():
             if seat.rank:
                 store = distributed.TCPStore(host, seat.port, is_master=False, timeout=_PATIENCE)
             name = _interface(host, seat.port)
@@ -124,14 +127,14 @@ class Store:
 
 
 class Joined:
-    """One of several processes that have met."""
+    """A process of a group that has met."""
 
     def __init__(self, rank: int, ranks: int):
         self.rank, self.ranks = rank, ranks
 
     def add(self, numbers: Sequence[float]) -> list[float]:
         found = torch.tensor(numbers, dtype=torch.float64)
-        with _company():
+        with _peer_errors():
             distributed.all_reduce(found)
         return found.tolist()
 
@@ -140,14 +143,17 @@ class Joined:
 
 
 class Buckets:
-    """Gradients that lie one behind the other, the last weights' first, as backward makes them; a
-    bucket is added up as soon as all of it is there, in the same order everywhere. Sums, not means:
-    whoever makes a gradient knows its share of the whole."""
+    """Gradients in flat buckets, all-reduced during the backward pass.
+
+    The last weights come first, as the backward pass makes them. A bucket is sent as soon as it is
+    complete, in the same order in every process. The results are sums, not means, because each
+    loss is already divided by the guesses of the whole batch.
+    """
 
     def __init__(self, weights: list[Tensor], size: int = _BUCKET):
         self._flat: list[Tensor] = []
-        self._missing: list[int] = []  # weights whose gradients are not whole yet, by bucket
-        self._works: list[Any] = []  # of the buckets on their way, which are the first ones
+        self._missing: list[int] = []  # weights without a gradient yet, by bucket
+        self._works: list[Any] = []  # pending all-reduces, of the first buckets
         self._armed = False
         bucket: list[Tensor] = []
         for weight in reversed(weights):
@@ -177,10 +183,10 @@ class Buckets:
 
         return on_grad
 
-    def _send(self, due: Callable[[], bool]) -> None:
-        """The next buckets, while the next is `due`."""
-        with _company():
-            while len(self._works) < len(self._flat) and due():
+    def _send(self, complete: Callable[[], bool]) -> None:
+        """Send the next buckets while the next one is complete."""
+        with _peer_errors():
+            while len(self._works) < len(self._flat) and complete():
                 flat = self._flat[len(self._works)]
                 self._works.append(distributed.all_reduce(flat, async_op=True))
 
@@ -188,8 +194,8 @@ class Buckets:
         self._armed = True
 
     def finish(self) -> None:
-        self._send(lambda: True)  # what no guess of this process reached
-        with _company():
+        self._send(lambda: True)  # buckets without gradients in this process
+        with _peer_errors():
             for work in self._works:
                 work.wait()
         self._works, self._armed, self._missing = [], False, list(self._members)
@@ -200,8 +206,8 @@ class Buckets:
 
 
 @contextlib.contextmanager
-def _company() -> Iterator[None]:
-    """Around what needs the others."""
+def _peer_errors() -> Iterator[None]:
+    """Raise PeerLostError for errors of an exchange."""
     try:
         yield
     except RuntimeError as error:
@@ -209,14 +215,16 @@ def _company() -> Iterator[None]:
 
 
 def _interface(host: str, port: int) -> str | None:
-    """The name of this host's interface towards another one; None where the system does not say.
-    Hosts' own names are often those of their loopback."""
+    """Return the network interface of this host that leads to another host; None if unknown.
+
+    Looking up the host's own name would not do: it often belongs to the loopback.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         one.connect((host, port))  # nothing is sent
         own = socket.inet_aton(one.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
-                asked = struct.pack("256s", name.encode()[:15])
-                if fcntl.ioctl(one.fileno(), _SIOCGIFADDR, asked)[20:24] == own:
+                request = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(one.fileno(), _SIOCGIFADDR, request)[20:24] == own:
                     return name
     return None

@@ -1,8 +1,6 @@
-"""A decoder's weights as a folder that transformers and everybody else reads: config.json,
-model.safetensors, the tokenizer's files. The way back from formats/hf_config.py and
-formats/weights.py, by the same tables.
+"""Write a decoder as a Hugging Face folder: config.json, model.safetensors and tokenizer files.
 
-Not here: which weights these are (student.py).
+This is the inverse of formats/hf_config.py and formats/weights.py, and uses the same tables.
 """
 
 from __future__ import annotations
@@ -43,8 +41,11 @@ _CLASSES = {
 
 
 def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, Any]:
-    """The config.json of a Spec; UserError, beginning with `place`, where a family's configuration
-    has no words for what a checkpoint (of another format) is."""
+    """Make the config.json of a Spec.
+
+    UserError, beginning with `place`, if the family's configuration cannot express the Spec, which
+    may come from another format.
+    """
     family, words = FAMILIES[spec.family], dict[str, Any]()
     activation = {"gelu_tanh": "gelu_pytorch_tanh"}.get(spec.activation, spec.activation)
     assert ACTIVATIONS[activation] == spec.activation
@@ -70,13 +71,15 @@ def config_of(spec: Spec, *, eos_ids: Collection[int], place: str) -> dict[str, 
         "eos_token_id": list(eos_ids) or None,
     }
     if spec.family == "gemma3_text":
-        words["query_pre_attn_scalar"] = round(spec.query_scale**-2)  # a whole number in all sizes
+        words["query_pre_attn_scalar"] = round(
+            spec.query_scale**-2
+        )  # a whole number in all published sizes
     if spec.family == "opt":
         words |= {"word_embed_proj_dim": spec.width, "do_layer_norm_before": True}
     if not _same(spec_of_config(words, place=place), spec):
         raise UserError(
-            f"{place}: a {spec.family} model like this one has no config.json, so nothing can be "
-            "made of it that others read; give a folder with safetensors"
+            f"{place}: this {spec.family} model cannot be described by a config.json, so no draft "
+            "can be written from it; give a folder with safetensors"
         )
     return words
 
@@ -103,7 +106,7 @@ def _ropes(spec: Spec) -> dict[str, Any]:
         return {}
     full = _rope(spec, spec.rope)
     if spec.local_rope is None:
-        # the older words too, for those who read no newer ones
+        # the older keys too, for readers that do not know the newer ones
         older = {} if full["rope_type"] == "default" else {"rope_scaling": full}
         return {"rope_parameters": full, "rope_theta": spec.rope.theta} | older
     local = _rope(spec, spec.local_rope)
@@ -130,7 +133,7 @@ def _rope(spec: Spec, rope: Rope) -> dict[str, Any]:
 
 
 def _same(found: Spec, spec: Spec) -> bool:
-    """Whether a configuration says the same; factors of a GGUF file are rounded."""
+    """Return whether two Specs are the same, up to the rounding of factors in a GGUF file."""
     ropes = [(getattr(found, name), getattr(spec, name)) for name in ("rope", "local_rope")]
     for one, other in ropes:
         if one is None or other is None:
@@ -142,12 +145,12 @@ def _same(found: Spec, spec: Spec) -> bool:
         if not near or not all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-4), ours, theirs)):
             return False
     near = math.isclose(found.query_scale, spec.query_scale, rel_tol=1e-5)
-    turned = replace(found, rope=spec.rope, local_rope=spec.local_rope)
-    return near and replace(turned, query_scale=spec.query_scale) == spec
+    aligned = replace(found, rope=spec.rope, local_rope=spec.local_rope)
+    return near and replace(aligned, query_scale=spec.query_scale) == spec
 
 
 def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor by the name and in the form that the family's safetensors have it."""
+    """Yield every tensor with the name and the layout of the family's safetensors."""
     family = FAMILIES[spec.family]
     shapes = parameters(spec)
     for name, slot in slots(spec, family.tensors).items():
@@ -159,7 +162,7 @@ def stored(spec: Spec, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Ten
 
 
 def _back(spec: Spec, slot: Slot, part: Tensor) -> Tensor:
-    """The transform of formats/weights.py undone."""
+    """Undo the transform of formats/weights.py."""
     if (order := order_of(spec, slot)) is not None:
         return part[order.to(part.device)].contiguous()
     if slot.how == "transpose" and part.dim() == 2:
@@ -178,7 +181,7 @@ def write_folder(
     tokenizer: Settled,
     dtype: torch.dtype,
 ) -> None:
-    """Each file in one step, config.json last: without one a folder is no model."""
+    """Write each file atomically, config.json last; a folder without one is not a model."""
     from safetensors.torch import save
 
     folder.mkdir(exist_ok=True)

@@ -1,9 +1,8 @@
-"""Processes that train together, from the side of whoever begins them: waits until there are
-enough, gives each its number, shows how far the first is; where one dies all end, and a new group
-goes on from the last checkpoint.
+"""Start and supervise the processes of a training.
 
-Single-threaded, on the clock it is given; it reaches the processes through a Fleet, which is Ray
-(cluster/rays.py) or a test's. Not here: what they do (rank.py).
+A group starts when all processes are ready. If one of them dies, all end, and a new group resumes
+from the last checkpoint. Processes are reached through a Fleet: Ray (cluster/rays.py) or a test's.
+rank.py is the process itself. This module is single-threaded.
 """
 
 from __future__ import annotations
@@ -23,36 +22,35 @@ from bass_cli.errors import MachineError, UserError
 from bass_cli.io.console import Screen
 from bass_cli.io.progress import clock
 
-# Seconds that the first one waits for the others: it is not known whether they come, and those
-# that come later are left out until a group is made again.
+# Seconds that the first ready process waits for the others. Those that come later join only when a
+# group is made again.
 PATIENCE = 120.0
-HOPELESS = 5  # groups that end one after the other, without a checkpoint between them
-_GRACE = 10.0  # seconds until it is known who died, where another has felt it
-_WAIT, _BEAT, _BEAT_OF_ALL = 0.1, 0.5, 0.004  # seconds, as the crew has them
+HOPELESS = 5  # failed groups without a new checkpoint that end the run
+_GRACE = 10.0  # seconds to find out which process died, after another one reported an error
+_WAIT, _BEAT, _BEAT_OF_ALL = 0.1, 0.5, 0.004  # seconds, like those of cluster/worker_pool.py
 
 
 class Fleet(Protocol):
     """Processes with a Rank in each, by place."""
 
     def places(self) -> set[Place]:
-        """Where there should be one now."""
+        """Return the places that should have a process now."""
 
     def start(self, place: Place) -> None:
-        """Begin one there, as soon as there is room, and have it prepare."""
+        """Start a process there as soon as there is room, and let it prepare."""
 
     def ask(self, place: Place, seat: RankInfo | None, beat: float) -> None:
-        """Have it exchange; what it answers is an event to come."""
+        """Call `exchange` of the process; its result comes as an event."""
 
     def wait(self, timeout: float) -> list[tuple[Place, Any]]:
-        """What has happened, waiting so many seconds for anything at all."""
+        """Return new events, after waiting at most this many seconds for one."""
 
     def stop(self, place: Place) -> None:
-        """End the one there; nothing is heard of it any more."""
+        """End the process there; it causes no further events."""
 
 
 class Group:
-    """One training by as many processes as there are, and by others when these end. `checkpoint`:
-    the file that they keep it in."""
+    """A training by all available processes, restarted if one dies. `checkpoint`: its file."""
 
     def __init__(
         self,
@@ -68,8 +66,10 @@ class Group:
         self._in_a_row = self._wanted = 0
 
     def run(self) -> dict[str, Any]:
-        """The report. UserError or MachineError where one of them finds something wanting, or they
-        die one after the other."""
+        """Run the training and return its report.
+
+        UserError or MachineError if a process refuses the job, or if processes die repeatedly.
+        """
         with self._screen.watching(lambda: self._line, lambda: self._share or None) as tick:
             self._tick = tick
             while True:
@@ -78,8 +78,10 @@ class Group:
                     return document
 
     def _gather(self) -> dict[Place, Present]:
-        """Begin as many as there is room for; those that are there when all are, or when the first
-        has waited long enough."""
+        """Start processes at all places; return those that are ready.
+
+        Returns when all are ready, or PATIENCE seconds after the first one.
+        """
         ready: dict[Place, Present] = {}
         started, wanted = set[Place](), set[Place]()
         began, looked, first = self._now(), self._now() - LOOK, 0.0
@@ -94,7 +96,7 @@ class Group:
                     self._refuse(event)
                 elif isinstance(event, Lost):
                     self._fleet.stop(place)
-                    started.discard(place)  # begun again with the next look
+                    started.discard(place)  # started again at the next poll of the places
                     self._lose("an actor", event.why)
                 else:
                     first = first if ready else self._now()
@@ -107,7 +109,10 @@ class Group:
         return ready
 
     def _together(self, ready: Mapping[Place, Present]) -> dict[str, Any] | None:
-        """What they come to; None where one has died. None of them is left."""
+        """Train with these processes, and end them.
+
+        Returns: the report; None if a process died.
+        """
         seats, beat = seats_of(ready), max(_BEAT, _BEAT_OF_ALL * len(ready))
         known = "" if len(ready) == self._wanted else f" of {self._wanted}"
         self._screen.note(f"{len(ready)}{known} actors train together")
@@ -124,14 +129,14 @@ class Group:
                         self._hear(event, len(seats))
                         if event.document is not None:
                             return event.document
-                    if event.document is None:  # the others are done before the first is
+                    if event.document is None:  # the others finish before rank 0
                         self._fleet.ask(place, None, beat)
         finally:
             for place in ready:
                 self._fleet.stop(place)
 
     def _end(self, place: Place, ready: Mapping[Place, Present], why: Fault | Lost) -> None:
-        """One of them has died, or felt it: who it was, if that comes out."""
+        """Handle a process that died or reported an error; find out which one died, if possible."""
         if isinstance(why, Fault) and why.kind != LOST:
             self._refuse(why)
         until = self._now() + _GRACE
@@ -143,15 +148,15 @@ class Group:
         self._lose(f"an actor on {ready[place].node}", text)
 
     def _lose(self, who: str, why: str) -> None:
-        """MachineError where going on does not help."""
+        """Note the loss of a process; MachineError after too many without a checkpoint."""
         before, self._kept = self._kept, self._mark()
         self._in_a_row = 1 if before != self._kept else self._in_a_row + 1
         if self._in_a_row > HOPELESS:
             raise MachineError(
-                f"{self._in_a_row} actors died one after the other without a checkpoint between "
-                f"them; the last: {who}: {why}"
+                f"{self._in_a_row} actors died without a checkpoint between them; the last one: "
+                f"{who}: {why}"
             )
-        self._screen.note(f"{who} is gone, the others go on from the last checkpoint: {why}")
+        self._screen.note(f"{who} died; the others resume from the last checkpoint: {why}")
 
     def _refuse(self, fault: Fault) -> NoReturn:
         text = f"on {fault.node}: {fault.text}"
@@ -169,13 +174,13 @@ class Group:
         self._tick()
 
     def _mark(self) -> int | None:
-        """Of a checkpoint, another for each."""
+        """Return a number that changes with each checkpoint."""
         return self._checkpoint.stat().st_mtime_ns if self._checkpoint.exists() else None
 
 
 def seats_of(ready: Mapping[Place, Present]) -> dict[Place, RankInfo]:
-    """Numbers for all: those of one node one after the other, this node's first, since what the
-    first one writes is read here."""
+    """Assign ranks. Processes of a node get consecutive ranks, and this node comes first, because
+    it reads what rank 0 writes."""
     order = sorted(ready, key=lambda place: (ready[place].node != platform.node(),
                                              ready[place].host, str(place)))  # fmt: skip
     beside, first = Counter(one.host for one in ready.values()), ready[order[0]]

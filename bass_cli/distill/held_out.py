@@ -1,7 +1,7 @@
-"""How many drafts of a student stand on held-out texts, by place in the draft, from the laws
-themselves: no draw adds noise to what little there is of them.
+"""Measure the acceptance of a student on held-out texts, by position in the draft.
 
-Not here: the chance that one stands (loss.py).
+The rates are computed from the distributions of target and student, without sampling noise. loss.py
+computes the acceptance probability of a single draft.
 """
 
 from __future__ import annotations
@@ -19,15 +19,20 @@ from bass_cli.distill.network import cast, run
 from bass_cli.distill.student import head_of
 from bass_cli.distill.trainer import Model
 
-_ELEMENTS = 1 << 26  # logits at once: sorting them takes some ten times their memory
+_ELEMENTS = 1 << 26  # logits at once; sorting them takes about ten times their memory
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """By place, of drafts whose earlier ones all stood: the share that stands under shared
-    coupling, and under maximal (empty where it was not asked for), there tested one by one, the
-    least that a block keeps. `kept`: drafts that stand of a whole block, on average, under the
-    first, None if there are none. `drafts`: blocks that were looked at."""
+    """Acceptance rates on held-out texts.
+
+    shared: by position, the rate of drafts whose predecessors were all accepted, under shared
+        coupling.
+    maximal: the same under maximal coupling with token-wise verification, a lower bound for block
+        verification; empty if it was not measured.
+    kept: mean accepted drafts of a whole block under shared coupling; None without blocks.
+    drafts: number of blocks measured.
+    """
 
     shared: tuple[float, ...]
     maximal: tuple[float, ...]
@@ -48,14 +53,19 @@ def standing(
     temperature: float,
     both: bool = True,
 ) -> Standing:
-    """Over windows whose anchors have all their masks (layout.whole). mask None: the student drafts
-    token by token instead, seeing the drafts before. `both` couplings, or the maximal one alone,
-    which costs a tenth, in the place of the shared one.
+    """Measure over windows whose anchors have all their masks (layout.whole).
 
-    A text's tokens are the target's own. Where the first j drafts stand, they are those: a place
-    counts as much as it is likely that those before it stand, given their tokens."""
+    The tokens of a text are samples of the target. Accepted drafts equal these tokens, so a
+    position is weighted by the probability that all drafts before it are accepted, given the
+    tokens.
+
+    Args:
+        mask: mask token of the student; None to draft token by token.
+        both: False to measure only the maximal coupling, which costs a tenth; it then takes the
+            place of the shared one in the result.
+    """
     kinds = (shared_agreement, maximal_agreement) if both else (maximal_agreement,)
-    sums: list[list[Tensor]] = [[] for _ in kinds]  # of weights, of what stands: [K] each, in turn
+    sums: list[list[Tensor]] = [[] for _ in kinds]  # alternately: weights [K], accepted [K]
     drafts = 0
     device = student.weights["embed.weight"].device
     with torch.no_grad():
@@ -66,11 +76,11 @@ def standing(
             if not len(places):
                 continue
             drafts += len(places)
-            due = run(target.spec, target.weights, moved, None).flatten(0, 1)
+            expected = run(target.spec, target.weights, moved, None).flatten(0, 1)
             own = run(student.spec, weights, moved, mask).flatten(0, 1)
             tokens = moved.tokens.flatten()
             found = _agreements(
-                target, student, (due, own, tokens), (places, goals), kinds, temperature
+                target, student, (expected, own, tokens), (places, goals), kinds, temperature
             )
             for kind, one in zip(sums, found, strict=True):
                 alive = torch.cumprod(one.given, 1).roll(1, 1)
@@ -87,8 +97,10 @@ def standing(
 
 
 def _places(windows: Windows, *, masks: bool) -> tuple[Tensor, Tensor]:
-    """Of every anchor all of whose guesses count: where they are made, and where the target knows
-    what they should be [N, K] each. Without masks they are made where the target's are."""
+    """Return places of guesses and of the target's distributions for them, [N, K] each.
+
+    Only anchors whose K guesses all count are taken. Without masks both places are the same.
+    """
     layout, (rows, length) = windows.layout, windows.tokens.shape
     device, numbers = windows.tokens.device, len(layout.counts) + 1
     counted = torch.full((rows * layout.tokens,), -1, device=device)
@@ -111,8 +123,8 @@ def _agreements(
     kinds: Sequence[Any],
     temperature: float,
 ) -> list[Agreement]:
-    """By kind, [N, K]."""
-    due, own, tokens = texts
+    """Compute the agreement [N, K] of target and student for each kind of coupling."""
+    expected, own, tokens = texts
     vocab = student.vocab
     heads = head_of(target.weights, vocab), head_of(student.weights, vocab)
     places, goals = (part.flatten() for part in at)
@@ -120,13 +132,13 @@ def _agreements(
     step = max(_ELEMENTS // vocab, 1)
     for first in range(0, len(places), step):
         goal, place = goals[first : first + step], places[first : first + step]
-        laws = [
+        log_probs = [
             (head.logits(hidden[index]).float() / temperature).log_softmax(-1)
-            for head, hidden, index in zip(heads, (due, own), (goal, place), strict=True)
+            for head, hidden, index in zip(heads, (expected, own), (goal, place), strict=True)
         ]
         following = tokens[goal + 1].clamp(max=vocab - 1)
         for kind, agree in zip(found, kinds, strict=True):
-            kind.append(agree(*laws, following))
+            kind.append(agree(*log_probs, following))
     return [
         Agreement(*(torch.cat(part).view(at[0].shape) for part in zip(*kind, strict=True)))
         for kind in found

@@ -1,10 +1,10 @@
-"""Where masks stand in a training window, and what they see: what a pass of drafts/parallel.py
-shows its model, for many anchors at once.
+"""Place masks in training windows and define the attention between text and masks.
 
-An anchor is a token of a text behind which a draft is tried: masks follow it, see the text up to
-it and each other, and guess a token each, as it does itself. Most anchors have few masks
-(conditional drop, arXiv 2504.18583). They stand in groups, each of which sees the text and itself:
-a pass over all would look at too many pairs. Not here: texts (corpus.py), attention (network.py).
+A window shows the model what a pass of drafts/parallel.py shows it, for many anchors at once. An
+anchor is a token of the text; the masks behind it attend to the text up to the anchor and to each
+other, and predict one token each. Most anchors have few masks (conditional drop, arXiv
+2504.18583). Masks are divided into groups that attend to the text and to themselves, because
+attention over all masks would be too large.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import numpy
 import torch
 from torch import Tensor
 
-RATE, FLOOR = 0.7, 0.2  # the paper's: each mask is kept for so many of those before it, and of all
-_GROUPS = range(24, 41)  # anchors: their masks fill a tile of 128 queries, with little left over
-_ALIGNED = 8  # masks of a group, as the attention of a GPU reads them
+RATE, FLOOR = 0.7, 0.2  # the paper's rate of masks j + 1 to masks j, and the least share of all
+_GROUPS = range(24, 41)  # anchors of a group; their masks nearly fill a tile of 128 queries
+_ALIGNED = 8  # the masks of a group are a multiple, for the attention on a GPU
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`window` tokens of text, and `groups` of masks: counts[j] anchors of each group have a mask
-    number j + 1. Masks of a group are ordered by that number, then by anchor."""
+    """The shape of a window: `window` tokens of text and `groups` groups of masks.
+
+    counts[j] anchors of each group have a mask number j + 1. The masks of a group are ordered by
+    number, then by anchor.
+    """
 
     window: int
     groups: int
@@ -33,21 +36,21 @@ class Layout:
 
     @property
     def anchors(self) -> int:
-        """Of a group."""
+        """Anchors of a group."""
         return self.counts[0] if self.counts else 0
 
     @property
     def masks(self) -> int:
-        """Of a group."""
+        """Masks of a group."""
         return sum(self.counts)
 
     @property
     def tokens(self) -> int:
-        """Of a whole window, text and masks."""
+        """Tokens of a whole window, text and masks."""
         return self.window + self.groups * self.masks
 
     def slots(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Of each mask of a group its anchor's number, and its own from 1 on: [masks] each."""
+        """Return, for each mask of a group, its anchor and its number from 1 on, [masks] each."""
         anchors = [numpy.arange(count) for count in self.counts]
         numbers = [numpy.full(count, j + 1) for j, count in enumerate(self.counts)]
         nothing = numpy.zeros(0, dtype=numpy.int64)
@@ -55,8 +58,10 @@ class Layout:
 
 
 def thinned(window: int, drafts: int) -> Layout:
-    """For drafts of up to so many tokens, one more than masks: of a window's tokens a share of
-    max(RATE ** j, FLOOR) has a mask number j."""
+    """Make the training layout for drafts of up to `drafts` tokens, one more than masks.
+
+    A share of max(RATE ** j, FLOOR) of the window's tokens has a mask number j.
+    """
 
     def counts(anchors: int) -> tuple[int, ...]:
         shares = (max(RATE**j, FLOOR) / RATE for j in range(1, drafts))
@@ -71,19 +76,26 @@ def thinned(window: int, drafts: int) -> Layout:
 
 
 def whole(window: int, drafts: int, anchors: int) -> Layout:
-    """For measuring: so many anchors a group, each with all its masks, two groups a window."""
+    """Make a layout for measuring: two groups of `anchors` anchors, each with all its masks."""
     return Layout(window, 2, (anchors,) * (drafts - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """B windows, int64. tokens, positions (in their text), texts (which one a token is of; -1:
-    none) [B, L]; anchors [B, C, A]: places in the window, -1 where there is none. student: places
-    in [B, L + C masks] whose guesses are compared; place: the number of the guess, 0 for an
-    anchor's own; before: which guess is that of one number less, itself where there is none; of:
-    the number in `known` of what it should be. [N] each, by `of`. known [M]: places of the text in
-    [B, L] that know what a guess should be; begins [M + 1], on the host: the first guess of each.
-    slots [2, masks]: the layout's."""
+    """B windows with N guesses to learn from; all tensors are int64.
+
+    tokens, positions, texts [B, L]: tokens, their positions in their text, and the number of the
+        text, -1 for none.
+    anchors [B, C, A]: places in the window, -1 for none.
+    known [M]: places in [B, L] at which the target gives the distribution of a guess.
+    begins [M + 1], on the host: the first guess of each of these places.
+    The following are [N] each, ordered by `of`:
+    student: places of the guesses in [B, L + C masks].
+    place: position of the guess in its draft, 0 for the one of the anchor.
+    before: the guess one position earlier in the draft, or itself at position 0.
+    of: index of the guess's place in `known`.
+    slots [2, masks]: Layout.slots.
+    """
 
     layout: Layout
     begins: numpy.ndarray
@@ -99,7 +111,7 @@ class Windows:
     slots: Tensor
 
     def to(self, device: torch.device) -> Windows:
-        """A copy there. To a CUDA device it goes while that is still busy."""
+        """Copy to a device; to a CUDA device asynchronously."""
         parts: dict[str, Any] = {
             name: part for name in Windows.__dataclass_fields__
             if isinstance(part := getattr(self, name), Tensor)
@@ -113,11 +125,11 @@ class Windows:
 
     @property
     def target(self) -> Tensor:
-        """[N]: the place in [B, L] that knows what a guess should be."""
+        """The place in [B, L] of the target's distribution for each guess, [N]."""
         return self.known[self.of]
 
     def inputs(self, mask: int) -> tuple[Tensor, Tensor]:
-        """Tokens and positions with the masks behind them, [B, L + C masks] each."""
+        """Return tokens and positions with masks appended, [B, L + C masks] each."""
         rows = len(self.tokens)
         anchors, numbers = self.slots
         at = self.anchors.clamp(min=0)[:, :, anchors].flatten(1)
@@ -126,9 +138,14 @@ class Windows:
         return torch.cat((self.tokens, masks), 1), torch.cat((self.positions, behind), 1)
 
     def seen(self, window: int = 0) -> tuple[Tensor, Tensor | None]:
-        """What sees what, bool: the text itself [B, L, L]; masks the text and their own group
-        [B C, masks, L + masks], None without masks. window: how many of the latest positions are
-        seen, itself included; 0 for all."""
+        """Return the attention masks, bool, True where a query attends to a key.
+
+        Args:
+            window: positions that a query attends to, itself included; 0 for all.
+
+        Returns: text to text [B, L, L]; masks to the text and their group
+            [B C, masks, L + masks], None without masks.
+        """
         length = self.layout.window
         order = torch.arange(length, device=self.tokens.device)
         same = self.texts[:, :, None] == self.texts[:, None, :]
@@ -154,17 +171,21 @@ def lay_out(
     tokens: numpy.ndarray,
     positions: numpy.ndarray,
     texts: numpy.ndarray,
-    due: numpy.ndarray,
+    learnable: numpy.ndarray,
     noise: Sequence[numpy.random.Generator],
 ) -> Windows:
-    """Windows with anchors drawn from the places that are `due` [B, L] bool: whose next token the
-    target itself chose. A mask counts where its own place is due too, in its anchor's text.
-    `noise`: one for each window, so that it does not matter which others it comes with."""
+    """Make windows with random anchors.
+
+    Args:
+        learnable: [B, L] bool, whether the target chose the next token. Anchors are drawn from
+            these places. A mask counts if its own place is one of them too, in its anchor's text.
+        noise: a generator for each window, so that it does not depend on the others.
+    """
     rows, length = tokens.shape
     each = layout.groups * layout.anchors
     anchors = numpy.full((rows, each), -1, dtype=numpy.int64)
     for row in range(rows):
-        found = noise[row].permutation(numpy.flatnonzero(due[row]))[:each]
+        found = noise[row].permutation(numpy.flatnonzero(learnable[row]))[:each]
         anchors[row, noise[row].permutation(each)[: len(found)]] = found
     shaped = anchors.reshape(rows, layout.groups, layout.anchors)
     slot_anchors, numbers = layout.slots()
@@ -175,10 +196,10 @@ def lay_out(
     own = numpy.take_along_axis(texts, numpy.maximum(at, 0), 1)
     counts = (
         inside
-        & numpy.take_along_axis(due, clipped, 1)
+        & numpy.take_along_axis(learnable, clipped, 1)
         & (numpy.take_along_axis(texts, clipped, 1) == own)
     )
-    every = numpy.concatenate((due, counts), 1)
+    every = numpy.concatenate((learnable, counts), 1)
     goals = numpy.concatenate((numpy.tile(numpy.arange(length), (rows, 1)), clipped), 1)
     places = numpy.concatenate((numpy.zeros(length), numpy.tile(numbers, layout.groups)))
     chosen = numpy.nonzero(every)
@@ -208,7 +229,10 @@ def lay_out(
 
 
 def _earlier(layout: Layout, at: numpy.ndarray, length: int) -> numpy.ndarray:
-    """Of every mask [B, C masks], anchored `at`, where the guess of one number less stands."""
+    """Return, for every mask, the place of the guess one position earlier, [B, C masks].
+
+    at: the anchor of each mask.
+    """
     anchors, numbers = layout.slots()
     starts = numpy.concatenate(([0, 0], numpy.cumsum(layout.counts)[:-1])).astype(numpy.int64)
     own = length + starts[numbers - 1] + anchors if layout.groups else numbers

@@ -1,7 +1,8 @@
-"""How far a student's guesses are from the target's laws, and how often they would stand.
+"""The training loss, and the acceptance probabilities of a student's guesses.
 
-Distributions over a whole vocabulary are large: they are made for some guesses at a time, with
-the gradient, and never kept. Both models' laws are at temperature 1, over the ids that both know.
+Distributions over a whole vocabulary are large, so they are computed for some guesses at a time,
+with the gradient, and not stored. Training compares both models at temperature 1, over the ids that
+they share.
 """
 
 from __future__ import annotations
@@ -15,31 +16,32 @@ from torch.nn import functional
 
 import bass_kernels as ops
 
-# Logits made at once: in plain torch 1 GiB in float32, of which there are five; the kernels need
-# them in bfloat16 alone, and the head's gradient is added up less often.
+# Logits computed at once. Plain torch needs five tensors of 1 GiB in float32. The kernels need them
+# in bfloat16 only; with more at once the head's gradient is added up less often.
 ELEMENTS, _ELEMENTS_OF_KERNELS = 1 << 28, 1 << 30
-_ALIGNED = 64  # ids: a product whose rows are no multiple of 16 bytes takes several times as long
-# Of the loss, what is distance of masses (2 - 2 * overlap), the rest being divergence: what stands
-# is the overlap, but far from the target's law only the divergence says where it lies. DSpark's
-# share (arXiv 2607.05147), and the best of 0, 0.5 and 0.9 in docs/LOG.md.
+_ALIGNED = 64  # ids; a product with rows of no multiple of 16 bytes takes several times as long
+# Share of the total variation term (2 - 2 * overlap) in the loss; the rest is KL divergence. The
+# overlap is the acceptance rate, but far from the target's distribution only the divergence has a
+# useful gradient. 0.9 is DSpark's value (arXiv 2607.05147), and the best of 0, 0.5 and 0.9 in
+# docs/LOG.md.
 APART = 0.9
-LEAST = 0.3  # of a guess's weight, where drafts before it hardly stand: else it would never learn
-STANDS = 0.8  # the chance of a draft behind one that stands, as held-out ones have it once trained
+LEAST = 0.3  # least weight of a guess behind unlikely drafts, so that it learns at all
+STANDS = 0.8  # acceptance rate behind an accepted draft, as measured on held-out texts
 
 
 class Head(NamedTuple):
-    """weight [V, width], bias [V] or None, of the ids that count."""
+    """Output head: weight [V, width], bias [V] or None, for the V ids that are compared."""
 
     weight: Tensor
     bias: Tensor | None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] of hidden [N, width], in its dtype."""
+        """Return logits [N, V] of hidden [N, width], in the dtype of `hidden`."""
         bias = None if self.bias is None else self.bias.to(hidden.dtype)
         return functional.linear(hidden, self.weight.to(hidden.dtype), bias)
 
     def padded(self, dtype: torch.dtype) -> Head:
-        """In `dtype`, with rows of zeros to a multiple of _ALIGNED."""
+        """Return the head in `dtype`, with rows of zeros added to a multiple of _ALIGNED."""
 
         def wider(x: Tensor) -> Tensor:
             size = -(-len(x) // _ALIGNED) * _ALIGNED
@@ -53,11 +55,17 @@ class Head(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """N guesses in the order of the M laws that they are compared with: `of` [N] says with which,
-    `begins` [M + 1] (on the host) where those of each law begin. `before` [N]: the guess one place
-    earlier in the same draft, itself at place 0; its law's number is smaller. `tokens` [N]: what
-    came there; `scarcity` [N]: of how many such guesses one was made; `worth` [N]: how many drafts
-    more stand on average if it does (`worths`). `longest`: a draft's most."""
+    """N guesses, in the order of the M target distributions that they are compared with.
+
+    begins [M + 1], on the host: the first guess of each distribution.
+    of [N]: the distribution of each guess.
+    before [N]: the guess one position earlier in the same draft, or itself at position 0. Its
+        distribution comes earlier.
+    tokens [N]: the token of the text.
+    scarcity [N]: inverse of the share of anchors that have a guess at this position.
+    worth [N]: expected accepted drafts from this position on, if it is accepted (`worths`).
+    longest: guesses of the longest draft.
+    """
 
     begins: numpy.ndarray
     of: Tensor
@@ -68,7 +76,10 @@ class Guesses(NamedTuple):
     longest: int
 
     def parts(self, most: int) -> list[tuple[slice, slice]]:
-        """Guesses and their laws, of up to so many guesses where a law has no more."""
+        """Divide guesses and distributions into parts of up to `most` guesses.
+
+        The guesses of one distribution are never divided.
+        """
         found, law, laws = [], 0, len(self.begins) - 1
         while law < laws:
             last = int(numpy.searchsorted(self.begins, self.begins[law] + most, "right")) - 1
@@ -79,30 +90,36 @@ class Guesses(NamedTuple):
 
 
 def worths(places: int) -> list[float]:
-    """By place in a draft: what stands of the rest of it, itself included, if one there stands. The
-    first ones carry all that follow: without it their share of the loss is that of the last, and
-    the first, which was right before any mask was learnt, gets worse."""
+    """Return, by position, the expected accepted drafts from it on, if a draft there is accepted.
+
+    Early positions weigh more because all later ones depend on them. Without these weights the
+    first position, which is good before the training, gets worse.
+    """
     return [sum(STANDS**later for later in range(places - place)) for place in range(places)]
 
 
 def divergence(
     student: Tensor, head: Head, target: Tensor, target_head: Head, guesses: Guesses
 ) -> Tensor:
-    """The sum over N guesses of weight * ((1 - APART) * KL(target's law, student's law) + APART *
-    (2 - 2 * overlap)). student [N, width], target [M, its width]: final norms' outputs. Gradients
-    reach `student` and `head`.
+    """Return the weighted loss, summed over N guesses.
 
-    The weight is how much more of a draft stands if one there does. It only matters where the
-    drafts before it stand, so it is LEAST, and for the rest their chance: the product of
-    min(1, q / p) at what came; tested one by one it is just that, under both couplings near it.
-    Times its worth, for those behind it. Those rarely made count for those that are not."""
+    The loss of a guess is (1 - APART) * KL(target, student) + APART * (2 - 2 * overlap).
+
+    The weight of a guess estimates how many accepted drafts depend on it. It is the product of
+    three factors: the probability that all drafts before it are accepted, with LEAST as a floor;
+    the guess's `worth`; and its `scarcity`. The probability is the product of min(1, q / p) at the
+    tokens of the text: exact for token-wise verification, and close under both couplings.
+
+    Args:
+        student, target: outputs of the final norms, [N, width] and [M, width of the target].
+            Gradients reach `student` and `head`.
+    """
     found: Tensor = _Divergence.apply(student, head.weight, head.bias, target, target_head, guesses)
     return found
 
 
 class _Divergence(torch.autograd.Function):
-    """The gradient of a law's logits is made where both laws are there, and forward leaves
-    nothing to do for backward."""
+    """Computes gradients in the forward pass, where both distributions are in memory."""
 
     @staticmethod
     def forward(
@@ -111,24 +128,24 @@ class _Divergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        law: Head,
+        target_head: Head,
         guesses: Guesses,
     ) -> Tensor:
         dtype, vocab = student.dtype, len(weight)
-        own, other = Head(weight, bias).padded(dtype), law.padded(dtype)
+        own, other = Head(weight, bias).padded(dtype), target_head.padded(dtype)
         most = _ELEMENTS_OF_KERNELS if ops.kind_for(student) == "triton" else ELEMENTS
         total = torch.zeros((), dtype=torch.float32, device=student.device)
-        stand = torch.ones(len(student), dtype=torch.float32, device=student.device)
+        accepted = torch.ones(len(student), dtype=torch.float32, device=student.device)
         grads = [torch.empty_like(student), torch.zeros_like(weight, dtype=torch.float32)]
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for part, laws in guesses.parts(max(most // vocab, 1)):
-            logits, due = own.logits(student[part]), other.logits(target[laws])
-            of = guesses.of[part] - laws.start
-            found = ops.distances(logits, due, of, guesses.tokens[part], vocab)
-            weights = _weights(guesses, part, stand, found.ratio)
+        for part, group in guesses.parts(max(most // vocab, 1)):
+            logits, expected = own.logits(student[part]), other.logits(target[group])
+            of = guesses.of[part] - group.start
+            found = ops.distances(logits, expected, of, guesses.tokens[part], vocab)
+            weights = _weights(guesses, part, accepted, found.ratio)
             total += (weights * _mixed(found)).sum()
             slopes = torch.stack((weights * (1.0 - APART), weights * (2.0 * APART)))
-            ops.distance_gradient(logits, due, of, found, slopes, vocab)
+            ops.distance_gradient(logits, expected, of, found, slopes, vocab)
             if grad_bias is not None:
                 grad_bias += logits[:, :vocab].sum(0, dtype=torch.float32)
             grads[0][part] = logits @ own.weight
@@ -148,35 +165,41 @@ def _mixed(found: ops.Distances) -> Tensor:
     return (1.0 - APART) * found.divergence + APART * (2.0 - 2.0 * found.overlap)
 
 
-def _weights(guesses: Guesses, part: slice, stand: Tensor, ratio: Tensor) -> Tensor:
-    """Of a part's guesses. `stand` [N]: the chance that a guess stands with all before it, of those
-    before the part; the part's own is filled in."""
+def _weights(guesses: Guesses, part: slice, accepted: Tensor, ratio: Tensor) -> Tensor:
+    """Return the weights of a part's guesses.
+
+    accepted [N]: probability that a guess and all before it are accepted. It is known for earlier
+    parts; that of this part is filled in.
+    """
     own = ratio.clamp(max=0.0).exp()
     before, scarcity = guesses.before[part], guesses.scarcity[part]
     alone = before == torch.arange(part.start, part.stop, device=before.device)
     ahead = own.new_zeros(len(own))
     for _ in range(guesses.longest):
-        ahead = torch.where(alone, 1.0, stand[before])
-        stand[part] = ahead * own
+        ahead = torch.where(alone, 1.0, accepted[before])
+        accepted[part] = ahead * own
     return torch.where(alone, 1.0, LEAST + (1.0 - LEAST) * ahead * scarcity) * guesses.worth[part]
 
 
 class Agreement(NamedTuple):
-    """Of each guess [N], under a coupling: the chance that it stands, and that it stands where the
-    target's token is the given one."""
+    """Acceptance probabilities of guesses under a coupling, [N] each.
+
+    stands: over all tokens of the target. given: if the target's token is the given one.
+    """
 
     stands: Tensor
     given: Tensor
 
 
 def shared_agreement(target: Tensor, student: Tensor, tokens: Tensor) -> Agreement:
-    """Under shared coupling, from log-laws [N, V] and the target's tokens [N]: token i is both
-    models' with the chance 1 / sum over j of max(p_j / p_i, q_j / q_i).
+    """Compute acceptance under shared coupling from log-probs [N, V] and the target's tokens [N].
 
-    The maximum is p's for the tokens whose p / q is at least that of i, and q's for the others:
-    two sums up to i's place in the order of p / q."""
+    Both models draw token i with probability 1 / sum over j of max(p_j / p_i, q_j / q_i). Sorted
+    by p / q, the maximum is p's ratio up to i and q's ratio behind it, so two cumulative sums are
+    enough.
+    """
     order = (target - student).argsort(-1, descending=True)
-    p, q = (law.gather(-1, order).double().exp() for law in (target, student))
+    p, q = (log_probs.gather(-1, order).double().exp() for log_probs in (target, student))
     above, below = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
     both = 1.0 / (above / p + below.clamp(min=0.0) / q)
     both = both.nan_to_num(0.0, 0.0, 0.0)
@@ -186,7 +209,7 @@ def shared_agreement(target: Tensor, student: Tensor, tokens: Tensor) -> Agreeme
 
 
 def maximal_agreement(target: Tensor, student: Tensor, tokens: Tensor) -> Agreement:
-    """The same under maximal coupling: the overlap of the laws, and min(1, q / p) at the token."""
+    """Compute acceptance under maximal coupling: the overlap, and min(1, q / p) at the token."""
     stands = torch.minimum(target, student).exp().sum(-1)
     apart = (student - target).gather(-1, tokens[:, None])[:, 0]
     return Agreement(stands, apart.clamp(max=0.0).exp())

@@ -1,7 +1,6 @@
-"""Who draws the samples and trains: this process, or actors on Ray. Files, and what they depend on,
-are the same.
+"""Draw samples and train, in this process or with actors on Ray.
 
-Not here: what comes before and after (command.py).
+The files and the settings that they depend on are the same for both. command.py is the caller.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bass_cli.config.job import Job, Pair
 from bass_cli.distill.group import Group
 from bass_cli.distill.prompts import Supply
 from bass_cli.distill.rank import JobSpec, Rank
-from bass_cli.distill.sampling import OwnHand, draw
+from bass_cli.distill.sampling import LocalSampler, draw
 from bass_cli.distill.settings import Training, check_memory
 from bass_cli.distill.student import Source
 from bass_cli.distill.trainer import SECONDS
@@ -34,22 +33,22 @@ from bass_cli.system.threads import configure_threads
 
 
 class SampleBackend(Protocol):
-    """Whoever makes a draft. `plan`: of the job that draws the samples."""
+    """Draws the samples and trains the draft. `plan`: of the job that draws the samples."""
 
     plan: Plan
 
     def check(self, source: Source, training: Training) -> None:
-        """MachineError where there is too little memory."""
+        """Raise MachineError if there is too little memory for the training."""
 
     def draw(self, supply: Supply, results: dict[str, Any], places: Places) -> None:
-        """What is missing of the samples, which depend on `results`."""
+        """Draw the samples that are missing. `results`: the settings that they depend on."""
 
     def train(self, source: Source, training: Training, places: Places) -> dict[str, Any]:
-        """What is left to do from samples to the draft's folder; returns the report."""
+        """Train on the samples and write the draft's folder; return the report."""
 
 
 class LocalBackend:
-    """This process."""
+    """Draws and trains in this process."""
 
     def __init__(self, job: Job, screen: Screen):
         self._screen = screen
@@ -61,8 +60,8 @@ class LocalBackend:
         check_memory(self.plan, source, training)
 
     def draw(self, supply: Supply, results: dict[str, Any], places: Places) -> None:
-        hand, screen = OwnHand(self.plan, self._screen), self._screen
-        draw(hand, supply, wanted=results["tokens"], path=places.samples, results=results,
+        sampler, screen = LocalSampler(self.plan, self._screen), self._screen
+        draw(sampler, supply, wanted=results["tokens"], path=places.samples, results=results,
              screen=screen)  # fmt: skip
         give_back_memory(self.plan.device)
 
@@ -74,7 +73,7 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """Actors; this process looks at files alone."""
+    """Draws and trains with actors; this process loads no weights."""
 
     def __init__(self, args: DistillArgs, pair: Pair, cluster: Cluster, screen: Screen):
         self._args, self._pair, self._cluster, self._screen = args, pair, cluster, screen
@@ -82,7 +81,7 @@ class RemoteBackend:
         self.plan = plan_of_others(cluster.rooms.job)
 
     def check(self, source: Source, training: Training) -> None:
-        pass  # each of them does, where it is
+        pass  # each actor checks its own device
 
     def draw(self, supply: Supply, results: dict[str, Any], places: Places) -> None:
         screen = self._screen
@@ -93,13 +92,14 @@ class RemoteBackend:
             for note in facts.notes:
                 screen.note(note)
             found = json.loads(json.dumps(facts.manifest["results"], default=str))
-            bad = [key for key, value in found.items() if results.get(key) != value]
-            if bad:
+            differing = [key for key, value in found.items() if results.get(key) != value]
+            if differing:
+                key = differing[0]
                 raise UserError(
-                    f"actors would draw other samples ({bad[0]}: {found[bad[0]]!r} there, "
-                    f"{results.get(bad[0])!r} here); models and versions have to be the same"
+                    f"the actors would draw other samples ({key}: {found[key]!r} there, "
+                    f"{results.get(key)!r} here); install the same models and versions on all nodes"
                 )
-            draw(_CrewsHand(crew), supply, wanted=results["tokens"], path=places.samples,
+            draw(PoolSampler(crew), supply, wanted=results["tokens"], path=places.samples,
                  results=results, screen=screen)  # fmt: skip
 
     def train(self, source: Source, training: Training, places: Places) -> dict[str, Any]:
@@ -116,7 +116,9 @@ class RemoteBackend:
             return Group(fleet, self._screen, places.checkpoint).run()
 
 
-class _CrewsHand:
+class PoolSampler:
+    """Draws with a pool of workers."""
+
     def __init__(self, crew: WorkerPool):
         self._crew, self.line = crew, crew.line
 
@@ -128,7 +130,7 @@ class _CrewsHand:
 def makers_of(
     args: DistillArgs, pair: Pair, job: Job, request: Request | None, screen: Screen
 ) -> Iterator[SampleBackend]:
-    """Whoever the request asks; this process where there is none."""
+    """Yield the backend for the request; None means this process."""
     if request is None:
         yield LocalBackend(job, screen)
         return

@@ -1,8 +1,7 @@
-"""The decoder of models/decoder.py once more, in plain torch that gradients flow through: over
-training windows, without a cache.
+"""A differentiable version of models/decoder.py, in plain torch, over training windows.
 
-Target and student run the same code, on the same weights as everywhere (formats/weights.py). Not
-here: what sees what (layout.py), the head (loss.py).
+It has no KV cache. Target and student run the same code on the weights of formats/weights.py.
+layout.py makes the attention masks; loss.py applies the head.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from bass_cli.models.spec import Rope, Spec
 
 Weights = Mapping[str, Tensor]
 Angles = tuple[Tensor, Tensor]
-Bias = tuple[Tensor, Tensor | None]  # of the text, and of the masks
+Bias = tuple[Tensor, Tensor | None]  # attention biases of the text and of the masks
 
-_MASKED = -1e30  # finite: a tile of keys of which a query sees none gives no NaN on the way
+_MASKED = -1e30  # finite, so that a tile of keys that are all masked gives no NaN
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -32,8 +31,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights to compute with in `dtype`; gradients reach the ones they were made of. Embedding
-    and head stay: few of their rows are read, or they are cast where they are used."""
+    """Cast weights to `dtype`, keeping the gradient path.
+
+    Embedding and head are not cast: few rows of the embedding are read, and loss.py casts the head.
+    """
     return {
         name: weight if name.startswith(("embed.", "head.")) else weight.to(dtype)
         for name, weight in weights.items()
@@ -41,8 +42,10 @@ def cast(weights: Weights, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def run(spec: Spec, weights: Weights, windows: Windows, mask: int | None) -> Tensor:
-    """The final norm's output [B, T, width] in the dtype of the layers' weights: of text and masks
-    (their id is `mask`), or of the text alone."""
+    """Run the decoder; return the final norm's output [B, T, width] in the layers' dtype.
+
+    mask: mask token, to run text and masks; None for the text alone.
+    """
     if mask is None:
         tokens, positions = windows.tokens, windows.positions
     else:
@@ -58,18 +61,18 @@ def run(spec: Spec, weights: Weights, windows: Windows, mask: int | None) -> Ten
     biases = {w: _biases(spec, windows, w, dtype, mask is not None) for w in set(spec.windows)}
     for i in range(spec.layers):
         window = spec.windows[i]
-        turned = angles[1] if window and spec.local_rope else angles[0]
-        residual = _block(spec, weights, f"layers.{i}.", residual, turned, biases[window], windows)
+        rope = angles[1] if window and spec.local_rope else angles[0]
+        residual = _block(spec, weights, f"layers.{i}.", residual, rope, biases[window], windows)
     return _norm(spec, weights, "norm", residual)
 
 
 def _biases(spec: Spec, windows: Windows, window: int, dtype: torch.dtype, masks: bool) -> Bias:
-    """What is added to scores for as many queries as share a key: [N, 1, G T, S]."""
+    """Make attention biases [N, 1, G T, S] for the G query heads that share a key head."""
     share = spec.heads // spec.kv_heads
 
-    def of(seen: Tensor) -> Tensor:
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return bias.masked_fill_(~seen, _MASKED).repeat(1, share, 1)[:, None]
+    def of(allowed: Tensor) -> Tensor:
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return bias.masked_fill_(~allowed, _MASKED).repeat(1, share, 1)[:, None]
 
     text, both = windows.seen(window)
     return of(text), of(both) if masks and both is not None else None
@@ -84,7 +87,7 @@ def _block(
     bias: Bias,
     windows: Windows,
 ) -> Tensor:
-    """The residual stream [B, T, width] after a layer."""
+    """Run a layer; return the residual stream [B, T, width]."""
     normed = _norm(spec, weights, at + "norm1", residual)
     qkv = _linear(weights, at + "qkv", normed).unflatten(-1, (-1, spec.head_size))
     q, k, v = qkv.split((spec.heads, spec.kv_heads, spec.kv_heads), dim=2)
@@ -106,7 +109,7 @@ def _block(
 
 
 def _mix(spec: Spec, q: Tensor, k: Tensor, v: Tensor, bias: Bias, windows: Windows) -> Tensor:
-    """Attention [B, T, H D]: the text's to itself, each group's to the text and to itself."""
+    """Attention [B, T, H D] of the text to itself, and of each group to the text and itself."""
     length, scale = windows.tokens.shape[1], spec.query_scale
     text = _attend(q[:, :length], k[:, :length], v[:, :length], bias[0], scale)
     if bias[1] is None:
@@ -125,8 +128,10 @@ def _mix(spec: Spec, q: Tensor, k: Tensor, v: Tensor, bias: Bias, windows: Windo
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """q [N, T, H, D], k and v [N, S, K, D]: [N, T, H D]. Heads that share a key stand one behind
-    the other as queries, so that keys need no copies."""
+    """Attention of q [N, T, H, D] to k and v [N, S, K, D]; returns [N, T, H D].
+
+    Query heads that share a key head are folded into the query axis, so that keys are not copied.
+    """
     rows, width, heads, size = q.shape
     kv_heads = k.shape[2]
     folded = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
@@ -138,7 +143,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
 
 
 class _Rotated(torch.autograd.Function):
-    """x by the angles (cos, sin), in one kernel each way on a GPU."""
+    """Rotary embedding of x by (cos, sin), with one kernel for each direction on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -151,8 +156,10 @@ class _Rotated(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up of x [..., 2 I], gate then up, in one kernel each way on a GPU; of what was
-    made on the way nothing is kept."""
+    """silu(gate) * up of x [..., 2 I], with gate first; one kernel for each direction on a GPU.
+
+    Only x is kept for the backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -190,7 +197,7 @@ def _norm(spec: Spec, weights: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _angles(positions: Tensor, rope: Rope | None) -> Angles | None:
-    """cos and sin, each [B, T, 1, size / 2] float32."""
+    """Return cos and sin, each [B, T, 1, size / 2] float32; None without rotary positions."""
     if rope is None:
         return None
     exponents = torch.arange(0, rope.size, 2, device=positions.device).float() / rope.size

@@ -1,8 +1,7 @@
-"""What a target is asked for its own samples: a file's prompts again and again, or nothing that
-anybody has to write. A chat model writes the users' turns itself, from the beginning of one that
-is empty, and answers them; and every model goes on from the beginning of a text.
+"""Supply the prompts for the target's samples: those of a file, or ones that the model writes.
 
-Not here: drawing (sampling.py).
+Without a file, a chat model continues an empty user turn and then answers what it wrote; every
+model also continues an empty text. sampling.py draws the samples.
 """
 
 from __future__ import annotations
@@ -17,21 +16,28 @@ from bass_cli.formats.tokenizer import Tokenizer
 from bass_cli.io.completion import Completion
 from bass_cli.io.prompts import Prompt
 
-_MARK = "THE USER SAYS THIS"  # where a template puts what a user says
-TURN, ANSWER, TEXT, FILE = "turn", "answer", "text", "file"  # kinds of prompts; ids begin so
+_MARK = "THE USER SAYS THIS"  # marks the user's words in a rendered template
+TURN, ANSWER, TEXT, FILE = (
+    "turn",
+    "answer",
+    "text",
+    "file",
+)  # kinds of prompts; the first part of their ids
 
 
 class Own(NamedTuple):
-    """The beginnings of what a model writes itself: a user's `turn`, and a `text`; None: it is
-    not asked for those."""
+    """The prompts from which a model writes user turns and texts; None if it writes none."""
 
     turn: str | None
     text: str | None
 
 
 def own_beginnings(tokenizer: Tokenizer, chat: bool | None) -> Own:
-    """For a model with this tokenizer. `chat`: only turns and their answers, or none of them; None:
-    both, where there is a template. UserError where there is nothing to begin with."""
+    """Make the prompts for a model with this tokenizer.
+
+    chat: True for turns and answers only, False for texts only; None for both, if there is a chat
+    template. UserError if the tokenizer has no beginning for a turn or text.
+    """
     turn = None
     if chat and not tokenizer.has_chat_template:
         raise UserError(f"--chat: {tokenizer.path}: the tokenizer has no chat template")
@@ -40,27 +46,27 @@ def own_beginnings(tokenizer: Tokenizer, chat: bool | None) -> Own:
         turn = _as_prompt(tokenizer, begin) if found else None
         if chat and not turn:
             raise UserError(
-                "--chat: the template says nothing before what a user says, so no such turn can be "
-                "begun; give --prompts FILE"
+                "--chat: the chat template has no text before a user's words, so the model cannot "
+                "write user turns; give --prompts FILE"
             )
     text = None if chat else _first_text(tokenizer)
     if not turn and text is None:
         raise UserError(
-            "the tokenizer has no token that begins or ends a text, so none can be begun; give "
-            "--prompts FILE"
+            "the tokenizer has no token that begins or ends a text, so the model cannot write its "
+            "own prompts; give --prompts FILE"
         )
     return Own(turn or None, text)
 
 
 def _as_prompt(tokenizer: Tokenizer, text: str) -> str:
-    """The text without the token that the tokenizer will put before it once more."""
-    due, begin = tokenizer.encode_part(text), tokenizer.settled.special.get("bos_token", "")
+    """Return the text without the BOS token, if the tokenizer adds it."""
+    ids, begin = tokenizer.encode_part(text), tokenizer.settled.special.get("bos_token", "")
     shorter = text.removeprefix(begin)
-    return shorter if tokenizer.encode(text) != due == tokenizer.encode(shorter) else text
+    return shorter if tokenizer.encode(text) != ids == tokenizer.encode(shorter) else text
 
 
 def _first_text(tokenizer: Tokenizer) -> str | None:
-    """What stands before every text: nothing, if the tokenizer puts a token there itself."""
+    """Return the beginning of a text: empty if the tokenizer adds a token itself."""
     if tokenizer.encode(""):
         return ""
     special = tokenizer.settled.special
@@ -69,11 +75,15 @@ def _first_text(tokenizer: Tokenizer) -> str | None:
 
 
 class Supply(Iterator[Prompt]):
-    """Prompts of n samples each, until about `wanted` tokens come of them.
+    """Iterates over prompts of n samples each, until about `wanted` tokens will come of them.
 
-    `own`: a call gives the prompts of a file anew; they are given `passes` times (None: until
-    there are enough tokens). `likely`: tokens that a sample is expected to have before one has
-    ended. Each sample has to be passed to `take`, those of an earlier run too.
+    Every sample must be passed to `take`, also those of an earlier run.
+
+    Args:
+        own: the model's own prompts, or a function that returns the prompts of a file.
+        wanted: tokens of samples to draw.
+        likely: expected tokens of a sample before the first one has ended.
+        passes: how often the prompts of a file are used; None: until there are enough tokens.
     """
 
     def __init__(
@@ -86,7 +96,7 @@ class Supply(Iterator[Prompt]):
         passes: int | None = None,
     ):
         self._n, self._wanted, self._likely = n, wanted, max(likely, 1.0)
-        self.exhausted = False  # whether all passes over the file were given
+        self.exhausted = False  # whether all passes over the file are over
         self._file: Iterator[Prompt] | None = None
         kinds: dict[str, Iterator[Prompt]] = {}
         if isinstance(own, Own):
@@ -95,10 +105,10 @@ class Supply(Iterator[Prompt]):
         else:
             self._file = _again(own, passes)
         self._kinds = kinds
-        self._asked: list[Prompt] = []  # turns that wait for answers
+        self._unanswered: list[Prompt] = []  # user turns without an answer yet
         self._known: set[str] = set()
         self._done: set[tuple[str, int]] = set()
-        self._given: dict[str, int] = {}  # by prompt: samples that are to come
+        self._given: dict[str, int] = {}  # by prompt: samples that have not ended
         self._counts = {kind: _Count() for kind in (TURN, ANSWER, TEXT, FILE)}
 
     def __next__(self) -> Prompt:
@@ -115,7 +125,7 @@ class Supply(Iterator[Prompt]):
         raise StopIteration
 
     def take(self, done: Completion) -> None:
-        """A sample is there, or a prompt cannot be run."""
+        """Record a finished sample, or a prompt that cannot be run."""
         kind, missing = kind_of(done.id), self._given.pop(done.id, 0)
         count, ended = self._counts[kind], min(missing, self._n if done.is_of_prompt else 1)
         count.coming -= ended
@@ -126,40 +136,50 @@ class Supply(Iterator[Prompt]):
         self._done.add((done.id, done.sample))
         count.samples += 1
         count.tokens += done.tokens
-        says = done.text.strip()
-        if kind == TURN and done.finish_reason == "eos" and says and says not in self._known:
-            self._known.add(says)
+        words = done.text.strip()
+        if kind == TURN and done.finish_reason == "eos" and words and words not in self._known:
+            self._known.add(words)
             id_ = f"{ANSWER}/{done.id.partition('/')[2]}.{done.sample}"
-            self._asked.append(_prompt(id_, None, [{"role": "user", "content": done.text}]))
+            self._unanswered.append(_prompt(id_, None, [{"role": "user", "content": done.text}]))
 
     @property
     def done(self) -> set[tuple[str, int]]:
-        """The samples that are there."""
+        """The samples that have ended, as (prompt id, number)."""
         return set(self._done)
 
     @property
     def tokens(self) -> int:
-        """Tokens that there are."""
+        """Tokens of the samples that have ended."""
         return sum(count.tokens for count in self._counts.values())
 
+    @property
+    def total(self) -> int:
+        """Estimated tokens at the end: as many as wanted, or fewer if the prompts have run out."""
+        if not self.exhausted or not any(count.samples for count in self._counts.values()):
+            return self._wanted
+        return min(self._wanted, round(sum(map(self._expected, self._counts))))
+
     def _expected(self, kind: str) -> float:
-        """Tokens of a kind that there are, and that samples on their way are expected to have. A
-        sample counts as one at least: drawing ends also where samples are empty."""
+        """Estimate the tokens of a kind, with samples that have not ended.
+
+        A sample counts as at least one token, so that drawing ends even if all samples are empty.
+        """
         count = self._counts[kind]
-        there = max(count.tokens, count.samples)
-        return there + count.coming * (there / count.samples if count.samples else self._likely)
+        known = max(count.tokens, count.samples)
+        return known + count.coming * (known / count.samples if count.samples else self._likely)
 
     def _next(self) -> Prompt | None:
         if self._file is not None:
             return next(self._file, None)
         spent = {TEXT: self._expected(TEXT), TURN: self._expected(TURN) + self._expected(ANSWER)}
         behind = min(self._kinds, key=lambda kind: spent[kind])
-        return self._asked.pop() if behind == TURN and self._asked else next(self._kinds[behind])
+        answer = behind == TURN and self._unanswered
+        return self._unanswered.pop() if answer else next(self._kinds[behind])
 
 
 @dataclasses.dataclass(slots=True)
 class _Count:
-    """Of a kind: samples and tokens that are there, samples that are to come."""
+    """Counts of a kind: samples and tokens that have ended, and samples to come."""
 
     samples: int = 0
     tokens: int = 0
@@ -167,12 +187,12 @@ class _Count:
 
 
 def kind_of(id_: str) -> str:
-    """Of the prompt with this id."""
+    """Return the kind of the prompt with this id."""
     return id_.partition("/")[0]
 
 
 def _prompt(id_: str, text: str | None, messages: list[dict[str, Any]] | None) -> Prompt:
-    """What it says goes to its samples' lines, which are read for training."""
+    """Make a prompt whose text is stored in its samples' lines, for training."""
     meta = {"text": text} if messages is None else {"messages": messages}
     return Prompt(id_, text, messages, meta, None, id_)
 
@@ -183,7 +203,7 @@ def _numbered(kind: str, text: str) -> Iterator[Prompt]:
 
 def _again(prompts: Callable[[], Iterator[Prompt]], passes: int | None) -> Iterator[Prompt]:
     return (
-        _prompt(f"{FILE}/{turn}/{prompt.id}", prompt.text, prompt.messages)
-        for turn in (itertools.count() if passes is None else range(passes))
+        _prompt(f"{FILE}/{number}/{prompt.id}", prompt.text, prompt.messages)
+        for number in (itertools.count() if passes is None else range(passes))
         for prompt in prompts()
     )

@@ -1,10 +1,8 @@
-"""One of the processes that train together, as whoever looks after them has it: told which number
-it is, it works in a thread of its own, and says how far it is, what became of it, and, if it is the
-first, the report.
+"""A process of a distributed training, as group.py controls it.
 
-It knows nothing of what carries its messages. Nothing heavy is imported before it is told to
-prepare. Not here: the work itself (work.py), the others (group.py), what they exchange
-(exchange.py).
+It trains in a thread and reports its progress, its errors and, for rank 0, the report. It does not
+depend on Ray. Heavy imports happen in `prepare`. work.py does the training; exchange.py sums the
+gradients.
 """
 
 from __future__ import annotations
@@ -31,14 +29,16 @@ if TYPE_CHECKING:
     from bass_cli.distill.student import Source
     from bass_cli.run.plan import Plan
 
-LOST = "peers"  # the kind of a Fault whose cause is another's end
+LOST = "peers"  # kind of a Fault that another process's death caused
 
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """What all of them are told: the command's options, its pair and job, where it was given,
-    `samples`: bytes of the file to learn from; `every`: seconds between checkpoints; `address`:
-    asks for that of a process's node."""
+    """The job of all processes.
+
+    folder: working directory of the command. samples: bytes of the sample file. every: seconds
+    between checkpoints. address: returns the address of the node that calls it.
+    """
 
     args: DistillArgs
     pair: Pair
@@ -50,8 +50,7 @@ class JobSpec:
 
 
 class Present(NamedTuple):
-    """One has looked at its models, and waits for the others: its node, by name and address, and a
-    port there at which they can meet."""
+    """A process is ready: the name and address of its node, and a port where a group can meet."""
 
     node: str
     host: str
@@ -59,7 +58,7 @@ class Present(NamedTuple):
 
 
 class News(NamedTuple):
-    """How one is. `document`: the report, once all is done."""
+    """Progress of a process. `document`: the report, when the training is done."""
 
     line: str
     share: float | None
@@ -69,7 +68,7 @@ class News(NamedTuple):
 
 
 class Rank:
-    """Its methods are called one after the other, and what they give back is data."""
+    """A process of a training. Its methods are called one at a time and return plain data."""
 
     def __init__(self, order: JobSpec):
         self._order, self._relay = order, Relay()
@@ -79,7 +78,7 @@ class Rank:
         self._fault: Fault | None = None
 
     def prepare(self) -> Present | Fault:
-        """Check all that can be checked without weights."""
+        """Check everything that can be checked without weights."""
         order = self._order
         try:
             with contextlib.suppress(OSError):  # paths of the command may be relative to it
@@ -99,23 +98,23 @@ class Rank:
             return fault_of(error)
 
     def exchange(self, seat: RankInfo | None, beat: float) -> News:
-        """Begin, with a seat; how it is after `beat` seconds, or as soon as it is over."""
+        """Start the training if a rank is given, and report after `beat` seconds or at the end."""
         if seat is not None:
             thread = threading.Thread(target=self._work, args=(seat,), daemon=True, name="training")
             thread.start()
         with self._news:
             self._news.wait_for(lambda: self._fault is not None or self._document is not None, beat)
-            notes = self._relay.told()
+            notes = self._relay.take_notes()
             return News(self._relay.line(), self._relay.share(), notes, self._document, self._fault)
 
     def _check_folder(self) -> None:
-        """UserError where this node does not see what the command has written."""
+        """Raise UserError if this node does not see the sample file."""
         assert self._order.args.out is not None
         samples = Path(self._order.args.out) / "samples.jsonl"
         if not samples.exists() or samples.stat().st_size != self._order.samples:
             raise UserError(
-                f"--out {self._order.args.out}: the samples that were drawn are not there; actors "
-                "on several nodes need a folder that all of them share"
+                f"--out {self._order.args.out}: the samples are not in this folder; actors on "
+                "several nodes need a folder that all nodes share"
             )
 
     def _work(self, seat: RankInfo) -> None:
@@ -138,7 +137,7 @@ class Rank:
         assert self._found is not None
         assert self._order.args.out is not None
         plan, source, store = self._found
-        self._relay.phase("meeting the others")
+        self._relay.phase("connecting to the other processes")
         work = Work(
             plan,
             source,
@@ -157,7 +156,7 @@ class Rank:
 
 
 class Relay:
-    """What a screen is told, kept until somebody asks."""
+    """Collects notes and progress, until `exchange` sends them."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now, self._lock = now, threading.Lock()
@@ -180,8 +179,8 @@ class Relay:
         self.line, self.share = line, share
         yield lambda: None
 
-    def told(self) -> tuple[str, ...]:
-        """Notes since this was last asked."""
+    def take_notes(self) -> tuple[str, ...]:
+        """Return the notes since the last call."""
         with self._lock:
             notes, self._notes = tuple(self._notes), []
         return notes

@@ -1,4 +1,4 @@
-"""What a distillation was and gave: a document, and a short table of it."""
+"""Make the report of a distillation, and a short table of it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ def report_of(
     training: dict[str, Any],
     made_with: dict[str, Any],
 ) -> dict[str, Any]:
-    """JSON. `before`, `after`: what stands on held-out texts (held_out.py), by how it was drafted;
-    a chain is the same model token by token, before. `seconds` of all runs together, None where
-    nobody knows; `made_with`: target, device, versions."""
+    """Make the report, ready for JSON.
+
+    Args:
+        after: acceptance on held-out texts (held_out.py) by kind of draft; "chain" is the model
+            before the training, drafting token by token.
+        seconds: of all runs together, by step; None if unknown.
+        made_with: target, device and versions.
+    """
     return {
         "kind": "bass distill",
         "before": progress.facts["before"],
@@ -37,15 +42,17 @@ def report_of(
 
 
 def table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the share of drafts that stand under shared coupling where those before
-    them stand, by place; and how many do of a block."""
+    """Make the table: accepted drafts of a block, and acceptance by position (shared coupling).
+
+    The acceptance of a position counts drafts whose predecessors were all accepted.
+    """
     found = {
         f"{moment} {name}": standing
         for moment in ("before", "after")
         for name, standing in document[moment].items()
     }
     longest = max(len(standing["shared"]) for standing in found.values())
-    columns = ["drafts that stand", "in all", *(str(place) for place in range(1, longest + 1))]
+    columns = ["accepted drafts", "in all", *(str(place) for place in range(1, longest + 1))]
     lines = [
         [
             name,

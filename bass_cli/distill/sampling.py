@@ -1,7 +1,7 @@
-"""The target's own samples, drawn by the same engine as everybody's into a file that a killed run
-goes on with, and read from there.
+"""Draw the target's samples into a file, and read them back.
 
-Not here: prompts (prompts.py), what training makes of texts (corpus.py).
+The samples are drawn by the engine of `bass generate`; an interrupted run resumes. prompts.py
+supplies the prompts; corpus.py makes training windows of the texts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from bass_cli.run.generate import generate
 from bass_cli.run.plan import Plan
 from bass_cli.run.scheduler import RequestReader
 
-ENOUGH = 0.98  # of the tokens that were asked for: how long samples get is only expected
-_TRIES = 4  # passes over the prompts until there are enough, where samples got shorter on the way
-# Samples one after the other that met logits which are not finite: a target may do so now and then.
+ENOUGH = 0.98  # share of the wanted tokens; the lengths of samples are only estimated
+_TRIES = 4  # attempts to draw enough tokens, if samples turn out shorter than expected
+# consecutive failed samples that end the run; single ones may fail on logits that are not finite
 _BROKEN = 64
 
 
 def is_complete(path: Path, results: dict[str, Any]) -> bool:
-    """Whether a run with these settings has drawn all that it was to."""
+    """Return whether the file holds all samples of a run with these settings."""
     try:
         manifest = read_manifest(str(path))
     except (OSError, ValueError):
@@ -41,20 +41,19 @@ def is_complete(path: Path, results: dict[str, Any]) -> bool:
     return manifest.get("finished") is True and manifest.get("results") == results
 
 
-class Hand(Protocol):
-    """Who draws: this process, or a crew of others."""
+class Sampler(Protocol):
+    """Draws samples: this process, or a pool of workers."""
 
     @property
     def line(self) -> Callable[[], str] | None:
-        """A line of progress of its own."""
+        """A further line of progress, or None."""
 
     def samples(self, supply: Supply, on_tokens: Callable[[int], None]) -> Iterator[Completion]:
-        """Yield the samples that are missing, as they end; `on_tokens` gets the number of tokens
-        of each round of this process."""
+        """Yield missing samples as they end. `on_tokens` gets the tokens of each local round."""
 
 
-class OwnHand:
-    """This process."""
+class LocalSampler:
+    """Draws in this process."""
 
     line = None
 
@@ -74,10 +73,18 @@ class OwnHand:
 
 
 def draw(
-    hand: Hand, supply: Supply, *, wanted: int, path: Path, results: dict[str, Any], screen: Screen
+    sampler: Sampler,
+    supply: Supply,
+    *,
+    wanted: int,
+    path: Path,
+    results: dict[str, Any],
+    screen: Screen,
 ) -> None:
-    """Samples of about `wanted` tokens in the file, which goes on where it was; `results` is what
-    they depend on (io/results.py)."""
+    """Draw samples of about `wanted` tokens into the file, or what is missing of them.
+
+    results: the settings that the samples depend on (io/results.py).
+    """
     with open_output(str(path), {"results": results}) as writer:
         for note in writer.notes:
             screen.note(note)
@@ -88,55 +95,58 @@ def draw(
         while supply.tokens < ENOUGH * wanted and not supply.exhausted:
             if tries == _TRIES:
                 raise MachineError(
-                    f"{path}: {supply.tokens} tokens were drawn, not {wanted}: the target's "
-                    "samples are too short; give other --prompts, or fewer --tokens"
+                    f"{path}: only {supply.tokens} of {wanted} tokens could be drawn, because the "
+                    "target's samples are short; give other --prompts, or fewer --tokens"
                 )
             tries += 1
             try:
-                _draw(hand, supply, wanted, writer.write, screen)
+                _draw(sampler, supply, wanted, writer.write, screen)
             finally:
                 writer.add_run(time.monotonic() - began, {})
                 began = time.monotonic()
 
 
 def _draw(
-    hand: Hand, supply: Supply, wanted: int, write: Callable[[Completion], None], screen: Screen
+    sampler: Sampler,
+    supply: Supply,
+    wanted: int,
+    write: Callable[[Completion], None],
+    screen: Screen,
 ) -> None:
     broken, before, drawn = 0, supply.tokens, 0
     with contextlib.ExitStack() as shown:
         step: Callable[[int, int], None] | None = None
 
         def show(tokens: int = 0) -> None:
-            """Count tokens of live rows too: a sample may take minutes to end."""
+            """Show progress, with the tokens of samples that have not ended."""
             nonlocal step, drawn
             drawn += tokens
             if step is None:
-                counting = screen.counting("tokens", wanted, beside=hand.line)
+                counting = screen.counting("tokens", wanted, beside=sampler.line)
                 step = shown.enter_context(counting)
-            step(min(max(supply.tokens, before + drawn), wanted), wanted)
+            done = min(max(supply.tokens, before + drawn), wanted)
+            step(done, max(supply.total, done))
 
-        # This process shows loading as a phase, until the first round; others have a line.
-        if hand.line is not None:
+        # A local sampler shows loading as a phase until its first round; workers have a line.
+        if sampler.line is not None:
             show()
-        for one in hand.samples(supply, show):
+        for one in sampler.samples(supply, show):
             write(one)
             broken = broken + 1 if one.finish_reason == "error" and not one.is_of_prompt else 0
             if broken == _BROKEN:
-                raise MachineError(
-                    f"none of the target's last {_BROKEN} samples is sound: {one.error}"
-                )
+                raise MachineError(f"the target's last {_BROKEN} samples all failed: {one.error}")
             supply.take(one)
             show()
 
 
 def seconds_of(path: Path) -> float | None:
-    """How long a finished file's samples took, loading included; None where nobody knows."""
+    """Return the seconds that a finished file took, with loading; None if unknown."""
     found = read_manifest(str(path))["totals"]["seconds"]
     return None if found is None else float(found)
 
 
 def lines_of(path: Path) -> Iterator[Completion]:
-    """The whole lines of a file of samples; what a kill tore is left out."""
+    """Yield the complete lines of a sample file. A line cut by a kill is skipped."""
     with path.open("rb") as stream:
         for line in stream:
             try:
@@ -146,7 +156,7 @@ def lines_of(path: Path) -> Iterator[Completion]:
 
 
 def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt]:
-    """Those of a file that the target can run; UserError if it can run none."""
+    """Return the prompts that the target can run; UserError if there are none."""
     intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     found, faults = list[Prompt](), list[str]()
     for prompt in prompts:
@@ -158,12 +168,12 @@ def usable(prompts: Iterator[Prompt], plan: Plan, screen: Screen) -> list[Prompt
     if not found:
         raise UserError(faults[0])
     if faults:
-        screen.note(f"{len(faults)} prompts cannot be run and are left out; first {faults[0]}")
+        screen.note(f"{len(faults)} prompts cannot be run and are skipped; the first: {faults[0]}")
     return found
 
 
 def texts_of(path: Path, plan: Plan) -> list[Text]:
-    """Every sample with its prompt before it, as the target saw them."""
+    """Return the token ids of every sample behind those of its prompt."""
     intake = RequestReader(plan.job, plan.files.tokenizer, context=plan.files.target.spec.context)
     prompts: dict[str, list[int]] = {}
     found = []
@@ -180,8 +190,7 @@ def texts_of(path: Path, plan: Plan) -> list[Text]:
 
 
 def _origin(id_: str) -> str:
-    """What samples that tell of each other have in common: an answer its turn, those of a file's
-    prompt all."""
+    """Return a key shared by a turn and its answers, or by all samples of a file's prompt."""
     kind, _, rest = id_.partition("/")
     if kind == ANSWER:
         return f"{TURN}/{rest.partition('.')[0]}"

@@ -1,7 +1,7 @@
-"""What a distillation is asked for, checked: the job that draws samples, what the draft is made of,
-how it is trained, and whether there is room for all of it.
+"""Check the options of `bass distill` before any weights are read.
 
-Nothing here reads a weight. Not here: doing it (command.py).
+From the options follow the job that draws samples, the source of the draft, and the training. This
+module also checks that disk and memory are large enough.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from bass_cli.system.host import free_memory, gigabytes
 
 _TOKENS = {"cpu": 50_000, "cuda": 10_000_000}
 _N, _NEW_TOKENS, _TEMPERATURE = 4, 384, 0.9
-_FEWEST_NEW_TOKENS = 16  # of a sample, where few tokens are wanted
-PASSES = 2  # of training over the samples, if nothing else is said
-_QUARTER = 4  # of the target's layers, where nothing else is said
-_LINE = 16  # bytes of a token in the file of samples: its id, and its text
-# Bytes a weight: itself, its gradient, AdamW's two means; and what a checkpoint keeps, twice for
-# the moment in which one replaces another, with the draft itself.
+_FEWEST_NEW_TOKENS = 16  # least default --max-new-tokens, for few --tokens
+PASSES = 2  # default passes of training over the samples
+_QUARTER = 4  # default: the draft gets one layer in four of the target
+_LINE = 16  # bytes of a token in the sample file: its id and its text
+# Bytes of memory for a weight: value, gradient and AdamW's two means. Bytes of disk: weight and
+# means in a checkpoint, twice while one replaces another, and the draft.
 _TRAINED, _KEPT = 16, 2 * 12 + 2
 _MARGIN = 0.9  # of the free memory
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The settings of a training, which a run that goes on must share."""
+    """The settings of a training. A resumed run must have the same ones."""
 
     draft_length: int
     window_tokens: int
@@ -57,20 +57,19 @@ class Training:
 
 
 def training_of(args: DistillArgs) -> Training:
-    """UserError for a value that makes no sense."""
+    """Check the training options; UserError for a value out of range."""
 
     def checked(name: str, value: Any, least: float, most: float, default: Any) -> Any:
         if value is None or (least <= value <= most and math.isfinite(value)):
             return default if value is None else value
         variable = name.upper().replace("-", "_")
         raise UserError(
-            f"--{name} (or BASS_{variable}): a number from {least:g} to {most:g} is needed, not "
-            f"{value}"
+            f"--{name} (or BASS_{variable}): give a number from {least:g} to {most:g} (got {value})"
         )
 
     window = checked("window-tokens", args.window_tokens, 16, 1 << 15, 512)
     if window % 8:
-        raise UserError(f"--window-tokens {window}: a multiple of 8 is needed")
+        raise UserError(f"--window-tokens {window}: give a multiple of 8")
     return Training(
         checked("draft-length", args.draft_length, 2, 32, 8),
         window,
@@ -82,31 +81,33 @@ def training_of(args: DistillArgs) -> Training:
     )
 
 
-def asked_tokens(args: DistillArgs, training: Training) -> int | None:
-    """Return how many tokens the options ask for: --tokens, or what --steps can learn from in
-    the usual number of passes. None if neither is given."""
+def requested_tokens(args: DistillArgs, training: Training) -> int | None:
+    """Return the tokens to draw according to --tokens or --steps; None if neither is given.
+
+    For --steps they are the tokens of all steps divided by PASSES.
+    """
     if args.tokens is not None:
         if args.tokens < 1:
-            raise UserError(f"--tokens (or BASS_TOKENS): {args.tokens} is not above 0")
+            raise UserError(f"--tokens (or BASS_TOKENS): give a number above 0 (got {args.tokens})")
         return args.tokens
     if training.steps is None:
         return None
     return -(-training.steps * training.windows * training.window_tokens // PASSES)
 
 
-def sampling_job(args: DistillArgs, asked: int | None = None) -> tuple[Pair, Job]:
+def sampling_job(args: DistillArgs, requested: int | None = None) -> tuple[Pair, Job]:
     """Return the pair, and the job that draws its target's samples.
 
-    The job decodes plainly, since its many rows keep a device busy, and truncates nothing. If few
-    tokens are `asked` for, the defaults are fewer and shorter samples, so that several prompts
-    get some.
+    The job decodes without drafts, because its many rows keep a device busy, and samples without
+    top-p or top-k. If few tokens are `requested`, the default samples are fewer and shorter, so
+    that several prompts get some.
     """
     new_tokens, n = _NEW_TOKENS, _N
-    if asked is not None:
-        new_tokens = min(new_tokens, max(asked // _N, _FEWEST_NEW_TOKENS))
+    if requested is not None:
+        new_tokens = min(new_tokens, max(requested // _N, _FEWEST_NEW_TOKENS))
     new_tokens = args.max_new_tokens or new_tokens
-    if asked is not None:
-        n = min(n, max(asked // (FEWEST * new_tokens), 1))
+    if requested is not None:
+        n = min(n, max(requested // (FEWEST * new_tokens), 1))
     pair = chosen_pair(args)
     chosen = make_job(pair, job_args(args)).pair
     given = job_args(
@@ -124,36 +125,43 @@ def sampling_job(args: DistillArgs, asked: int | None = None) -> tuple[Pair, Job
     )
     job = make_job(chosen, given)
     if not job.sampling.temperature:
-        raise UserError("--temperature 0: all samples of a prompt would be one; give one above 0")
+        raise UserError("--temperature 0: all samples of a prompt would be equal; give one above 0")
     if job.dtype == "fp16":
-        raise UserError("--dtype fp16: its values are too small to train with; use bf16 or fp32")
+        raise UserError("--dtype fp16: its range is too small for training; use bf16 or fp32")
     return chosen, job
 
 
 def once(args: DistillArgs) -> bool:
-    """Whether each prompt of the file gets its n samples once, not again and again until there
-    are enough tokens: --n says how many samples are wanted, and --tokens is not given."""
+    """Return whether each prompt of the file is used only once, for n samples.
+
+    True if --n is given and --tokens is not. Otherwise prompts are repeated until there are enough
+    tokens.
+    """
     return args.prompts is not None and args.n is not None and args.tokens is None
 
 
-def wanted_tokens(args: DistillArgs, plan: Plan, asked: int | None, prompts: int) -> int:
-    """Return how many tokens are drawn, of so many usable `prompts` of a file."""
+def wanted_tokens(args: DistillArgs, plan: Plan, requested: int | None, prompts: int) -> int:
+    """Return how many tokens to draw. `prompts`: number of usable prompts of the file."""
     if args.tokens is not None:
         return args.tokens
     default, job = _TOKENS[plan.device.type], plan.job
-    wanted = default if asked is None else min(asked, default)
+    wanted = default if requested is None else min(requested, default)
     return min(wanted, prompts * job.n * job.sampling.max_new_tokens) if once(args) else wanted
 
 
 def find_source(args: DistillArgs, pair: Pair, plan: Plan) -> Source:
-    """What the draft is made of; UserError where it does not fit the target."""
+    """Return what the draft starts from; UserError if it does not fit the target."""
     if args.source is not None and args.layers is not None:
-        raise UserError("--from and --layers exclude each other: of which model are the layers?")
+        raise UserError(
+            "--from and --layers exclude each other: --layers always takes layers of the target"
+        )
     with _refusals("--from (or BASS_FROM)"):
         words = parse_draft(args.source or pair.draft)
-    model = None if words.reads else words.files  # heads are no models by themselves
+    model = None if words.reads else words.files  # heads cannot run by themselves
     if args.source is not None and model is None:
-        raise UserError(f'--from: "{args.source}" is no model')
+        raise UserError(
+            f'--from: "{args.source}" is not a model; give a folder, a .gguf file or a hub id'
+        )
     if model is None or args.layers is not None:
         spec, tokenizer = plan.files.target.spec, plan.files.tokenizer
         layers = -(-spec.layers // _QUARTER) if args.layers is None else args.layers
@@ -182,43 +190,47 @@ def _refusals(option: str) -> Any:
 
 
 def check_disk(source: Source, out: Path, tokens: int) -> None:
-    """MachineError where there is too little room for all that is kept."""
+    """Raise MachineError if the disk has too little room for samples, checkpoint and draft."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     need, free = _KEPT * weights_of(source.spec) + _LINE * tokens, shutil.disk_usage(place).free
     if need > free:
         raise MachineError(
-            f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, and "
+            f"{out}: samples, checkpoints and draft take up to {gigabytes(need)}, but only "
             f"{gigabytes(free)} are free there; give another --out, or fewer --tokens"
         )
 
 
 def check_memory(plan: Plan, source: Source, training: Training) -> None:
-    """MachineError where there is too little on the device to train with."""
+    """Raise MachineError if the device has too little memory for the training."""
     if windows_at_once(plan, source, training, free_memory(plan.device), loaded=False) < 1:
         raise MachineError(
             f"training a draft of {weights_of(source.spec) / 1e6:.0f} million weights takes more "
-            f"than the {gigabytes(free_memory(plan.device))} of memory that are free; make it of a "
-            "smaller model, of fewer --layers, or with fewer --window-tokens"
+            f"than the {gigabytes(free_memory(plan.device))} of free memory; start from a smaller "
+            "model (--from), or give fewer --layers or --window-tokens"
         )
 
 
 def windows_at_once(
     plan: Plan, source: Source, training: Training, free: int, *, loaded: bool
 ) -> int:
-    """How many windows of a step are learnt from at once in so many `free` bytes: their gradients
-    add up to those of the whole. `loaded`: whether both models' weights are there already."""
+    """Return how many windows of a step fit into `free` bytes at once.
+
+    Gradients of several such parts are added up. `loaded`: whether the weights of both models are
+    already in memory.
+    """
     spec, item = source.spec, plan.dtype.itemsize
     free -= (_TRAINED - 4 * loaded) * weights_of(spec)
     free -= 0 if loaded else item * weights_of(plan.files.target.spec)
     guesses = 5 * 4 * min(ELEMENTS, training.layout.tokens * training.windows * source.vocab)
     heads = 4 * spec.vocab * spec.width + item * source.vocab * plan.files.target.spec.width
     free = int(_MARGIN * free) - item * weights_of(spec) - guesses - heads
-    each = training.layout.tokens * _activations(spec, item) + _looked_at(plan, training, item)
+    masks = _attention_masks(plan, training, item)
+    each = training.layout.tokens * _activations(spec, item) + masks
     return max(min(free // each, training.windows), 0)
 
 
 def weights_of(spec: Spec) -> int:
-    """How many there are."""
+    """Count the weights; a tied head counts once."""
     shapes = parameters(spec)
     if spec.tied:
         del shapes["head.weight"]
@@ -226,16 +238,18 @@ def weights_of(spec: Spec) -> int:
 
 
 def _activations(spec: Spec, item: int) -> int:
-    """Bytes that a token leaves for backward: of each layer what its norms, products, attention
-    and activation were given; keys of a text are there once for each group of masks."""
+    """Return the bytes that a token keeps for the backward pass.
+
+    Each layer keeps the inputs of its norms, products, attention and activation. The keys of a text
+    are copied for each group of masks.
+    """
     heads, keys = spec.heads * spec.head_size, 2 * spec.kv_heads * spec.head_size
     layer = 6 * spec.width + 5 * heads + 8 * keys + 5 * spec.inner
     return spec.layers * layer * item
 
 
-def _looked_at(plan: Plan, training: Training, item: int) -> int:
-    """Bytes of what masks see of a window, as attention is given it, for the student and the
-    target alike."""
+def _attention_masks(plan: Plan, training: Training, item: int) -> int:
+    """Return the bytes of a window's attention masks, for student and target together."""
     layout, spec = training.layout, plan.files.target.spec
     pairs = layout.groups * layout.masks * (layout.window + layout.masks) + layout.window**2
     return 3 * spec.heads * pairs * item

@@ -1,7 +1,6 @@
-"""The model that learns: a small one of the target's family, or the target's own first layers,
-with a mask token.
+"""The student: a small model of the target's family or the target's first layers, with a mask.
 
-Not here: how it learns (trainer.py), what is written of it (folder.py).
+trainer.py trains it; folder.py writes it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ from bass_cli.models.spec import Spec, parameters
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a student is made of: `layers` of a checkpoint, its first ones. `mask`: the id of its
-    mask token; `trained`: whether it has drafted by it before. `vocab`: ids below are tokens of
-    the target's too; `size`: of its tokenizer."""
+    """What a student starts from: the first `layers` layers of a checkpoint.
+
+    mask: id of the mask token. trained: whether the checkpoint was trained with this mask. vocab:
+    ids below this are tokens of the target too. size: size of the checkpoint's tokenizer.
+    """
 
     checkpoint: Checkpoint
     layers: int
@@ -34,7 +35,7 @@ class Source:
 
     @property
     def spec(self) -> Spec:
-        """The student's: with a row more where the mask token has no other place."""
+        """The student's Spec; its vocabulary has one row more if the mask token needs it."""
         spec = self.checkpoint.spec
         return replace(
             spec,
@@ -47,14 +48,20 @@ class Source:
 def source_of(
     checkpoint: Checkpoint, *, layers: int | None, mask: int | None, vocab: int, size: int
 ) -> Source:
-    """`mask`: its own, if it has one. Otherwise the first id that is no token: one of those that
-    fill the vocabulary up, or a new one. `size`: of its tokenizer, `vocab`: ids of the target's
-    too."""
+    """Make a Source.
+
+    Args:
+        layers: None for all layers.
+        mask: the checkpoint's mask token. If None, the first id without a token is used: a padding
+            row of the vocabulary, or a new one.
+        vocab: number of ids that are tokens of the target too.
+        size: size of the checkpoint's tokenizer.
+    """
     spec = checkpoint.spec
     if layers is not None and not 1 <= layers <= spec.layers:
         raise UserError(
-            f"--layers (or BASS_LAYERS): {checkpoint.path} has {spec.layers} layers, and {layers} "
-            "of them make no draft"
+            f"--layers (or BASS_LAYERS): give a number from 1 to {spec.layers}, the layers of "
+            f"{checkpoint.path} (got {layers})"
         )
     chosen = max(size, vocab) if mask is None else mask
     return Source(checkpoint, layers or spec.layers, chosen, mask is not None, vocab, size)
@@ -63,8 +70,10 @@ def source_of(
 def student_weights(
     source: Source, device: torch.device, on_read: Callable[[int], None] = lambda size: None
 ) -> dict[str, Tensor]:
-    """The student's weights in float32; a tied head is the embedding itself. A mask that it has
-    not been trained with begins as the mean of all tokens, as a word that it knows nothing of."""
+    """Load the student's weights in float32; a tied head is the embedding itself.
+
+    A new mask token starts as the mean of all token embeddings.
+    """
     stored = load(source.checkpoint, dtype=torch.float32, device=device, on_read=on_read)
     spec = source.spec
     weights = {name: stored[name] for name in parameters(spec)}
@@ -88,7 +97,7 @@ def _with_mask(rows: Tensor, source: Source) -> Tensor:
 
 
 def trainable(spec: Spec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that there are, each once, with gradients from now on."""
+    """Return the weights, a tied head once, and make them require gradients."""
     return {
         name: weight.requires_grad_()
         for name, weight in weights.items()
@@ -97,6 +106,6 @@ def trainable(spec: Spec, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def head_of(weights: Mapping[str, Tensor], vocab: int) -> Head:
-    """Of the first `vocab` ids."""
+    """Return the output head for the first `vocab` ids."""
     bias = weights.get("head.bias")
     return Head(weights["head.weight"][:vocab], None if bias is None else bias[:vocab])

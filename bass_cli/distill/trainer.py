@@ -1,8 +1,7 @@
-"""Training: steps over batches until there were enough or time is over, with a checkpoint now and
-then that a killed run goes on from as if nothing had been.
+"""The training loop: steps over batches, with checkpoints from which an interrupted run resumes.
 
-Weights, gradients and AdamW's means are float32, what is computed with them bfloat16 on a GPU. Not
-here: what is learnt from (corpus.py), how good it is (held_out.py).
+Weights, gradients and AdamW's means are float32; on a GPU the computation is in bfloat16. corpus.py
+makes the batches; held_out.py measures the result.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from bass_cli.errors import MachineError
 from bass_cli.io.saving import replace_file
 from bass_cli.models.spec import Spec
 
-WARM_UP = 0.04  # of the training, in which the rate rises
-_LEAST = 0.05  # of the rate, at the end
-# AdamW's: of the second moment less is kept than usual, since there are some hundred steps only
+WARM_UP = 0.04  # share of the training in which the learning rate rises
+_LEAST = 0.05  # final learning rate, as a share of the peak
+# AdamW's betas; the second is smaller than usual because there are only some hundred steps
 _BETAS = (0.9, 0.95)
-_NORM = 1.0  # gradients longer than this are cut
-SECONDS = 300.0  # between checkpoints: what a kill costs at most
+_NORM = 1.0  # largest gradient norm; longer gradients are clipped
+SECONDS = 300.0  # between checkpoints; a kill loses at most this much training
 
 
 class Model(NamedTuple):
-    """A decoder to train with: ids from `vocab` on are not compared."""
+    """A decoder. Only ids below `vocab` are compared."""
 
     spec: Spec
     weights: Mapping[str, Tensor]
@@ -46,19 +45,19 @@ class Model(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When training is over: after so many steps, or seconds, whichever comes first."""
+    """End of the training: after `steps` or `seconds`, whichever comes first. `rate`: peak rate."""
 
     steps: int | None
     seconds: float | None
     rate: float
 
     def share(self, step: int, seconds: float) -> float:
-        """How much of it is done, up to 1."""
+        """Return the share of the training that is done, at most 1."""
         done = 0.0 if self.steps is None else step / self.steps
         return min(max(done, 0.0 if self.seconds is None else seconds / self.seconds), 1.0)
 
     def learning_rate(self, share: float) -> float:
-        """It rises in a line and falls in half a cosine."""
+        """Return the learning rate: linear warm-up, then cosine decay."""
         if share < WARM_UP:
             return self.rate * max(share / WARM_UP, 0.01)
         fallen = (share - WARM_UP) / (1.0 - WARM_UP)
@@ -67,8 +66,11 @@ class Goal:
 
 @dataclass(slots=True)
 class Progress:
-    """What was done: `seconds` of training, tokens of texts, guesses that were compared, the
-    loss of late in nats a guess; and what the run measured on the way, JSON."""
+    """Progress of a training.
+
+    seconds: training time. tokens: tokens of texts. guesses: guesses compared. loss: moving
+    average, in nats per guess. facts: measurements during the run, ready for JSON.
+    """
 
     step: int = 0
     seconds: float = 0.0
@@ -79,9 +81,13 @@ class Progress:
 
 
 class Trainer:
-    """`student` (float32) learns `target`'s laws on batches; `dtype`: of what is computed.
-    `mask`: the student's mask token; `peers`: those whose batches are other parts of the same ones,
-    with whom it takes each step together."""
+    """Trains `student` (float32) to match the distributions of `target`.
+
+    Args:
+        mask: the student's mask token.
+        dtype: dtype of the computation.
+        peers: processes that learn from the other parts of the same batches.
+    """
 
     def __init__(
         self, target: Model, student: Model, batches: Batches, goal: Goal, *, mask: int,
@@ -103,7 +109,7 @@ class Trainer:
 
     @property
     def steps(self) -> int | None:
-        """The number of the last step; None if only time ends the training."""
+        """Number of steps; None if only time ends the training."""
         return self._goal.steps
 
     @property
@@ -118,16 +124,21 @@ class Trainer:
         every: float = SECONDS,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Train to the end; `on_step` is called after each step. With a `checkpoint` that file is
-        replaced at least every so many seconds, and at the end. Of several peers the first has the
-        clock."""
+        """Train to the end.
+
+        With several processes, rank 0 keeps the time.
+
+        Args:
+            on_step: called after each step.
+            checkpoint: file that is replaced every `every` seconds and at the end; None for none.
+        """
         began, before = now() - self.progress.seconds, self.progress.step
         saved = now()
-        with ThreadPoolExecutor(1) as pool:  # the next batch is made while this one is learnt from
-            coming = pool.submit(self._batches.at, self.progress.step)
+        with ThreadPoolExecutor(1) as pool:  # makes the next batch during a step
+            following = pool.submit(self._batches.at, self.progress.step)
             while self.share < 1.0:
-                batch = coming.result()
-                coming = pool.submit(self._batches.at, self.progress.step + 1)
+                batch = following.result()
+                following = pool.submit(self._batches.at, self.progress.step + 1)
                 self._step(batch, lambda: now() - began)
                 on_step(self.progress)
                 if checkpoint is not None and now() - saved >= every:
@@ -137,7 +148,7 @@ class Trainer:
             self.save(checkpoint)
 
     def _step(self, batch: list[Windows], elapsed: Callable[[], float]) -> None:
-        """The rate, what is divided by, and what is kept of it are those of all peers together."""
+        """Take one step. Learning rate, divisor and statistics count all processes."""
         done, parts = self.progress, [part for part in batch if len(part.student)]
         tokens = sum(int((part.texts >= 0).sum()) for part in batch)
         sums = self._peers.add([sum(len(part.student) for part in parts), tokens])
@@ -153,13 +164,13 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.weights.values(), _NORM)
         self._optimiser.step()
         self._gradients.clear()
-        # waits for the device, which would else fall behind what the clock says was done
+        # waits for the device, so that the clock does not run ahead of it
         own = float(sum(losses)) if losses else 0.0
         loss, seconds = self._peers.add([own, 0.0 if self._peers.rank else elapsed()])
         if not math.isfinite(loss):
             raise MachineError(
-                f"training: the loss of step {done.step + 1} is not finite; begin anew in another "
-                "--out, with a smaller --learning-rate"
+                f"training: the loss of step {done.step + 1} is not finite; start again with "
+                "another --out and a smaller --learning-rate"
             )
         done.step += 1
         done.seconds = seconds
@@ -168,17 +179,19 @@ class Trainer:
         done.loss = loss if done.loss is None else 0.95 * done.loss + 0.05 * loss
 
     def _learn(self, part: Windows, guesses: int) -> Tensor:
-        """Add the gradient of some windows' part of the loss; returns that part. `guesses`: of the
-        whole batch."""
+        """Add the gradient of some windows' loss, and return that loss.
+
+        Both are divided by `guesses`, the guesses of the whole batch.
+        """
         target, student = self._target, self._student
         with torch.no_grad():
-            due = run(target.spec, target.weights, part, None).flatten(0, 1)[part.known]
+            expected = run(target.spec, target.weights, part, None).flatten(0, 1)[part.known]
         weights = cast(student.weights, self._dtype)
         found = run(student.spec, weights, part, self._mask).flatten(0, 1)
         loss = divergence(
             found.index_select(0, part.student),
             head_of(student.weights, student.vocab),
-            due,
+            expected,
             head_of(target.weights, student.vocab),
             guesses_of(part, student.vocab),
         )
@@ -187,8 +200,7 @@ class Trainer:
         return loss.detach()
 
     def save(self, path: Path) -> None:
-        """Weights, AdamW's state and what was done, in one step. MachineError if there is no
-        room."""
+        """Write weights, AdamW's state and progress atomically. MachineError if this fails."""
         state = {
             "weights": {name: weight.detach() for name, weight in self.weights.items()},
             "optimiser": self._optimiser.state_dict(),
@@ -196,18 +208,20 @@ class Trainer:
         }
         try:
             replace_file(path, lambda stream: torch.save(state, stream)).close()
-        except (OSError, RuntimeError) as error:  # torch says the latter of a full disk
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
             raise MachineError(f"{path}: cannot write the checkpoint: {error}") from None
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of the same training, with however many peers. MachineError if
-        it cannot be read."""
+        """Load a checkpoint of the same training, made by any number of processes.
+
+        MachineError if it cannot be read.
+        """
         try:
             state = torch.load(path, map_location=self._device, weights_only=True)
-        except Exception as error:  # torch raises many kinds at a file that is none of its own
+        except Exception as error:  # torch raises many kinds of errors for a damaged file
             reason = (str(error).splitlines() or [""])[0]
             raise MachineError(
-                f"{path}: the checkpoint cannot be read ({reason}); remove it to train anew"
+                f"{path}: the checkpoint cannot be read ({reason}); remove it to train again"
             ) from None
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -217,8 +231,10 @@ class Trainer:
 
 
 def guesses_of(part: Windows, vocab: int) -> Guesses:
-    """What the loss is to know of them. A token from `vocab` on is none that a student could
-    guess; the last one stands for it."""
+    """Make the Guesses of some windows for the loss.
+
+    The student cannot predict tokens from `vocab` on; they are replaced by the last id below.
+    """
     layout = part.layout
     shares = [1.0, *(layout.groups * count / layout.window for count in layout.counts)]
     scarcity = part.tokens.new_tensor([1.0 / share for share in shares], dtype=torch.float32)

@@ -1,7 +1,6 @@
-"""The work between samples and a draft: models and texts measured, trained, measured again, with a
-line that says how far it is.
+"""Train a draft from the sample file: measure, train, measure again, and write the draft.
 
-Not here: what comes before and after (command.py).
+command.py and rank.py are the callers.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from bass_cli.io.progress import Estimate, clock
 from bass_cli.run.plan import Plan
 from bass_cli.system.host import free_memory
 
-_LOOK = 60.0  # seconds of training between two looks at held-out texts
-_ANCHORS = 16  # of a group: drafts that a held-out window is looked at with, twice
-_WINDOWS, _FEW = 48, 8  # held-out windows before and after training, and on the way
-TEMPERATURES = (1.0, 0.8)  # at which drafts are used
+_INTERVAL = 60.0  # seconds of training between two measurements on held-out texts
+_ANCHORS = 16  # anchors in each of the two groups of a held-out window
+_WINDOWS, _FEW = 48, 8  # held-out windows before and after the training, and during it
+TEMPERATURES = (1.0, 0.8)  # temperatures at which acceptance is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Places:
 
 
 class Shown(Protocol):
-    """What is told how far the work is: a Screen, or whoever tells one elsewhere."""
+    """Receives progress: a Screen, or the Relay of a remote process."""
 
     def phase(self, name: str) -> None: ...
     def note(self, message: str) -> None: ...
@@ -80,9 +79,13 @@ class Shown(Protocol):
 
 
 class Work:
-    """Models and texts of a training: measured, trained, measured again. Of several `peers` that
-    train together the first measures and writes, too. `beside`: those that share this one's
-    memory, itself included; `every`: seconds between checkpoints."""
+    """The models and texts of a training.
+
+    Args:
+        peers: processes that train together. Only rank 0 measures and writes.
+        beside: processes that share this one's memory, itself included.
+        every: seconds between checkpoints.
+    """
 
     def __init__(
         self, plan: Plan, source: Source, training: Training, places: Places, screen: Shown, *,
@@ -94,17 +97,20 @@ class Work:
         screen.phase("reading the samples")
         texts = texts_of(places.samples, plan)
         try:
-            learnt, held = split(texts)
+            training_texts, held = split(texts)
         except ValueError as error:
             raise UserError(f"{places.samples}: {error}; draw more --tokens") from None
-        self._corpus = Corpus(learnt, training.window_tokens)
+        self._corpus = Corpus(training_texts, training.window_tokens)
         drawn = sum(len(one.tokens) - one.begins for one in texts)
         self._facts = {"samples": len(texts), "tokens": drawn, "windows": len(self._corpus)}
         self._held = self._windows(Corpus(held, training.window_tokens))
         if not len(self._corpus) or not self._held:
-            raise UserError(f"{places.samples}: there is too little to learn from; draw more")
+            raise UserError(
+                f"{places.samples}: the samples are too few or too short to train on; draw more "
+                "--tokens"
+            )
         device = plan.device
-        if device.type == "cuda":  # one kernel for all shapes, with a mask
+        if device.type == "cuda":  # without it, one attention kernel serves all shapes with a mask
             torch.backends.cuda.enable_cudnn_sdp(False)
         screen.phase("loading the weights")
         self._target = Model(
@@ -116,14 +122,14 @@ class Work:
         self._student = Model(source.spec, self.weights, source.vocab)
 
     def _windows(self, corpus: Corpus) -> list[Windows]:
-        """One each, with all masks: of texts that are chosen by no chance."""
+        """Make held-out windows with all masks, chosen at even distances."""
         layout = whole(self._training.window_tokens, self._training.draft_length, _ANCHORS)
         count = min(len(corpus), _WINDOWS)
         numbers = [number * len(corpus) // count for number in range(count)]
         return [corpus.windows([number], layout, [(0, number)]) for number in numbers]
 
     def run(self) -> dict[str, Any]:
-        """Train what is left to train; returns the report, the first peer's alone."""
+        """Train, and return the report; empty for all ranks but 0."""
         trainer = self._trainer()
         self._begin(trainer)
         self._train(trainer)
@@ -141,7 +147,7 @@ class Work:
         return report_of(trainer.progress, after, self._facts, seconds, training, made_with)
 
     def write(self) -> None:
-        """The draft's folder, with its weights as they are now."""
+        """Write the draft's folder with the current weights."""
         source, checkpoint, files = self._source, self._source.checkpoint, self._plan.files
         own = checkpoint.path == files.target.path
         tokenizer = files.tokenizer if own else Tokenizer.load(checkpoint.path)
@@ -160,7 +166,7 @@ class Work:
         plan, training, peers = self._plan, self._training, self._peers
         free = free_memory(plan.device) // self._beside
         most = max(windows_at_once(plan, self._source, training, free, loaded=True), 1)
-        # A step takes no window twice: of few samples it is smaller.
+        # A step uses a window only once, so with few samples it is smaller.
         size = min(training.windows, max(len(self._corpus), peers.ranks))
         own = -(-size // peers.ranks)
         batches = Batches(
@@ -172,7 +178,7 @@ class Work:
             steps = max(-(-PASSES * len(self._corpus) // size), 1)
         limit = None if training.minutes is None else 60.0 * training.minutes
         self._screen.note(
-            f"{len(self._corpus)} windows to learn from, {size} a step"
+            f"training on {len(self._corpus)} windows, {size} in a step"
             + (f", {most} at once" if most < own else "")
         )
         return Trainer(
@@ -181,12 +187,12 @@ class Work:
         )  # fmt: skip
 
     def _begin(self, trainer: Trainer) -> None:
-        """From the checkpoint, if there is one, which all peers must have read."""
+        """Restore the checkpoint, or measure the untrained model if there is none."""
         began, progress = time.monotonic(), trainer.progress
         if self._places.checkpoint.exists():
             trainer.restore(self._places.checkpoint)
             progress = trainer.progress
-            self._screen.note(f"going on from step {progress.step}")
+            self._screen.note(f"resuming from step {progress.step}")
         elif not self._peers.rank:
             self._screen.phase("measuring the model before")
             progress.facts["before"] = self._measure(chain=True)
@@ -195,8 +201,7 @@ class Work:
             raise PeerLostError("the checkpoint was replaced while it was read")
 
     def _train(self, trainer: Trainer) -> None:
-        looks = self._look if self._held and not self._peers.rank else None
-        view = _View(trainer, looks)
+        view = _View(trainer, None if self._peers.rank else self._measure_quickly)
         with self._screen.watching(view.line, lambda: trainer.share) as tick:
 
             def on_step(progress: Progress) -> None:
@@ -206,14 +211,14 @@ class Work:
             path = None if self._peers.rank else self._places.checkpoint
             trainer.run(on_step, checkpoint=path, every=self._every)
 
-    def _look(self) -> Standing:
+    def _measure_quickly(self) -> Standing:
         return standing(
             self._target, self._student, self._held[:_FEW], mask=self._source.mask,
             dtype=self._plan.dtype, temperature=1.0, both=False,
         )  # fmt: skip
 
     def _measure(self, *, chain: bool) -> dict[str, Any]:
-        """By what drafts and temperature."""
+        """Measure acceptance for each kind of draft and temperature."""
         kinds = {"parallel": self._source.mask, **({"chain": None} if chain else {})}
         return {
             f"{kind} T={temperature:g}": standing(
@@ -226,27 +231,27 @@ class Work:
 
 
 class _View:
-    """The line that is shown while training."""
+    """The progress line of the training. `measure`: measures on held-out texts; None for none."""
 
-    def __init__(self, trainer: Trainer, look: Callable[[], Standing] | None):
-        self._trainer, self._look = trainer, look
+    def __init__(self, trainer: Trainer, measure: Callable[[], Standing] | None):
+        self._trainer, self._measure = trainer, measure
         self._first, self._began = trainer.progress.tokens, time.monotonic()
-        self._looked, self._stands = trainer.progress.seconds, ""
+        self._measured, self._rates = trainer.progress.seconds, ""
         self._estimate = Estimate(10_000)
         self._estimate.update(round(trainer.share * 10_000), self._began)
 
     def step(self, progress: Progress) -> None:
-        if self._look is not None and progress.seconds - self._looked >= _LOOK:
-            self._stands = "/".join(f"{share:.2f}" for share in self._look().shared)
-            progress.facts.setdefault("looks", []).append([progress.step, self._stands])
-            self._looked = progress.seconds
+        if self._measure is not None and progress.seconds - self._measured >= _INTERVAL:
+            self._rates = "/".join(f"{share:.2f}" for share in self._measure().shared)
+            progress.facts.setdefault("looks", []).append([progress.step, self._rates])
+            self._measured = progress.seconds
         self._estimate.update(round(self._trainer.share * 10_000), time.monotonic())
 
     def line(self) -> str:
         done, now = self._trainer.progress, time.monotonic()
         speed = (done.tokens - self._first) / max(now - self._began, 1e-9)
         loss = "" if done.loss is None else f", loss {done.loss:.3f}"
-        held = f", held out {self._stands}" if self._stands else ""
+        held = f", held-out acceptance {self._rates}" if self._rates else ""
         left = self._estimate.left(now)
         rest = "" if left is None else f", about {clock(left)} left"
         steps = self._trainer.steps

@@ -179,7 +179,7 @@ class Screen:
         def step(done: int, whole: int) -> None:
             nonlocal counted
             counted = (done, whole)
-            estimate.update(done, self._now())
+            estimate.update(done, self._now(), whole)
             self._tick()
 
         if self._display is not None:

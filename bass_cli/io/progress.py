@@ -35,8 +35,10 @@ class Estimate:
         self._first: tuple[int, float] | None = None
         self._last = (0, 0.0)
 
-    def update(self, done: int, now: float) -> None:
-        """Report the number of items done. The first call sets the start of the work."""
+    def update(self, done: int, now: float, total: int | None = None) -> None:
+        """Report the number of items done. The first call sets the start of the work. `total`
+        replaces the former total."""
+        self._total = self._total if total is None else total
         if self._first is None or done > self._last[0]:
             self._last = (done, now)
         self._first = self._first or self._last

@@ -1,5 +1,4 @@
-"""`bass bench` on tiny models on the CPU: what acceptance it measures, what its document says,
-what its figures mean."""
+"""`bass bench` with tiny models on a CPU: figures, document, tables and refusals."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def settings(**given: Any) -> Any:
 
 
 def measured(**given: Any) -> dict[str, dict[str, Any]]:
-    """The cells of a bench of one batch size, by method."""
+    """Return the cells of a bench with one batch size, by method."""
     [document] = grid.measure(settings(**given), lambda _: None)
     assert document["failures"] == []
     return {cell["method"]: cell for cell in document["cells"]}
@@ -181,7 +180,7 @@ def test_every_shape_is_checked_and_takes_another_vocabulary() -> None:
         settings(shape="qwen3-8b", draft_shape="dspark-7b", acceptance=["0.5"])
 
 
-def test_random_weights_give_logits_of_the_spread_that_was_meant() -> None:
+def test_random_logits_have_the_documented_standard_deviation() -> None:
     spec = spec_of("tiny", option="--shape", vocab=3000)
     first, second = (
         random_weights(spec, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
@@ -304,7 +303,7 @@ def test_greedy_speculation_on_scaled_layers_is_plain_decoding() -> None:
     )  # the middle prompt is the same
 
 
-def test_logits_that_are_no_numbers_fail_the_gate() -> None:
+def test_logits_that_are_not_finite_fail_the_gate() -> None:
     wanted = settings(shape="tiny", methods="plain")
     prompts = prompts_for(wanted, None)
     for broken, due in ((1.0, True), (float("nan"), False)):
@@ -342,7 +341,7 @@ def test_parts_leave_the_rows_as_they_are() -> None:
     assert tokens(True) == tokens(False)
 
 
-def test_a_drafter_on_the_host_gets_rows_for_dummies() -> None:
+def test_host_drafts_are_padded_to_the_rows_of_the_batch() -> None:
     loop = build_loops(build_models(settings(**SCALED), None), settings(**SCALED), context=60).plain
     drafts = torch.tensor([[5, 6], [7, 8]])
     loop.batch.pad(3)
@@ -451,7 +450,7 @@ def test_the_seed_fixes_everything_but_the_times() -> None:
     assert found(0) != found(1)
 
 
-def test_a_table_for_people_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_and_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "SHAPE": "tiny",
         "BATCH_SIZES": "2",
@@ -501,7 +500,7 @@ def test_tables_fit_80_columns_and_end_in_one_sentence() -> None:
     ), lines[-3:]
 
 
-def test_the_closing_sentence_says_only_what_the_repeats_carry() -> None:
+def test_summary_claims_only_what_the_repeats_show() -> None:
     def cell(batch: int, method: str, *ms: float, text: str | None = None) -> dict[str, Any]:
         made = [Latency(one, one, one) for one in ms]
         plain = [8.0 + 0.1 * repeat for repeat in range(len(ms))]
@@ -532,9 +531,27 @@ def test_the_closing_sentence_says_only_what_the_repeats_carry() -> None:
     assert [one["verdict"] for one in found] == [None, *["faster"] * 4]
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(31, "no verdict"), (64, "slower")])
+def test_short_runs_of_a_controller_give_no_verdict(tokens: int, expected: str) -> None:
+    """A controller starts without measurements, so a run of 31 tokens shows mostly learning."""
+
+    def runs(second: float) -> list[Run]:
+        steps = [Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)]
+        return [Run(tuple(steps), (10,), tokens, 1.0)] * 3
+
+    costs = cells.Costs(Cost(10, 10, 4, 8, 8, (0,)), None, 1, Ceilings(1e9, 1e9, "known"))
+    auto, fixed = (
+        cells.cell(4, method, runs(0.02), runs(0.01), parts=None, costs=costs) | {"text": None}
+        for method in ("auto", "2")
+    )
+    assert (auto["verdict"], fixed["verdict"]) == (expected, "slower")
+    few = "no verdict at 4 rows (fewer than 64 tokens a row)"
+    said = {"no verdict": few, "slower": "0.50x plain at 4 rows"}[expected]
+    assert report.verdict([auto]) == f"auto: {said}"
+
+
 def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
-    """By definition of a confidence interval: repeats of a known ratio with noise that is normal
-    in the logarithm."""
+    """A known ratio, with normal noise in its logarithm."""
     chance, truth = random.Random(0), 1.04
     for repeats in (3, 5, 12):
         covered = 0
@@ -545,7 +562,7 @@ def test_an_interval_covers_the_truth_in_95_of_100_benches() -> None:
     assert interval([1.5, 1.6]) is None
 
 
-def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() -> None:
+def test_shares_are_of_the_sum_of_the_parts() -> None:
     parts = Parts(4, draft=0.2, verify=0.5, accept=0.1, device=0.8)
     due = {"draft": 0.25, "verify": 0.625, "accept": 0.125, "other": 0, "host": 0}
     assert cells._shares(parts, 400.0) == pytest.approx(due)
@@ -554,8 +571,8 @@ def test_parts_that_take_longer_alone_than_together_are_shares_of_their_sum() ->
     assert cells._shares(parts, None) is None
 
 
-def test_texts_of_a_cell() -> None:
-    assert [report._number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == [
+def test_format_of_numbers_and_lines() -> None:
+    assert [report.number(value) for value in (None, 0.01234, 3.0, 1234.5, 12.34)] == [
         "-",
         "0.0123",
         "3",
@@ -572,7 +589,7 @@ def test_a_capture_inside_a_measured_run_is_a_failure(monkeypatch: pytest.Monkey
     monkeypatch.setattr(drive, "captured", lambda loop: next(counter))
     result = bench("--shape", "tiny", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
-    assert "batch 1, plain: 2 graphs were captured while it was measured" in result.stderr
+    assert "batch 1, plain: 2 graphs were captured during the measured runs" in result.stderr
     assert json.loads(result.stdout)["cells"][0]["captures_while_measured"] == 2
 
 
@@ -580,7 +597,7 @@ def test_a_gate_that_fails_stops_the_bench(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(gate, "check", lambda *_: gate.Gate(True, True, 3, 2, 48, 40))
     result = bench("--shape", "tiny", "--depth", "1", "--scale", "0", "--batch-sizes", "1", *SMALL)
     assert result.exit_code == 1
-    assert "the gate failed: nothing was timed (the tokens differ" in result.stderr
+    assert "the gate failed, so nothing was timed: tokens differ" in result.stderr
     assert json.loads(result.stdout)["cells"] == []
 
 
@@ -589,48 +606,46 @@ BAD: list[tuple[list[str], str]] = [
                                'mean "qwen2.5-7b"?'),
     (["--shape", "tiny", "--draft-shape", "tny", "--acceptance", "1"], 'there is no shape "tny"; '
                                                                        'did you mean "tiny"?'),
-    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance are needed "
-                                                   "together"),
-    (["--shape", "tiny", "--depth", "2"], "--depth and --scale are needed together"),
+    (["--shape", "tiny", "--draft-shape", "tiny"], "--draft-shape and --acceptance must be "
+                                                   "given together"),
+    (["--shape", "tiny", "--depth", "2"], "--depth and --scale must be given together"),
     (["--shape", "tiny", "--depth", "4", "--scale", "1"], "from 1 to 3, since tiny has 4 layers "
                                                           "(got 4)"),
-    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): it should be "
-                                                           "a number from 0 on"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by place in a draft (got 1.5)"),
-    (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): it needs --shape NAME too"),
-    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): random weights of a "
-                                               "--shape"),
+    (["--shape", "tiny", "--depth", "2", "--scale", "-1"], "--scale (or BASS_SCALE): give a number of at least 0"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1.5"], "0.93/0.9/0.87 by position in a draft (got 1.5)"),
+    (["--acceptance", "0.5"], "--acceptance (or BASS_ACCEPTANCE): this option needs --shape NAME"),
+    (["--shape", "tiny", "--pair", "smollm2"], "--pair (or BASS_PAIR): a --shape has random weights"),
     (["--shape", "tiny", "--methods", "bas"], 'there is no method "bas"; '),
-    (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, and this pair has none'),
+    (["--shape", "tiny", "--methods", "plain,4"], '"4" needs a draft, but this pair has none'),
     (["--pair", "smollm2", "--methods", "plan"], 'there is no method "plan"; did you mean '
                                                  '"plain"?'),
-    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); 0 is "
-                                              "called plain"),
-    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): random weights of a "
-                                               "--shape"),
-    (["--shape", "tiny", "--draft", "lookup"], "what drafts for a --shape is said by "
-                                               "--draft-shape, or by --depth"),
-    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, and this '
+    (["--pair", "smollm2", "--methods", "0"], "a draft length is from 1 to 64 (got 0); for 0 "
+                                              "write plain"),
+    (["--shape", "tiny", "--model", "m.gguf"], "--model (or BASS_MODEL): a --shape has random weights"),
+    (["--shape", "tiny", "--draft", "lookup"], "choose the draft of a --shape with "
+                                               "--draft-shape or --depth"),
+    (["--pair", "smollm2", "--draft", "none", "--methods", "4"], '"4" needs a draft, but this '
                                                                  'pair has none'),
     (["--pair", "Qwen/Qwen2.5-0.5B"], "give it with --model Qwen/Qwen2.5-0.5B"),
     (["--pair", "smolm"], 'there is no pair "smolm"; did you mean "smollm2"?'),
-    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): it should "
-                                                  "be a whole number"),
-    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): name at "
+    (["--shape", "tiny", "--batch-sizes", "1,x"], "--batch-sizes (or BASS_BATCH_SIZES): give a "
+                                                  "whole number"),
+    (["--shape", "tiny", "--batch-sizes", ","], "--batch-sizes (or BASS_BATCH_SIZES): give at "
                                                 "least one"),
-    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): it should be a whole "
+    (["--shape", "tiny", "--repeats", "0"], "--repeats (or BASS_REPEATS): give a whole "
                                             "number from 1"),
     (["--shape", "tiny", "--top-p", "2"], "--top-p (or BASS_TOP_P)"),
     (["--shape", "tiny", "--tensor-parallel", "2", "--depth", "1", "--scale", "0", "--methods", "table"],
-     "--methods (or BASS_METHODS): rivals, and what rounds cost for table, are measured on one device"),
-    (["--shape", "tiny", "--rivals", "transformers"], "rivals need files to load"),
+     "--methods (or BASS_METHODS): rivals, and round costs for table, are measured on one device"),
+    (["--shape", "tiny", "--rivals", "transformers"], "rivals load files; give a pair"),
     (["--pair", "smollm2", "--rivals", "vlm"], 'there is no "vlm"; did you mean "vllm"?'),
     (["--shape", "tiny", "--attention", "padd"], '(or BASS_ATTENTION): there is no "padd"; did '
                                                  'you mean "pad"?'),
     (["--shape", "tiny", "--attention", "pad,split"], "name one of ragged, pad, split"),
     (["--pair", "smollm2", "--prompts", "none.jsonl"], "none.jsonl: there is no such prompt file"),
     (["--shape", "tiny", "--plot", "chart.pdf"], "the file must end in .png"),
-    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"], "needs shared coupling"),
+    (["--shape", "tiny", "--draft-shape", "tiny", "--acceptance", "1", "--coupling", "maximal"],
+     "--acceptance needs --coupling shared"),
 ]  # fmt: skip
 
 
@@ -646,7 +661,7 @@ def test_bad_input_is_found_before_anything_is_made(
     assert "Traceback" not in result.stderr
 
 
-def test_what_the_machine_lacks_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hardware_ends_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bass_cli.run.memory.free_memory", lambda device: 10_000)
     result = bench("--shape", "tiny", "--device", "cpu", *SMALL)
     assert (result.exit_code, result.stdout) == (3, "")
@@ -660,7 +675,7 @@ def test_a_target_that_cannot_be_split_is_found_before_anything_is_made() -> Non
 
 
 def test_two_processes_are_measured_with_half_of_the_target_each() -> None:
-    """Greedy drafts of the first layers of a split target are plain decoding's tokens."""
+    """With a split target, greedy drafts of its first layers give plain decoding's tokens."""
     words = (
         "--shape",
         "tiny",
@@ -688,7 +703,7 @@ def test_two_processes_are_measured_with_half_of_the_target_each() -> None:
         assert 0.4 < half * bandwidths[1] / (whole * bandwidths[0]) < 0.6
 
 
-def test_parts_of_random_weights_sum_to_what_a_whole_gives() -> None:
+def test_parts_of_random_weights_have_the_sum_of_a_whole_model() -> None:
     spec, device = spec_of("wide-310m", option="--shape", vocab=64), torch.device("cpu")
     for ranks in (1, 4):
         part, weights = random_part(
@@ -738,7 +753,7 @@ def test_charts(tmp_path: Path) -> None:
     assert [cell["batch"] for cell in plot.by_method(json.loads(result.stdout))["plain"]] == [1, 2]
 
 
-def test_help_is_light() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom bass_cli.cli.commands import app\ntry:\n    app(['bench', '--help'])\n"
         "except SystemExit as end:\n"

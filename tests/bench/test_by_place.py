@@ -1,4 +1,4 @@
-"""Acceptance by place in the draft, and a shape that drafts in one pass."""
+"""Simulated acceptance by position in the draft, and shapes that draft in one pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bass_cli.errors import UserError
 from bass_cli.models.spec import head_parameters
 
 
-def test_a_profile_says_each_places_own_chance() -> None:
+def test_profile_gives_a_rate_for_each_position() -> None:
     found = measured(**SET | {"acceptance": ["1/1/0"]}, methods="2,3,6")
     assert [found[length]["mean_accepted"] for length in ("2", "3", "6")] == [2.0, 2.0, 2.0]
     found = measured(**SET | {"acceptance": ["0.4/1"]}, methods="5", new_tokens=100)["5"]
@@ -34,9 +34,9 @@ def test_a_profile_says_each_places_own_chance() -> None:
 
 
 @torch.inference_mode()
-def test_chances_hold_where_their_turn_comes() -> None:
-    """Of all rows and positions at once: the share of drafts that stand among those whose turn
-    comes is what was set, the last chance for all places behind it."""
+def test_measured_acceptance_by_position_equals_the_given_rates() -> None:
+    """Over all rows and positions: accepted drafts among those whose predecessors were all
+    accepted. The last rate holds for all later positions."""
     profile, rows, context = (0.9, 0.6, 0.3), 400, 80
     batch = Batch(rows=rows, context=context, device=torch.device("cpu"))
     simulated = SimulatedAcceptance([profile, 0.5], batch)
@@ -87,7 +87,7 @@ def test_a_profile_is_reported_as_it_was_given() -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`tiny` drafts in one pass, as pard-0.5b does."""
+    """Let `tiny` draft in one pass, as pard-0.5b does."""
     for module in ("settings", "pairs"):
         monkeypatch.setattr(f"bass_cli.bench.{module}.AT_ONCE", frozenset({"tiny"}))
 
@@ -133,8 +133,8 @@ def test_the_floor_of_one_pass_is_one_reading_of_the_draft() -> None:
     assert once.work.operations == 2 * 100 * (5 + 1) + 2 * (40 * 8 + 2 * 4)
 
 
-def test_a_shape_that_reads_the_target() -> None:
-    """Plain decoding beside it is read by nobody."""
+def test_a_shape_that_reads_the_targets_states() -> None:
+    """The plain loop computes no features for the drafter."""
     given = SET | {"shape": "tiny", "draft_shape": "dspark-tiny", "acceptance": ["1/1/0"]}
     chosen = settings(**given, methods="2,4,auto")
     assert chosen.job.pair.draft == "heads:dspark-tiny"
@@ -163,8 +163,8 @@ def test_a_shape_that_reads_the_target() -> None:
     assert need.footprint.weights > without.footprint.weights
 
 
-def test_a_shape_that_reads_the_target_token_by_token() -> None:
-    """Each draft costs a step, of a layer that takes two inputs and a head of fewer tokens."""
+def test_a_shape_that_reads_the_targets_states_token_by_token() -> None:
+    """Each draft token costs a pass of a layer with two inputs and a head with fewer tokens."""
     given = SET | {"shape": "tiny", "draft_shape": "eagle3-tiny", "acceptance": ["1/1/0"]}
     chosen = settings(**given, methods="2,4,auto")
     models = build_models(chosen, None)
@@ -180,7 +180,7 @@ def test_a_shape_that_reads_the_target_token_by_token() -> None:
     assert cost.body - layer.body == 3 * 48**2 + 48 * (48 + 2 * 16)
 
 
-def test_shapes_that_read_qwen3_are_as_published() -> None:
+def test_shapes_for_qwen3_have_the_published_sizes() -> None:
     spec = spec_of("qwen3-8b", option="--shape")
     assert round(count_parameters(spec) / 1e9, 1) == 8.2
     for name, drafts, numbers in (("dspark-8b", 7, 1.1), ("dflash-8b", 15, 1.0)):

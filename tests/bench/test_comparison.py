@@ -1,5 +1,4 @@
-"""`bass bench --controllers`: every controller against every fixed length, and rows with chances
-of their own."""
+"""`bass bench --controllers`: controllers against fixed lengths, and acceptance by row."""
 
 import json
 from typing import Any
@@ -26,7 +25,7 @@ def cell(batch: int, method: str, mean: float) -> dict[str, Any]:
     }
 
 
-def test_controllers_are_held_against_the_best_fixed_length_of_their_batch() -> None:
+def test_controllers_are_compared_with_the_best_fixed_length_of_their_batch() -> None:
     cells = [
         cell(4, "plain", 4.0),
         cell(4, "2", 2.0),
@@ -83,9 +82,8 @@ def test_all_are_measured_in_one_run_and_shown(monkeypatch: pytest.MonkeyPatch) 
     assert phases[4].startswith("batch 2, repeat 1 of 1: plain, about 0:")
 
 
-def test_several_acceptances_are_a_document_each() -> None:
-    """Rows of each take its own chances, of the same models: the second document is what it
-    alone would have been."""
+def test_each_acceptance_gives_a_document_of_its_own() -> None:
+    """The second document equals that of a bench with its acceptance alone."""
     small = (
         "--shape",
         "tiny",
@@ -159,7 +157,7 @@ def test_the_methods_of_a_comparison() -> None:
             settings(**SET | {"acceptance": [wrong]})
 
 
-def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
+def test_rows_take_rates_in_turn_and_keep_them_when_they_move() -> None:
     chosen = settings(**SET | {"acceptance": ["1,0"]}, batch_sizes="5")
     models = build_models(chosen, None)
     loop = build_loops(models, chosen, context=60).speculative
@@ -175,7 +173,7 @@ def test_rows_take_the_chances_in_turn_and_keep_them_when_they_move() -> None:
         empty(loop)
 
 
-def test_a_mixture_comes_out_as_it_was_set() -> None:
+def test_a_mixture_of_rates_gives_fast_and_slow_rows() -> None:
     torch.manual_seed(0)
     found = measured(**SET | {"acceptance": ["1,0"]}, batch_sizes="4", methods="3", new_tokens=12)[
         "3"
@@ -186,13 +184,12 @@ def test_a_mixture_comes_out_as_it_was_set() -> None:
     assert found["rounds"] == 12
 
 
-def test_every_draft_length_meets_the_same_luck() -> None:
-    """So that methods are compared on the same easy and hard tokens; another seed has another
-    luck."""
+def test_simulated_acceptance_does_not_depend_on_the_draft_length() -> None:
+    """All methods are compared on the same easy and hard tokens. Another seed changes them."""
 
     def fates(length: str, repeat: int) -> list[dict[int, bool]]:
-        """By row: whether the draft of a position stood, of those that were drafted and whose
-        turn came."""
+        """Return by row, for each drafted position whose predecessors were accepted, whether it
+        was."""
         chosen = settings(
             **SET | {"acceptance": ["0.7,0.5"]}, batch_sizes="3", new_tokens=40, methods=length
         )

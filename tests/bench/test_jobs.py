@@ -1,4 +1,4 @@
-"""`bass bench --job`: whole jobs in processes of their own, beside another engine."""
+"""`bass bench --job`: whole jobs in new processes, beside another engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bass_cli.errors import UserError
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with prompts and a pair of tiny models."""
+    """Make a folder with prompts and a pair of tiny models."""
     for name in [name for name in os.environ if name.startswith("BASS_")]:
         monkeypatch.delenv(name)
     for name, seed in (("target", 0), ("draft", 1)):
@@ -73,14 +73,14 @@ def test_a_job_runs_beside_a_rival(place: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--n", "4"), "--n: it needs --job FILE too"),
-        (("--ray", "local"), "--ray: it needs --job FILE too"),
+        (("--n", "4"), "--n: this option needs --job FILE"),
+        (("--ray", "local"), "--ray: this option needs --job FILE"),
         (("--job", "p.jsonl", "--actors", "2"), "--actors (or BASS_ACTORS) has no meaning"),
         (("--job", "p.jsonl", "--ray", "local", "--coupling", "maximal"), "--coupling shared"),
         (("--job", "p.jsonl", "--methods", "4"), "--methods: a --job runs as bass generate"),
         (("--job", "p.txt", "--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN)"),
         (("--job", "none.jsonl"), "none.jsonl: there is no such prompt file"),
-        (("--job", "-"), "--job (or BASS_JOB): a file is needed"),
+        (("--job", "-"), "--job (or BASS_JOB): standard input can be read only once"),
         (("--job", "p.jsonl", "--rivals", "vlm"), 'did you mean "vllm"'),
         (("--job", "p.jsonl", "--repeats", "0"), "--repeats (or BASS_REPEATS)"),
         (("--job", "p.jsonl", "--draft-length", "x"), "x"),
@@ -98,7 +98,7 @@ def test_mistakes_are_found_before_a_process_is_started(
     assert says in result.stderr
 
 
-def test_a_stop_string_of_the_environment_is_said_to_the_job(
+def test_stop_texts_of_the_environment_become_options_of_the_job(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
@@ -116,7 +116,7 @@ def test_a_stop_string_of_the_environment_is_said_to_the_job(
     ]
 
 
-def test_what_fills_a_row_up_is_no_token() -> None:
+def test_padding_is_not_counted_as_tokens() -> None:
     assert _to_end([5, 6, 2, 2, 2], {2}, 2) == [5, 6, 2]
     assert _to_end([5, 6, 0, 0], {2}, 0) == [5, 6]
     assert _to_end([5, 6, 7], {2}, 0) == [5, 6, 7]

@@ -1,5 +1,4 @@
-"""`bass bench` within a time limit: cells in turn, fewer tokens where time is short, and what is
-said of the rest."""
+"""`bass bench` with a time limit: the order of runs, fewer tokens, and what the summary says."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ KEYS = [(1, "plain"), (1, "auto"), (2, "plain"), (2, "auto")]
 
 
 def run(tokens: int = 8, *, second: float = 1.0, prefill: float = 1.0) -> Run:
-    """One row, a round a token of so many seconds."""
+    """Make a run of one row with one token in each round."""
     return Run(
         tuple(Step((i + 1) * second, 0, (0,), (0,)) for i in range(tokens)), (10,), tokens, prefill
     )
@@ -31,7 +30,7 @@ class Clock:
 
 
 def drive(turns: Turns, clock: Clock, seconds: float) -> list[Any]:
-    """The order in which cells were run, each of them for so long."""
+    """Let every run take `seconds`; return the order of the cells."""
     order = []
     while (turn := turns.next()) is not None:
         order.append(turn)
@@ -40,7 +39,7 @@ def drive(turns: Turns, clock: Clock, seconds: float) -> list[Any]:
     return order
 
 
-def test_every_cell_has_its_turn_before_any_is_repeated() -> None:
+def test_every_cell_runs_before_any_is_repeated() -> None:
     turns = Turns(KEYS, repeats=2, limit=None, now=Clock())
     assert turns.tokens(dict.fromkeys(KEYS, run()), 128, least=0) == 128
     assert drive(turns, Clock(), 1.0) == [(repeat, key) for repeat in (0, 1) for key in KEYS]
@@ -51,7 +50,7 @@ def test_every_cell_has_its_turn_before_any_is_repeated() -> None:
     ) == (2, [], 0)
 
 
-def test_the_time_decides_how_many_tokens_there_are() -> None:
+def test_tokens_follow_from_the_time_limit() -> None:
     clock = Clock()
     turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
     warm = dict.fromkeys(KEYS, run(second=0.25, prefill=2.0))
@@ -67,7 +66,7 @@ def test_the_time_decides_how_many_tokens_there_are() -> None:
     assert turns.tokens(warm, 128, least=0) == LEAST_TOKENS
 
 
-def test_no_run_begins_that_would_end_late() -> None:
+def test_no_run_starts_that_would_end_late() -> None:
     clock = Clock()
     turns = Turns(KEYS, repeats=5, limit=100.0, now=clock)
     turns.tokens(dict.fromkeys(KEYS, run(second=0.25, prefill=2.0)), 40, least=40)
@@ -86,7 +85,7 @@ def test_no_run_begins_that_would_end_late() -> None:
     assert not turns.in_time()
 
 
-def test_cells_that_there_was_no_time_for_are_named_and_the_first_is_always_there() -> None:
+def test_missing_cells_are_named_and_the_first_cell_always_runs() -> None:
     clock = Clock()
     turns = Turns(KEYS, repeats=5, limit=10.0, now=clock)
     turns.tokens(dict.fromkeys(KEYS, run(second=9.0)), 128, least=0)
@@ -94,7 +93,7 @@ def test_cells_that_there_was_no_time_for_are_named_and_the_first_is_always_ther
     assert turns.report()["missing"] == [[1, "auto"], [2, "plain"], [2, "auto"]]
 
 
-def test_a_bench_with_a_limit_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_of_a_limited_bench_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = settings(
         **SCALED, methods="2,auto", batch_sizes="2", repeats="4", new_tokens=None, time_limit="10s"
     )
@@ -119,7 +118,7 @@ def test_a_bench_with_a_limit_says_what_it_left_out(monkeypatch: pytest.MonkeyPa
     assert "--time-limit 1m" in text
 
 
-def test_what_is_measured_unasked_on_a_cpu_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_on_a_cpu_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {
         "repeats": None,
         "methods": None,

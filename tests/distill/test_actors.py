@@ -1,5 +1,5 @@
-"""`bass distill --ray` on a real Ray on this machine, with actors on CPUs: two train what one process
-does; actors and the command itself are killed, and the folder is the same in the end."""
+"""`bass distill --ray` with a real Ray on this machine and actors on CPUs. Two actors train what
+one process trains. Actors and the command are killed, and the folder is the same in the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WEIGHTS = "draft/model.safetensors"
 
 
 def dying(rank, step, flag):
-    """A Rank that ends as by kill -9 in a step, the first time. Its code reaches actors by value."""
+    """Make a Rank that dies in a step, as by kill -9, the first time. Ray sends its code by value."""
 
     class Dying(Rank):
         def exchange(self, seat, beat):
@@ -75,7 +75,7 @@ def samples_from(folder, to):
 
 
 def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, cluster, monkeypatch):
-    """The one dies in the middle of a step: the step is taken again by a new group."""
+    """One actor dies in a step, and a new group repeats the step."""
     one = bass("distill", *TRAINED, "--out", "one", "--json")
     assert one.exit_code == 0, one.stderr
     samples_from(here / "one", here / "two")
@@ -85,8 +85,8 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
     two = bass("distill", *TRAINED, "--out", "two", *given, "--json")
     assert two.exit_code == 0, two.stderr
     said = " ".join(two.stderr.split())
-    assert re.search(r"2 actors train together .* an actor on \S+ is gone, .* 2 actors train", said)
-    assert "going on from step 7" in said
+    assert re.search(r"2 actors train together .* an actor on \S+ died; .* 2 actors train", said)
+    assert "resuming from step 7" in said
     due, found = (json.loads(done.stdout.splitlines()[-1]) for done in (one, two))
     assert found == json.loads((here / "two/report.json").read_text())
     improved(found, said)
@@ -101,8 +101,8 @@ def test_two_actors_of_which_one_is_killed_train_what_one_process_does(here, clu
     assert (here / "two/samples.jsonl").read_bytes() == (here / "one/samples.jsonl").read_bytes()
 
 
-def test_a_crew_draws_until_there_are_enough_tokens(tmp_path):
-    """Also where workers die, and in a file that was begun."""
+def test_a_worker_pool_draws_until_there_are_enough_tokens(tmp_path):
+    """Also if workers die, and into a file that has samples already."""
     prompts = [Prompt(str(number), "a", None, {}, None, "") for number in range(4)]
     path = tmp_path / "samples.jsonl"
     for wanted, seed in ((90, 0), (90, 1), (400, 2)):
@@ -111,7 +111,7 @@ def test_a_crew_draws_until_there_are_enough_tokens(tmp_path):
         crew.gather()
         supply = Supply(lambda: iter(prompts), n=3, wanted=wanted)
         kept = path.read_bytes() if path.exists() else b""
-        draw(makers._CrewsHand(crew), supply, wanted=wanted, path=path, results={},
+        draw(makers.PoolSampler(crew), supply, wanted=wanted, path=path, results={},
              screen=Screen(True))  # fmt: skip
         found = list(lines_of(path))
         assert path.read_bytes().startswith(kept)
@@ -120,9 +120,9 @@ def test_a_crew_draws_until_there_are_enough_tokens(tmp_path):
 
 
 @pytest.mark.slow  # a minute and a half
-def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, cluster, monkeypatch):
-    """While actors draw, and while they train; its samples are those of one process, and the same
-    number of actors gives the same bits, whatever was killed."""
+def test_a_killed_command_resumes_with_any_number_of_actors(here, cluster, monkeypatch):
+    """Kills happen during sampling and during training. The samples are those of one process. The
+    same number of actors gives the same bits, whatever was killed."""
     given = ("--ray", cluster.address)
     flags = (*TRAINED, "--out", "out")
     samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
@@ -134,7 +134,7 @@ def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, clust
     until(lambda: not actors(os.getpid(), "Rank"))  # Ray ends what has no driver any more
     done = bass("distill", *flags, *given, "--actors", "1")
     assert done.exit_code == 0, done.stderr
-    assert "going on from step" in done.stderr
+    assert "resuming from step" in done.stderr
     one_by_one(here)
     found = {}
     for name, kill in (("undisturbed", False), ("killed", True)):
@@ -145,7 +145,7 @@ def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, clust
                 patch.setattr(makers, "SECONDS", 0.2)
             whole = bass("distill", *TRAINED, "--out", name, *given, "--actors", "2")
         assert whole.exit_code == 0, whole.stderr
-        assert kill == ("is gone" in whole.stderr)
+        assert kill == ("died; the others resume" in whole.stderr)
         found[name] = weights(here / name)
     for name, weight in found["undisturbed"].items():
         assert torch.equal(weight, found["killed"][name]), name
@@ -153,8 +153,9 @@ def test_the_command_is_killed_and_goes_on_with_any_number_of_actors(here, clust
 
 
 def one_by_one(here):
-    """Every sample is the one that a process by itself draws under its name; what is asked next
-    hangs on what has ended, so neither has all of the other's."""
+    """Check every sample against one that a single process draws for the same prompt id. Later
+    prompts depend on the order in which samples end, so neither run has all prompts of the
+    other."""
     alone = bass("distill", *TRAINED, "--out", "alone")
     assert alone.exit_code == 0, alone.stderr
     here_, there = ({(one.id, one.sample): (one.text, one.token_ids) for one in lines_of(path)}
@@ -176,7 +177,7 @@ def test_a_local_ray_ends_with_ctrl_c(here):
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130, (here / "log").read_text()
     said = (here / "log").read_text()
-    assert "interrupted; the same command goes on from here" in said
+    assert "interrupted; the same command resumes from here" in said
     assert "Traceback" not in said
     until(lambda: not actors(child.pid, "Rank"))
 
@@ -187,7 +188,7 @@ def test_a_local_ray_ends_with_ctrl_c(here):
     (("--ray", "somewhere"), '"somewhere" is neither local, auto nor an address'),
     (("--ray", "127.0.0.1:1"), "--ray 127.0.0.1:1: no cluster answers there"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_said_before_models_are_looked_at(here, monkeypatch, flags, fault):
+def test_wrong_options_are_refused_before_models_are_read(here, monkeypatch, flags, fault):
     for place in ("make_plan", "plan_of_others"):
         monkeypatch.setattr(makers, place, lambda *_, **__: pytest.fail("models were read"))
     refused = bass("distill", *TRAINED, "--out", "out", *flags)
@@ -195,8 +196,8 @@ def test_what_makes_no_sense_is_said_before_models_are_looked_at(here, monkeypat
     assert not (here / "out").exists()
 
 
-def test_a_driver_plans_for_gpus_that_it_does_not_have(here):
-    """What samples depend on is what actors find there."""
+def test_a_driver_without_gpus_plans_for_those_of_the_actors(here):
+    """Device and dtype are those of the actors, and all else is the same."""
     _, job = sampling_job(DistillArgs(pair="pair.yaml", out="out"))
     on_cpu, on_gpu = (plan_of_others(job.model_copy(update={"device": kind})).identity()
                       for kind in ("cpu", "cuda"))  # fmt: skip
@@ -206,7 +207,7 @@ def test_a_driver_plans_for_gpus_that_it_does_not_have(here):
     assert {name: on_gpu[name] for name in same} == {name: on_cpu[name] for name in same}
 
 
-def test_without_ray_its_installation_is_named(here, monkeypatch):
+def test_without_ray_the_error_names_the_install_command(here, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     refused = bass("distill", *TRAINED, "--out", "out", "--ray", "local")
     assert refused.exit_code == 2

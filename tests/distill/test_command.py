@@ -1,5 +1,4 @@
-"""`bass distill` from a tiny pair to a draft that is used: killed while it draws and while it
-trains, and refused where it should be."""
+"""`bass distill` with a tiny pair, from samples to a draft in use: kills, resumption, refusals."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from typer.testing import CliRunner
 from bass_cli.cli.commands import app
 from bass_cli.config.args import DistillArgs
 from bass_cli.distill.sampling import lines_of
-from bass_cli.distill.settings import asked_tokens, sampling_job, training_of
+from bass_cli.distill.settings import requested_tokens, sampling_job, training_of
 from bass_cli.formats.weights import open_checkpoint
 from bass_cli.run import generate as library
 
@@ -62,7 +61,7 @@ OFTEN = "import bass_cli.distill.makers; bass_cli.distill.makers.SECONDS = 0.0;"
 
 
 def killed(folder, until, *flags):
-    """Run the command in a process of its own, and kill it when `until` is true."""
+    """Run the command in a new process and kill it when `until` returns true."""
     program = f"{OFTEN} {BASS}"
     process = Forked(program, "distill", *flags, cwd=folder)
     end = time.monotonic() + 120
@@ -73,9 +72,8 @@ def killed(folder, until, *flags):
 
 
 def test_from_a_pair_to_a_draft(here, monkeypatch):
-    """Killed while samples are drawn and while it trains, it goes on: the draft is that of a run
-    that was not, and better than what it was made of. Drafts change no sample, and the mask never
-    comes."""
+    """After kills during sampling and training, the draft equals that of an undisturbed run. It is
+    better than the model it started from, changes no sample, and never proposes the mask."""
     samples, checkpoint = here / "out/samples.jsonl", here / "out/checkpoint.pt"
     flags = (*TRAINED, "--out", "out")
     (here / "out").mkdir()  # as a kill leaves it while the settings are written
@@ -100,7 +98,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     assert {one.id.partition("/")[0] for one in lines} >= {"turn", "text"}
     done = bass("distill", *flags, "--json")
     assert done.exit_code == 0, done.stderr
-    assert "going on from step" in done.stderr
+    assert "resuming from step" in done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report == json.loads((here / "out/report.json").read_text())
     assert not checkpoint.exists()
@@ -120,7 +118,7 @@ def test_from_a_pair_to_a_draft(here, monkeypatch):
     checkpoint.write_bytes(b"left by a kill after the report")
     again = bass("distill", *flags)
     assert again.exit_code == 0
-    assert "it is complete" in again.stderr
+    assert "this distillation is complete" in again.stderr
     assert not checkpoint.exists()
     assert "after parallel T=1" in again.stdout
 
@@ -132,11 +130,11 @@ def improved(report, said):
     assert all(late > early + 0.03 for early, late in pairs)
     assert len(report["before"]["chain T=1"]["shared"]) == 4
     assert report["training"]["steps"] == 16
-    assert "drafts that stand in all 1 2 3 4" in re.sub(r" +", " ", said)
+    assert "accepted drafts in all 1 2 3 4" in re.sub(r" +", " ", said)
 
 
 def used(here):
-    """The folder's pair gives plain decoding's samples, and never the mask."""
+    """Check that the folder's pair gives plain decoding's samples, and never the mask."""
     mask = open_checkpoint(here / "out/draft").mask()
     assert mask == 299  # the tokenizer's ids end there
     pair = yaml.safe_load((here / "out/pair.yaml").read_text())
@@ -164,7 +162,7 @@ def used(here):
 
 
 def test_a_file_of_prompts_and_the_first_layers(here):
-    """And a training that is killed goes on: with --minutes it takes up the time that is left."""
+    """With --minutes the training takes the given time."""
     flags = (*FLAGS, "--layers", "1", "--prompts", "p.txt", "--minutes", "0.03", "--out", "out")
     done = bass("distill", *flags)
     assert done.exit_code == 0, done.stderr
@@ -187,24 +185,24 @@ def test_a_file_of_prompts_and_the_first_layers(here):
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--out", ""), "--out (or BASS_OUT): a folder for what is made is needed"),
+        (("--out", ""), "--out (or BASS_OUT): name a folder"),
         (
             ("--draft-length", "1"),
-            "--draft-length (or BASS_DRAFT_LENGTH): a number from 2 to 32 is needed, not 1",
+            "--draft-length (or BASS_DRAFT_LENGTH): give a number from 2 to 32 (got 1)",
         ),
-        (("--window-tokens", "50"), "--window-tokens 50: a multiple of 8"),
+        (("--window-tokens", "50"), "--window-tokens 50: give a multiple of 8"),
         (("--learning-rate", "nan"), "--learning-rate (or BASS_LEARNING_RATE)"),
-        (("--tokens", "0"), "--tokens (or BASS_TOKENS): 0 is not above 0"),
+        (("--tokens", "0"), "--tokens (or BASS_TOKENS): give a number above 0 (got 0)"),
         (("--temperature", "0"), "--temperature 0: all samples"),
         (("--dtype", "fp16"), "--dtype fp16"),
-        (("--layers", "9"), "has 3 layers, and 9 of them make no draft"),
+        (("--layers", "9"), "--layers (or BASS_LAYERS): give a number from 1 to 3"),
         (("--layers", "1", "--from", "draft"), "--from and --layers exclude each other"),
-        (("--from", "lookup"), '--from: "lookup" is no model'),
-        (("--from", "heads:x"), '--from: "heads:x" is no model'),
+        (("--from", "lookup"), '--from: "lookup" is not a model'),
+        (("--from", "heads:x"), '--from: "heads:x" is not a model'),
         (("--from", "nowhere/at/all"), "nowhere/at/all"),
         (("--from", "other"), "the vocabularies of target and draft differ: id 9 is"),
-        (("--out", "full"), "--out full: it holds other things (mine.txt)"),
-        (("--out", "full", "--overwrite"), "--out full: it holds other things (mine.txt)"),
+        (("--out", "full"), "--out full: the folder holds other files (mine.txt)"),
+        (("--out", "full", "--overwrite"), "--out full: the folder holds other files (mine.txt)"),
         (("--out", "p.txt"), "--out p.txt: this is a file"),
         (
             ("--out", ".", "--overwrite"),
@@ -212,12 +210,15 @@ def test_a_file_of_prompts_and_the_first_layers(here):
         ),
         (
             ("--pair", "p2.yaml", "--out", ".", "--overwrite"),
-            "is a file of the models, which would be lost",
+            "is a file of the models and would be lost",
         ),
-        (("--prompt-column", "x"), "--prompt-column (or BASS_PROMPT_COLUMN): it needs --prompts"),
+        (
+            ("--prompt-column", "x"),
+            "--prompt-column (or BASS_PROMPT_COLUMN): this option needs --prompts",
+        ),
     ],
 )
-def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags, reason):
+def test_mistakes_are_refused_before_weights_are_read(here, monkeypatch, flags, reason):
     for place in (
         "bass_cli.run.build.load",
         "bass_cli.distill.work.load",
@@ -243,7 +244,7 @@ def test_what_is_wrong_is_said_before_weights_are_read(here, monkeypatch, flags,
 
 
 def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
-    """Also where the target's folder has none."""
+    """Also if the target's folder has no tokenizer."""
     for path in (here / "target").glob("*token*"):
         path.rename(here / "draft" / path.name)
     (here / "pair.yaml").write_text("target: target\ndraft: none\ntokenizer: draft\n")
@@ -259,7 +260,7 @@ def test_a_draft_of_the_targets_layers_has_the_pairs_tokenizer(here):
     ("shutil.disk_usage", "samples, checkpoints and draft take up to"),
     ("bass_cli.distill.settings.free_memory", "training a draft of 0 million weights takes more"),
 ])  # fmt: skip
-def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name, reason):
+def test_too_little_space_is_refused_before_weights_are_read(here, monkeypatch, name, reason):
     monkeypatch.setattr("bass_cli.run.build.load", lambda *a, **k: pytest.fail("weights were read"))
     room = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(name, lambda _: room if name.startswith("shutil") else 1000)
@@ -269,7 +270,7 @@ def test_too_little_room_is_said_before_weights_are_read(here, monkeypatch, name
 
 
 def test_steps_and_n_bound_the_work_without_tokens(here):
-    """One pass of n samples over the file, two steps, each window once in a step."""
+    """One pass of n samples over the file; two steps that use each window once."""
     flags = ("--pair", "pair.yaml", "--device", "cpu", "--threads", "1", "--max-new-tokens", "20",
              "--window-tokens", "48", "--draft-length", "4")  # fmt: skip
     done = bass(
@@ -296,7 +297,7 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
     again = bass(
         "distill", *flags, "--prompts", "p.txt", "--n", "2", "--steps", "2", "--out", "few"
     )
-    assert "it is complete" in again.stderr
+    assert "this distillation is complete" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -310,9 +311,9 @@ def test_steps_and_n_bound_the_work_without_tokens(here):
         ({"minutes": 1.0}, None),
     ],
 )
-def test_tokens_follow_from_steps_where_they_are_not_given(given, due):
+def test_default_tokens_follow_from_steps(given, due):
     args = DistillArgs(pair="pair.yaml", out="out", **given)
-    assert asked_tokens(args, training_of(args)) == due
+    assert requested_tokens(args, training_of(args)) == due
 
 
 @pytest.mark.parametrize(("asked", "n", "longest"), [(None, 4, 384), (300, 2, 75), (8, 1, 16)])
@@ -325,5 +326,5 @@ def test_one_prompt_is_refused_before_weights_are_read(here):
     (here / "one.txt").write_text("the cat sat\n")
     done = bass("distill", *FLAGS, "--prompts", "one.txt", "--out", "one")
     assert done.exit_code == 2
-    assert "1 prompt can be used, and 2 are the fewest" in done.stderr
+    assert "at least 2 usable prompts are needed" in done.stderr
     assert "loading" not in done.stderr

@@ -1,5 +1,5 @@
-"""Texts in windows, batches that follow from a seed and a step alone, prompts that a target asks
-itself, and samples that a killed run goes on with."""
+"""Training windows, batches that depend on seed and step only, own prompts, and samples that a
+resumed run completes."""
 
 import contextlib
 import dataclasses
@@ -35,8 +35,8 @@ def texts(count, seed=0):
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 90), st.integers(0, 90)), min_size=1, max_size=30))
-def test_every_token_of_the_target_s_is_in_one_window_once(shapes):
-    """But those that no guess leads to: the first of a text, or of a part of one that was cut."""
+def test_every_token_of_a_sample_is_in_exactly_one_window(shapes):
+    """Except tokens that no guess predicts: the first of a text or of a piece."""
     numbered = itertools.count()
     given_ = [Text("p", list(itertools.islice(numbered, size)), begins) for size, begins in shapes]
     corpus = Corpus(given_, LENGTH)
@@ -62,15 +62,15 @@ def test_windows_are_nearly_full():
     assert corpus.tokens > 0.93 * LENGTH * len(corpus)
 
 
-def test_of_a_long_prompt_its_end_is_shown():
+def test_a_long_prompt_is_cut_from_the_left():
     text = Text("p", list(range(100)), 90)
     windows = Corpus([text], LENGTH).windows([0], thinned(LENGTH, 2), [(0,)])
     assert windows.tokens[0, windows.texts[0] == 0].tolist() == list(range(74, 100))
     assert windows.target[windows.place == 0].tolist() == list(range(15, 25))
 
 
-def test_batches_follow_from_the_step_alone():
-    """In however many parts they are asked for; each pass has every window once."""
+def test_batches_depend_on_the_step_only():
+    """Also when divided into parts. Each pass has every window once."""
     corpus, layout = Corpus(texts(60), LENGTH), thinned(LENGTH, 4)
     one, other = (Batches(corpus, layout, size=6, most=6, seed=3) for _ in range(2))
     steps = [one.at(step)[0] for step in range(16)]
@@ -93,7 +93,7 @@ def test_whole_prompts_are_held_out():
     assert len(learnt) + len(held) == 200
     assert len({one.key for one in held}) == 2
     assert split(given_[::-1])[1][0].key in {one.key for one in held}, "whatever their order"
-    with pytest.raises(ValueError, match="1 prompts have samples"):
+    with pytest.raises(ValueError, match="only 1 prompts have samples"):
         split(given_[:1])
 
 
@@ -104,7 +104,7 @@ def sample(prompt, number, text="says", reason="eos", tokens=10):
 
 
 def drain(supply, most=1000, **words):
-    """Take up what is supplied, four prompts at a time, and tell it."""
+    """Take prompts from the supply, at most four at a time, and return their samples to it."""
     found, live = [], []
     while len(found) < most:
         new = list(itertools.islice(supply, 4 - len(live)))
@@ -119,7 +119,7 @@ def drain(supply, most=1000, **words):
     return found
 
 
-def test_a_chat_model_asks_itself_and_goes_on_with_texts():
+def test_a_chat_model_writes_turns_answers_and_texts():
     supply = Supply(Own("<user>", ""), n=2, wanted=1000)
     found = drain(supply)
     kinds = [prompt.id.split("/")[0] for prompt in found]
@@ -134,7 +134,7 @@ def test_a_chat_model_asks_itself_and_goes_on_with_texts():
     assert 1000 <= supply.tokens <= 1100
 
 
-def test_turns_that_did_not_end_or_came_before_are_not_asked():
+def test_unfinished_and_repeated_turns_get_no_answer():
     assert {
         p.id.split("/")[0]
         for p in drain(Supply(Own("<user>", None), n=2, wanted=400), reason="length")
@@ -147,7 +147,7 @@ def test_turns_that_did_not_end_or_came_before_are_not_asked():
     assert [id_ for id_ in ids if id_.startswith("answer")] == ["answer/0.0"]
 
 
-def test_a_second_run_asks_for_what_is_missing():
+def test_a_resumed_run_draws_only_missing_samples():
     own = Own("<user>", "")
     first = Supply(own, n=2, wanted=1000)
     seen = []
@@ -165,7 +165,7 @@ def test_a_second_run_asks_for_what_is_missing():
     assert seen[-1].id in {prompt.id for prompt in rest}
 
 
-def test_a_file_is_asked_again_and_again():
+def test_prompts_of_a_file_are_repeated():
     prompts = [Prompt(name, f"text {name}", None, {"x": 1}, None, name) for name in "ab"]
     found = drain(Supply(lambda: iter(prompts), n=2, wanted=100))
     assert [prompt.id for prompt in found][:5] == [
@@ -178,12 +178,12 @@ def test_a_file_is_asked_again_and_again():
     assert found[0].meta == {"text": "text a"}
 
 
-def test_empty_samples_end_too():
+def test_drawing_ends_with_empty_samples():
     prompts = [Prompt("a", "text", None, {}, None, "a")]
     assert len(drain(Supply(lambda: iter(prompts), n=2, wanted=40), tokens=0)) == 20
 
 
-def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
+def test_a_target_whose_samples_all_fail_ends_the_run(tmp_path):
     class Broken:
         line = None
 
@@ -196,12 +196,12 @@ def test_a_target_of_which_no_sample_is_sound_ends_it(tmp_path):
 
     supply = Supply(Own("<user>", ""), n=2, wanted=1000)
     where = {"path": tmp_path / "samples.jsonl", "results": {}, "screen": Screen(True)}
-    with pytest.raises(MachineError, match="last 64 samples is sound: logits are not finite"):
+    with pytest.raises(MachineError, match="last 64 samples all failed: logits are not finite"):
         draw(Broken(), supply, wanted=1000, **where)
     assert len(where["path"].read_text().splitlines()) == 64
 
 
-def test_where_a_turn_begins(tmp_path):
+def test_beginnings_of_turns_and_texts(tmp_path):
     write_tokenizer(tmp_path)
     tokenizer = Tokenizer.load(tmp_path)
     own = own_beginnings(tokenizer, None)
@@ -233,13 +233,13 @@ def test_where_a_turn_begins(tmp_path):
 
 
 def test_few_tokens_do_not_fill_all_rows_with_long_samples():
-    """Before a sample has ended its likely length is counted, not one token."""
+    """A sample that has not ended counts with its expected length, not as one token."""
     prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "abcdef"]
     supply = Supply(lambda: iter(prompts), n=2, wanted=300, likely=96.0)
     assert len(list(itertools.islice(supply, 100))) == 2, "four samples of 96 tokens"
 
 
-def test_one_pass_over_a_file_ends_though_tokens_are_missing(tmp_path):
+def test_one_pass_over_a_file_ends_with_fewer_tokens(tmp_path):
     prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "ab"]
     supply = Supply(lambda: iter(prompts), n=2, wanted=10_000, passes=1)
 
@@ -253,14 +253,16 @@ def test_one_pass_over_a_file_ends_though_tokens_are_missing(tmp_path):
                     yield sample(prompt, number, "text", "eos", 3)
 
     path = tmp_path / "samples.jsonl"
+    assert supply.total == 10_000
     draw(Hand(), supply, wanted=10_000, path=path, results={}, screen=Screen(True))
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == [
         *["file/0/a"] * 2,
         *["file/0/b"] * 2,
     ]
+    assert supply.total == 4 * 3, "progress counts the tokens that are left"
 
 
-def test_progress_counts_the_tokens_of_rows_that_have_not_ended(tmp_path):
+def test_progress_counts_tokens_of_unfinished_samples(tmp_path):
     prompts = [Prompt(name, f"text {name}", None, {}, None, name) for name in "ab"]
     supply, shown = Supply(lambda: iter(prompts), n=1, wanted=8, passes=1), []
 

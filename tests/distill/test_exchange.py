@@ -1,5 +1,5 @@
-"""Processes that train together learn what one does: the same gradients, steps and sums, however
-unequal their parts are; and whoever loses another says so."""
+"""Data parallelism: processes with unequal parts get the gradients, steps and sums of one process,
+and report lost peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(folder):
-    """What two processes come to."""
+    """Return the results of two processes."""
     return peers.train(folder, 2, SIZES)
 
 
@@ -41,9 +41,9 @@ def alone(folder, size, device="cpu"):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_unequal_parts_of_a_batch_are_learnt_from_as_the_whole_is(folder, two, size):
-    """Five windows of two processes, whose guesses are not equally many; one window, of which one
-    process has nothing. A mean of the processes' own means would be another gradient."""
+def test_unequal_parts_give_the_step_of_the_whole_batch(folder, two, size):
+    """Five windows for two processes, with unequal numbers of guesses; and one window, so that one
+    process has none. A mean of the processes' means would be another gradient."""
     one, grads = alone(folder, size)
     for theirs, weights, done in two[size]:
         for name, due in grads[0].items():
@@ -62,8 +62,8 @@ def test_unequal_parts_of_a_batch_are_learnt_from_as_the_whole_is(folder, two, s
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_gpus_learn_together_what_one_does(folder, tmp_path, ranks):
-    """Over NCCL, with gradients exchanged under backward; also one that is alone in its group."""
+def test_several_gpus_train_what_one_gpu_trains(folder, tmp_path, ranks):
+    """Over NCCL, with gradients exchanged during the backward pass; also a group of one."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} CUDA devices are needed")
     for name in ("target", "small"):
@@ -81,7 +81,7 @@ def test_gpus_learn_together_what_one_does(folder, tmp_path, ranks):
 
 
 def mean_of_means(folder, size):
-    """The first step's gradient if both processes divided by their own guesses, and then by two."""
+    """Return the wrong gradient in which each process divides by its own guesses, then by two."""
     found = []
     for rank in range(2):
         one = peers.trainer(folder, size=size, rank=rank, ranks=2)
@@ -92,8 +92,8 @@ def mean_of_means(folder, size):
             for name in found[0]}  # fmt: skip
 
 
-def test_a_checkpoint_of_two_goes_on_with_one(folder, two):
-    """It is the first one's, and has all that there is."""
+def test_a_checkpoint_of_two_processes_resumes_with_one(folder, two):
+    """Rank 0 writes the checkpoint, and it is complete."""
     whole, _ = alone(folder, 5)
     again = peers.trainer(folder)
     again.restore(folder / "5.checkpoint")
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_two_goes_on_with_one(folder, two):
     assert moments.keys() == whole._optimiser.state_dict()["state"].keys()
 
 
-def test_buckets_go_in_one_order_whatever_is_whole_first(monkeypatch):
+def test_buckets_are_sent_in_a_fixed_order(monkeypatch):
     sent = []
 
     class Work:
@@ -135,7 +135,7 @@ def test_buckets_go_in_one_order_whatever_is_whole_first(monkeypatch):
     assert all(weight.grad.eq(1).all() for weight in weights)
 
 
-def test_a_failing_exchange_says_that_another_is_lost(monkeypatch):
+def test_a_failed_exchange_raises_peer_lost(monkeypatch):
     def fail(*given, **words):
         raise RuntimeError("Connection closed by peer")
 

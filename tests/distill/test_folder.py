@@ -1,4 +1,4 @@
-"""What is written is read again, by us and by transformers: every family, from safetensors and
+"""Written folders are read back by bass and by transformers: every family, from safetensors and
 from GGUF files."""
 
 import json
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def written_again(path, folder, tokenizer):
-    """The folder's checkpoint and weights, beside those that it was made of."""
+    """Write a checkpoint as a folder; return it with its weights, beside the original."""
     first = open_checkpoint(path)
     weights = load(first, dtype=torch.float32, device=CPU)
     config = config_of(first.spec, eos_ids=first.eos_ids, place=str(path))
@@ -51,12 +51,12 @@ def same_logits(folder, theirs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_folder_comes_back(tmp_path, family):
+def test_a_written_folder_is_read_back(tmp_path, family):
     theirs = write_checkpoint(family, tmp_path / "one", shards=False)
     write_tokenizer(tmp_path / "one")
     tokenizer = Tokenizer.load(tmp_path / "one")
     if family == "llama3":  # factors that are not Llama 3's published ones have no other words here
-        with pytest.raises(UserError, match=r"has no config\.json"):
+        with pytest.raises(UserError, match=r"cannot be described by a config\.json"):
             written_again(tmp_path / "one", tmp_path / "two", tokenizer)
         return
     first, second = written_again(tmp_path / "one", tmp_path / "two", tokenizer)
@@ -87,7 +87,7 @@ def test_a_gguf_file_becomes_a_folder(tmp_path, family):
     same_logits(tmp_path / "two", theirs)
 
 
-def test_published_llama_factors_are_known_again(tmp_path):
+def test_published_llama_factors_are_recognised(tmp_path):
     theirs = write_checkpoint("llama3", tmp_path / "one", shards=False)
     config = json.loads((tmp_path / "one/config.json").read_text())
     config["rope_parameters"] |= {

@@ -1,5 +1,5 @@
-"""The side that begins processes which train together, on a fake clock: who takes part, what becomes
-of a group of which one dies, and what is passed on."""
+"""The supervisor of a group of processes, with a fake clock: who takes part, deaths, and what is
+shown."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def place(number):
 
 
 class Fleet:
-    """Processes by number. `late`: when they are there, seconds after they begin; `groups`: by
-    group, what is said instead of the end by whom."""
+    """Processes by number. `late`: seconds until they are ready. `groups`: for each group, events
+    that replace the normal end, by process."""
 
     def __init__(self, count=3, *, late=(), groups=(), steps=3):
         self.count, self.late, self.groups, self.steps = count, dict(late), list(groups), steps
@@ -78,7 +78,7 @@ def train(fleet, tmp_path):
     return training.run()
 
 
-def test_all_take_part_and_the_first_one_s_report_is_it(tmp_path, capsys):
+def test_all_processes_take_part_and_rank_0_reports(tmp_path, capsys):
     fleet = Fleet(3)
     assert train(fleet, tmp_path) == {"done": 1}
     assert fleet.made == [{0: RankInfo(0, 3, "10.0.0.0", 1000, 2), 1: RankInfo(1, 3, "10.0.0.0", 1000, 2),
@@ -89,7 +89,7 @@ def test_all_take_part_and_the_first_one_s_report_is_it(tmp_path, capsys):
     assert said.count("a note") == 1
 
 
-def test_who_comes_late_is_left_out_until_a_group_is_made_again(tmp_path, capsys):
+def test_late_processes_join_the_next_group(tmp_path, capsys):
     fleet = Fleet(3, late={2: 10 * PATIENCE}, groups=[{1: Lost("killed")}])
     fleet.late[1] = 0.5 * PATIENCE
     assert train(fleet, tmp_path) == {"done": 2}
@@ -112,18 +112,18 @@ def test_who_comes_late_is_left_out_until_a_group_is_made_again(tmp_path, capsys
     {2: Lost("killed")},
     {0: News("", None, (), None, Fault(LOST, "closed by peer", "node0")), 2: Lost("killed")},
 ])  # fmt: skip
-def test_one_that_died_is_named_and_another_group_goes_on(tmp_path, capsys, said):
-    """Whether it is heard of first, or one that felt it."""
+def test_a_death_is_reported_and_a_new_group_resumes(tmp_path, capsys, said):
+    """Whether the death is reported first, or a peer's error."""
     fleet = Fleet(3, groups=[said])
     assert train(fleet, tmp_path) == {"done": 2}
     said = " ".join(capsys.readouterr().err.split())
-    assert "an actor on node1 is gone, the others go on from the last checkpoint: killed" in said
+    assert "an actor on node1 died; the others resume from the last checkpoint: killed" in said
     assert [set(group) for group in fleet.made] == [{0, 1, 2}] * 2
 
 
-def test_deaths_without_a_checkpoint_between_them_end_it(tmp_path):
+def test_repeated_deaths_without_a_checkpoint_end_the_run(tmp_path):
     fleet = Fleet(2, groups=[{1: Lost("killed")}] * 100)
-    with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died one after the other"):
+    with pytest.raises(MachineError, match=f"{HOPELESS + 1} actors died without a checkpoint"):
         train(fleet, tmp_path)
     assert len(fleet.made) == HOPELESS + 1
     assert not fleet.there
@@ -144,7 +144,7 @@ def test_deaths_without_a_checkpoint_between_them_end_it(tmp_path):
 @pytest.mark.parametrize(("kind", "raised"), [
     ("user", UserError), ("machine", MachineError), ("bug", RuntimeError)
 ])  # fmt: skip
-def test_what_one_finds_wanting_ends_it(tmp_path, kind, raised):
+def test_an_error_of_one_process_ends_the_run(tmp_path, kind, raised):
     fault = Fault(kind, "no such thing", "node7")
     for groups in ([{1: News("", None, (), None, fault)}], [{1: fault}]):
         fleet = Fleet(2, groups=groups)
@@ -157,7 +157,7 @@ def test_what_one_finds_wanting_ends_it(tmp_path, kind, raised):
         train(fleet, tmp_path)
 
 
-def test_numbers_begin_on_this_node_and_nodes_stay_together():
+def test_ranks_start_on_this_node_and_are_grouped_by_node():
     ready = {place(0): Present("b", "10.0.0.2", 1), place(1): Present("a", "10.0.0.1", 2),
              place(2): Present("b", "10.0.0.2", 3), place(3): Present(platform.node(), "10.0.0.9", 4)}  # fmt: skip
     found = seats_of(ready)

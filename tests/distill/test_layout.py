@@ -1,5 +1,5 @@
-"""Training windows show a model what drafting shows it: logits at anchors and masks are those of
-drafts/parallel.py's own pass; how many anchors have how many masks; which guesses count."""
+"""Training windows give the logits of drafts/parallel.py's own pass, with the intended number of
+masks, and only the right guesses count."""
 
 import functools
 
@@ -20,7 +20,8 @@ MASK = 300
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """From a family's name: its spec, weights, and a Decoder over a copy of them."""
+    """Return a function from a family's name to its spec, weights, and a Decoder with a copy of
+    them."""
 
     @functools.cache
     def made(family):
@@ -34,7 +35,7 @@ def models(tmp_path_factory):
 
 
 def windows_of(texts, layout, *, length, seed=0, begins=0):
-    """One window in which these texts stand one behind the other."""
+    """Make one window that contains these texts one after the other."""
     tokens, positions, numbers = (numpy.zeros((1, length), dtype=numpy.int64) for _ in range(3))
     due = numpy.zeros((1, length), dtype=bool)
     numbers -= 1
@@ -49,7 +50,8 @@ def windows_of(texts, layout, *, length, seed=0, begins=0):
 
 
 def seen_by_drafting(decoder, widest):
-    """What the passes of a loop's drafts were: (a row's tokens, its logits [length, V])."""
+    """Return the inputs and outputs of a loop's draft passes: (tokens of a row, logits [length,
+    V])."""
     found = []
     loop = loop_for(decoder, AtOnce(decoder, MASK), rows=3, lengths=Fixed(widest))
     runner, propose, logits = loop.drafter._runner, loop.drafter.propose, []
@@ -69,9 +71,9 @@ def seen_by_drafting(decoder, widest):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_shows_what_drafting_shows(models, family):
-    """The same logits, within what sums in another order leave; texts side by side in a window
-    are strangers, and so are the masks of one group."""
+def test_training_logits_equal_drafting_logits(models, family):
+    """The logits are equal up to the order of sums. Texts in one window do not affect each other,
+    nor do masks of different anchors in a group."""
     spec, weights, decoder = models(family)
     passes = seen_by_drafting(decoder, widest := 7)[:6]
     assert len({len(tokens) for tokens, _ in passes}) > 2
@@ -93,8 +95,8 @@ def test_training_shows_what_drafting_shows(models, family):
         torch.testing.assert_close(logits[[int(end), *places]], due, atol=2e-4, rtol=1e-4)
 
 
-def test_the_text_alone_is_what_it_is_with_masks(models):
-    """Masks change nothing for the text; a target runs without them."""
+def test_masks_do_not_change_the_text(models):
+    """Masks do not change the outputs of the text, so the target runs without them."""
     spec, weights, _ = models("qwen3")
     windows = windows_of([[5, 6, 7, 8], [9, 10, 11]], thinned(16, 4), length=16)
     both = run(spec, weights, windows, MASK)
@@ -103,7 +105,7 @@ def test_the_text_alone_is_what_it_is_with_masks(models):
 
 
 @pytest.mark.parametrize(("window", "drafts"), [(512, 8), (1024, 12), (64, 4)])
-def test_a_mask_is_kept_for_a_share_of_those_before_it(window, drafts):
+def test_masks_are_thinned_by_position(window, drafts):
     layout = thinned(window, drafts)
     assert len(layout.counts) == drafts - 1
     for j, count in enumerate(layout.counts, 1):
@@ -113,14 +115,14 @@ def test_a_mask_is_kept_for_a_share_of_those_before_it(window, drafts):
     assert layout.tokens < 0.62 * drafts * window
 
 
-def test_masks_of_the_usual_window_are_whole_tiles():
+def test_masks_of_the_default_window_fill_whole_tiles():
     layout = thinned(512, 8)
     assert layout.masks % 8 == 0
     assert 2.8 < layout.tokens / 512 < 3.8
 
 
 def test_guesses_count_where_the_target_chose_the_next_token():
-    """Not in a prompt, not beyond a text's end, not from an anchor that is none."""
+    """Not in a prompt, not beyond the end of a text, not without an anchor."""
     texts, layout = [list(range(10, 22)), list(range(30, 35))], whole(20, 5, 8)
     windows = windows_of(texts, layout, length=20, begins=3)
     flat, text = windows.tokens.flatten(), windows.texts[0]
@@ -147,8 +149,8 @@ def test_guesses_count_where_the_target_chose_the_next_token():
 
 
 def check_order(windows):
-    """Guesses stand by what they are compared with, and each knows that of one number less of the
-    same anchor, which comes earlier."""
+    """Check that guesses are ordered by their target distribution, and that `before` is the same
+    anchor's guess one position earlier."""
     assert windows.known[windows.of].tolist() == windows.target.tolist()
     assert windows.begins.tolist() == [
         int((windows.of < law).sum()) for law in range(len(windows.known) + 1)
@@ -163,7 +165,7 @@ def check_order(windows):
         assert before < guess
 
 
-def test_anchors_are_drawn_anew_and_by_the_seed_alone():
+def test_anchors_depend_on_the_seed_only():
     texts, layout = [list(range(60))], thinned(64, 4)
     one, same, other = (windows_of(texts, layout, length=64, seed=s) for s in (1, 1, 2))
     assert torch.equal(one.anchors, same.anchors)

@@ -1,5 +1,5 @@
-"""The loss and its gradients against a naive one over the whole vocabulary; chances to stand
-against their formula, term by term, and against draws."""
+"""The loss and its gradients against a naive version over the whole vocabulary; acceptance
+probabilities against their formula and against random draws."""
 
 import numpy
 import pytest
@@ -11,7 +11,7 @@ from bass_cli.distill.loss import Guesses, Head, divergence, maximal_agreement, 
 
 
 def chained(laws, longest, vocab):
-    """Guesses at so many laws in a row, of drafts that begin at every second one."""
+    """Make guesses for consecutive distributions; a draft begins at every second one."""
     known = [(law, 0, None) for law in range(laws)]
     for start in range(0, laws, 2):
         for number in range(1, longest):
@@ -31,7 +31,7 @@ def chained(laws, longest, vocab):
 
 
 def plain_loss(student, head, target, law, guesses, least, share):
-    """Guess by guess, with weights that no gradient flows through."""
+    """Compute the loss guess by guess, with weights that pass no gradient."""
     q_law = functional.log_softmax(functional.linear(student, *head), -1)
     p_law = functional.log_softmax(target.detach() @ law.weight.detach().T, -1)
     total, stand = student.new_zeros(()), []
@@ -50,8 +50,8 @@ def plain_loss(student, head, target, law, guesses, least, share):
 
 @pytest.mark.parametrize("elements", [1, 50 * 7, 1 << 28])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_loss_is_the_distance_of_whole_laws(monkeypatch, elements, biased):
-    """In however many pieces it is made, with gradients for the student and its head alone."""
+def test_loss_equals_the_naive_loss_over_whole_distributions(monkeypatch, elements, biased):
+    """For any division into parts; only the student and its head get gradients."""
     monkeypatch.setattr(loss, "ELEMENTS", elements)
     torch.manual_seed(0)
     laws, vocab, width, wide = 13, 50, 8, 12
@@ -73,8 +73,8 @@ def test_the_loss_is_the_distance_of_whole_laws(monkeypatch, elements, biased):
     assert law.weight.grad is None
 
 
-def test_a_guess_is_worth_what_stands_if_it_does():
-    """The slope of the mean number of drafts that stand, by the chance at each place."""
+def test_worths_are_derivatives_of_the_accepted_drafts():
+    """`worths` is the derivative of the mean accepted drafts by the acceptance at each position."""
     chances = torch.full((8,), loss.STANDS, dtype=torch.float64, requires_grad=True)
     chances.cumprod(0).sum().backward()
     reached = loss.STANDS ** torch.arange(8, dtype=torch.float64)
@@ -82,7 +82,7 @@ def test_a_guess_is_worth_what_stands_if_it_does():
     torch.testing.assert_close(chances.grad, due)
 
 
-def test_the_loss_of_the_same_law_is_nothing():
+def test_the_loss_of_equal_distributions_is_zero():
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 8), torch.randn(40, 8)
     head, guesses = Head(weight, None), chained(5, 1, 40)
@@ -98,7 +98,7 @@ def laws(n, vocab, scale):
 
 
 @pytest.mark.parametrize("scale", [0.5, 3.0, 30.0])
-def test_chances_under_shared_coupling_are_the_formula(scale):
+def test_shared_acceptance_equals_the_formula(scale):
     target, student = laws(12, 31, scale)
     p, q = target.double().exp(), student.double().exp()
     tokens = torch.distributions.Categorical(p).sample()
@@ -116,8 +116,8 @@ def test_chances_under_shared_coupling_are_the_formula(scale):
     assert (found.stands <= overlap.stands + 1e-6).all()
 
 
-def test_chances_are_the_shares_of_draws():
-    """Shared noise: both tokens are the best of log-law plus Gumbel noise."""
+def test_shared_acceptance_equals_the_rate_of_random_draws():
+    """With shared noise both models take the argmax of log-probs plus Gumbel noise."""
     target, student = laws(4, 9, 1.0)
     noise = -torch.empty(40000, 4, 9).exponential_().log()
     p_tokens, q_tokens = ((law + noise).argmax(-1) for law in (target, student))
@@ -129,7 +129,7 @@ def test_chances_are_the_shares_of_draws():
     torch.testing.assert_close(found.given, (same * here).sum(0) / here.sum(0), atol=0.04, rtol=0)
 
 
-def test_chances_under_maximal_coupling():
+def test_maximal_acceptance_equals_the_formula():
     target, student = laws(6, 9, 1.0)
     token = torch.tensor([1, 2, 0, 4, 5, 6])
     found = maximal_agreement(target, student, token)

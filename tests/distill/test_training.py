@@ -1,5 +1,5 @@
-"""Training brings a student nearer to its target, on any family; a killed one goes on as if
-nothing had been; what stands is what one pass after the other would say."""
+"""Training improves a student for every family; a resumed training equals an undisturbed one;
+measured acceptance equals that of pass-by-pass decoding."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def trainer_of(target, checkpoint, corpus, goal, *, most=4, layers=None):
     return Trainer(target, student, batches, goal, mask=source.mask, dtype=torch.float32)
 
 
-def test_a_killed_training_goes_on_as_if_nothing_had_been(target, checkpoints, corpus, tmp_path):
+def test_a_resumed_training_equals_an_undisturbed_one(target, checkpoints, corpus, tmp_path):
     goal = Goal(8, None, 0.01)
     undisturbed, losses = trainer_of(target, checkpoints["small"], corpus, goal), []
     undisturbed.run(lambda done: losses.append(done.loss))
@@ -85,8 +85,9 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(target, checkpoints, c
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt2"])
-def test_a_gpu_learns_in_bfloat16_what_a_cpu_learns(tmp_path, family, corpus):
-    """Losses and what stands, within what bfloat16 rounds; a checkpoint of the one goes on."""
+def test_bfloat16_training_on_a_gpu_equals_a_cpu_up_to_rounding(tmp_path, family, corpus):
+    """Losses and acceptance are equal up to bfloat16 rounding, and a checkpoint can move between
+    devices."""
     write_checkpoint(family, tmp_path / "t", seed=0, shards=False)
     write_checkpoint(family, tmp_path / "s", seed=1, shards=False)
     target, small = open_checkpoint(tmp_path / "t"), open_checkpoint(tmp_path / "s")
@@ -106,8 +107,8 @@ def test_a_gpu_learns_in_bfloat16_what_a_cpu_learns(tmp_path, family, corpus):
     torch.testing.assert_close(found["cuda"], found["cpu"], atol=0.02, rtol=0.03)
 
 
-def test_parts_of_a_step_add_up(target, checkpoints, corpus):
-    """To what one part would learn, whose masks are the same."""
+def test_the_parts_of_a_step_sum_to_the_whole(target, checkpoints, corpus):
+    """The result equals that of one part with the same masks."""
     one, parts = (
         trainer_of(target, checkpoints["small"], corpus, Goal(2, None, 0.01), most=most)
         for most in (4, 3)
@@ -120,7 +121,7 @@ def test_parts_of_a_step_add_up(target, checkpoints, corpus):
     assert parts.progress.guesses == one.progress.guesses
 
 
-def test_time_ends_training_and_lowers_the_rate(target, checkpoints, corpus):
+def test_a_time_limit_ends_training_and_lowers_the_rate(target, checkpoints, corpus):
     ticks, rates = itertools.count(), []
     trainer = trainer_of(target, checkpoints["small"], corpus, Goal(None, 10.0, 0.01))
     trainer.run(
@@ -132,7 +133,7 @@ def test_time_ends_training_and_lowers_the_rate(target, checkpoints, corpus):
     assert max(rates) <= 0.01
 
 
-def test_a_loss_that_is_none_ends_it(target, checkpoints, corpus):
+def test_a_loss_that_is_not_finite_ends_training(target, checkpoints, corpus):
     trainer = trainer_of(target, checkpoints["small"], corpus, Goal(3, None, 0.01))
     with torch.no_grad():
         trainer.weights["norm.weight"].fill_(float("nan"))
@@ -140,7 +141,7 @@ def test_a_loss_that_is_none_ends_it(target, checkpoints, corpus):
         trainer.run(lambda _: None)
 
 
-def test_first_layers_make_a_student(target, checkpoints, corpus):
+def test_a_student_of_the_first_layers(target, checkpoints, corpus):
     source, student = student_of(checkpoints["target"], layers=2)
     assert (source.spec.layers, len(source.spec.windows), source.mask) == (2, 2, VOCAB)
     assert not any(name.startswith("layers.2.") for name in student.weights)
@@ -150,9 +151,9 @@ def test_first_layers_make_a_student(target, checkpoints, corpus):
     assert losses[-1] < losses[0]
 
 
-def test_a_mask_has_an_embedding(checkpoints):
-    """The mean of all tokens, in a row that fills the vocabulary up, or a new one; a trained one
-    keeps its own."""
+def test_the_embedding_of_the_mask_token(checkpoints):
+    """A new mask is the mean of all tokens, in a padding row of the vocabulary or a new one. A
+    trained mask keeps its embedding."""
     small = checkpoints["small"]
     plain = load(small, dtype=torch.float32, device=CPU)
     for size, rows in ((299, 301), (301, 302)):
@@ -170,7 +171,7 @@ def test_a_mask_has_an_embedding(checkpoints):
 
 
 def guesses_one_by_one(target, student, mask, tokens, anchor, places, temperature):
-    """Log-laws of both [K, V] for the drafts behind an anchor, by plain causal passes."""
+    """Return log-probs [K, V] of both models for the drafts behind an anchor, by causal passes."""
 
     def laws(model, ids, count):
         windows = windows_of([ids], Layout(len(ids), 0, ()), length=len(ids))
@@ -186,7 +187,7 @@ def guesses_one_by_one(target, student, mask, tokens, anchor, places, temperatur
 
 
 @pytest.mark.parametrize("masks", [True, False])
-def test_what_stands_is_counted_by_place(target, checkpoints, masks):
+def test_acceptance_is_measured_by_position(target, checkpoints, masks):
     source, student = student_of(checkpoints["small"])
     noise = numpy.random.default_rng(1)
     texts = [noise.integers(3, VOCAB, size).tolist() for size in (13, 9)]
@@ -215,7 +216,7 @@ def test_what_stands_is_counted_by_place(target, checkpoints, masks):
     )
 
 
-def test_the_target_itself_always_stands(target):
+def test_drafts_of_the_target_itself_are_always_accepted(target):
     windows = windows_of([list(range(20, 44))], whole(24, 4, 8), length=24)
     for both in (True, False):
         found = standing(
